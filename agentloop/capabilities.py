@@ -29,6 +29,7 @@ class Feature(StrEnum):
     MIN_P = "min_p"
     MIN_TOKENS = "min_tokens"
     TOP_LOGPROBS = "top_logprobs"
+    PRIORITY = "priority"  # of waiting requests those of lower numbers first
 
 
 CONSTRAINTS = frozenset(Feature(kind.value) for kind in ConstraintKind)
@@ -43,7 +44,10 @@ SAMPLING = frozenset(
         Feature.TOP_LOGPROBS,
     }
 )
-"""All that `SamplingParams` offers, but for constraints."""
+"""The part of `SamplingParams` that engines can do as they come, but for constraints."""
+
+PRIORITY_POLICY = "priority"
+"""The `scheduling_policy` of an engine whose waiting requests go by their priority; the other is "fcfs"."""
 
 _BITS = {feature: 1 << number for number, feature in enumerate(Feature)}
 _PARAMS = {  # the field of a request that asks for a feature, where it is not called so
@@ -70,6 +74,17 @@ def features_of(bits: int) -> tuple[Feature, ...]:
 def param_of(feature: Feature) -> str:
     """Return the field of a request that asks for a feature."""
     return _PARAMS.get(feature, feature.value)
+
+
+def hint_of(feature: Feature) -> str:
+    """Return how engines come to have a feature, where their config decides it; else nothing."""
+    return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}" if feature is Feature.PRIORITY else ""
+
+
+def configured_features(*, can_constrain: bool, scheduling_policy: str) -> frozenset[Feature]:
+    """Return the features that an engine so configured has, whatever its model."""
+    by_priority = {Feature.PRIORITY} if scheduling_policy == PRIORITY_POLICY else frozenset[Feature]()
+    return SAMPLING | by_priority | (CONSTRAINTS if can_constrain else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,4 +145,6 @@ def features_asked(sampling: SamplingParams) -> int:
         bits |= _BITS[Feature.MIN_TOKENS]
     if sampling.num_top_logprobs:
         bits |= _BITS[Feature.TOP_LOGPROBS]
+    if sampling.priority:
+        bits |= _BITS[Feature.PRIORITY]
     return bits

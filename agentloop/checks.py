@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from agentloop.capabilities import CONSTRAINTS, features_asked, features_of, param_of
+from agentloop.capabilities import CONSTRAINTS, features_asked, features_of, hint_of, param_of
 from agentloop.engine import Delta, EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -141,7 +141,7 @@ def _check_features(missing: int, engine: str) -> None:
         if feature in CONSTRAINTS:
             reason = f"the engine ({engine}) cannot constrain what it samples by {feature}"
         else:
-            reason = f"the engine ({engine}) has no {feature}"
+            reason = f"the engine ({engine}) has no {feature}{hint_of(feature)}"
         raise UnsupportedParameter(reason, param=param_of(feature))
 
 

@@ -107,7 +107,8 @@ class PushSource:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights on offer, from exactly one source. Raises InvalidRequest for none or several.
+    """New weights on offer, from exactly one source. Raises InvalidRequest for none or several, and for a version
+    that is none of 63 bits.
 
     `directory` holds safetensors files in checkpoint names, and is a new one for every version; `adapter` is a
     directory with a LoRA adapter in the PEFT format, for the base weights that are served.
@@ -119,6 +120,8 @@ class WeightUpdate:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.version < 1 << 63:
+            raise InvalidRequest(f"a version is in [0, 2^63): {self.version}", param="version")
         if sum(source is not None for source in (self.directory, self.push, self.adapter)) != 1:
             raise InvalidRequest("an update has one source: a directory, a push or an adapter", param="directory")
 

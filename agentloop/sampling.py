@@ -41,9 +41,9 @@ class Constraint:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The sampling distribution and its limits.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The sampling distribution, as a request or a task asks for it.
 
     From the model's logits every engine makes it in this order, which is vLLM's: the constraint's mask; biases; the
     ban on `stop_token_ids` of the first `min_tokens` tokens; the repetition penalty (a logit above 0 is divided by
@@ -55,23 +55,30 @@ class SamplingParams:
     temperature and truncation applied, not 0. One meaning on every engine: the contract suite proves it.
     """
 
-    max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_tokens: int = 0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # of a session or task: beside the model's own, unless `ignore_eos`
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
-    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
-    constraint: Constraint | None = None
+    constraint: Constraint | None = None  # of a task: of every turn, and not beside tools
     min_p: float = 0.0  # 0: off
     repetition_penalty: float = 1.0  # 1: off
     ignore_eos: bool = False
-    """The model's own stop tokens are not added to `stop_token_ids`: it is for a session, which fills them in.
-    Engines stop at `stop_token_ids` alone in any case."""
+    """The model's own stop tokens are not added to `stop_token_ids`: it is for a session or a task, which has them
+    filled in. Engines stop at `stop_token_ids` alone in any case."""
+    priority: int = 0  # of requests that wait in an engine those of lower numbers go first; no distribution's
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(SamplingOptions):
+    """The sampling distribution of one request, and its limits."""
+
+    max_tokens: int
+    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
 
     @property
     def looks_back(self) -> bool:

@@ -7,7 +7,7 @@ the trainer's counter: an integer; 0 is one. How tokens are sampled is in `sampl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from agentloop.endings import StopReason as StopReason
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
-from agentloop.sampling import LogprobsMode, TurnSampling
+from agentloop.sampling import LogprobsMode, SamplingOptions, TurnSampling
 from agentloop.sampling import SamplingParams as SamplingParams
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
@@ -228,10 +228,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutTask:
+class RolloutTask(SamplingOptions):
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
-    How it is sampled is named as in `SamplingParams`, and `stop` are stop strings. `loop` and `reward` are names of
+    `stop` are stop strings. `loop` and `reward` are names of
     shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
     """
 
@@ -242,23 +242,15 @@ class RolloutTask:
     reward: str | None = None
     reference: JSON = None
     limits: Limits = Limits()
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
     images: tuple[Image, ...] = ()  # those that `messages` show, each once
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: what its `open` finds, such as files
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own, but in place of them with `ignore_eos`
-    ignore_eos: bool = False
-    constraint: Constraint | None = None  # of every turn; not beside tools
     stop: tuple[str, ...] = ()
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """Return how a turn of it is sampled, with at most so many tokens."""
+        asked = {one.name: getattr(self, one.name) for one in fields(SamplingOptions)}
+        return SamplingParams(max_tokens, **asked)
 
 
 class OnStale(StrEnum):

@@ -199,8 +199,8 @@ class ConstraintBody(Body):
     text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
 
 
-class SamplingOptions(Body):
-    """The fields of `SamplingParams` that a task may have too."""
+class SamplingOptionsBody(Body):
+    """`SamplingOptions`."""
 
     temperature: Temperature = _SAMPLING.temperature
     top_p: TopP = _SAMPLING.top_p
@@ -215,9 +215,10 @@ class SamplingOptions(Body):
     min_p: MinP = _SAMPLING.min_p
     repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty
     ignore_eos: bool = _SAMPLING.ignore_eos
+    priority: int = Field(default=_SAMPLING.priority, ge=-_INT32_MAX, le=_INT32_MAX)
 
 
-class SamplingBody(SamplingOptions):
+class SamplingBody(SamplingOptionsBody):
     """`SamplingParams`; `max_tokens` is always explicit."""
 
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
@@ -325,7 +326,7 @@ class LimitsBody(Body):
     on_long_tool_response: Literal["answer", "stop"] = _LIMITS.on_long_tool_response.value
 
 
-class TaskBody(SamplingOptions):
+class TaskBody(SamplingOptionsBody):
     """`RolloutTask`: also a line of a task file."""
 
     task_id: Name

@@ -52,6 +52,12 @@ class ChatCall:
     timeout_s: float = 600.0
     constraint_param: str = "constraint"
     images: tuple[Image, ...] = ()  # all that `messages` show, each once
+    continues: bool = False  # the last of `messages` is the beginning of the reply
+
+    @property
+    def begun(self) -> str:
+        """The text that the reply begins with."""
+        return self.messages[-1].content if self.continues else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.images import Image, ImageRef, each_once, shown
+from agentloop.parsers import Parser
 from agentloop.rendering import NAMED_ROLES
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
@@ -90,7 +91,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         messages=_conversation(request.messages),
         keys=tuple(message.key for message in request.messages),
         tools_key=request.tools.key if tools is request.tools.definitions else None,
-        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint, body.priority),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -103,7 +104,20 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         timeout_s=model.timeout_s,
         constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,
+        continues=_continues(body, request.messages, model.parser),
     )
+
+
+def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser) -> bool:
+    """Tell if the last message begins the reply. Raises InvalidRequest where it cannot be gone on from."""
+    if not body.continue_final_message:
+        return False
+    last, marks, param = messages[-1].message, parser.marks.thoughts, "continue_final_message"
+    if last.role != "assistant" or not last.content.strip():
+        raise InvalidRequest("the last message is an assistant's, with a text to continue", param=param)
+    if last.tool_calls or last.reasoning or marks.open in last.content or marks.close in last.content:
+        raise UnsupportedParameter("thoughts and tool calls are not continued, text is", param=param)
+    return True
 
 
 def conversation_of(
@@ -123,7 +137,12 @@ def _refuse_images(messages: Sequence[CachedMessage], reason: str) -> None:
 
 
 def sampling_of(
-    body: ChoiceFields, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
+    body: ChoiceFields,
+    max_tokens: int | None,
+    vocab_size: int,
+    num_top: int,
+    constraint: Constraint | None = None,
+    priority: int | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a body. Raises InvalidRequest."""
     sampling = sampling_params(body, max_tokens, vocab_size)
@@ -137,6 +156,7 @@ def sampling_of(
         logit_bias=tuple(biases),
         num_top_logprobs=num_top,
         constraint=constraint,
+        priority=priority or 0,
     )
 
 

@@ -57,13 +57,11 @@ MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
 MAX_ANSWERS = 512  # texts that an answer may be
 MAX_MODEL_CHARS = 256
+MAX_CALL_PRIORITY = (1 << 31) - 1
 MAX_TOOL_NAME_CHARS = 128
 
 _UNSUPPORTED_PARTS = frozenset({"image", "input_audio", "audio", "file", "video_url", "video"})
-_UNSUPPORTED_CHAT = (
-    *("audio", "prediction", "functions", "function_call", "web_search_options"),
-    *("priority", "continue_final_message"),  # vLLM's: engines take calls as they come, and end what they began
-)
+_UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
 _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
 Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
@@ -391,11 +389,13 @@ class ChoiceFields(SamplingFields):
 class CallBase(SampledBody, ChoiceFields):
     """The fields that chat completions and completions share; `user` and `metadata` are ignored.
 
+    `priority` is vLLM's: of the requests that wait in an engine, those of lower numbers go first.
     `return_tokens_as_token_ids`: logprobs name tokens as `token_id:N`, whatever their text.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_CALL_PRIORITY, le=MAX_CALL_PRIORITY), Whole] | None = None
     stream_options: StreamOptions | None = None
     user: ShortText | None = None
     metadata: Json = None
@@ -420,7 +420,8 @@ class ChatBody(CallBase, TemplateBody):
     max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     strict_history: bool | None = None
@@ -462,6 +463,11 @@ class ChatBody(CallBase, TemplateBody):
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.add_generation_prompt not in (None, not self.continue_final_message):
+            raise InvalidRequest(
+                "add_generation_prompt is false with continue_final_message, and true without",
+                param="add_generation_prompt",
+            )
         if self.structured_outputs is not None and self.response_format is not None:
             raise InvalidRequest(
                 "response_format and structured_outputs exclude each other", param="structured_outputs"

@@ -37,7 +37,7 @@ def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel)
     return ChatCall(
         messages=(),
         prompt_ids=prompt_ids,
-        sampling=sampling_of(body, max_tokens, model.vocab_size, body.logprobs or 0),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.logprobs or 0, priority=body.priority),
         max_tokens=max_tokens,
         num_choices=body.n or 1,
         stop=stops_of(body),

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentloop.api import ReplicaRegistration, ReplicaReport
-from agentloop.capabilities import Feature, Needs, features_of, param_of
+from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
 from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken, UnsupportedParameter
 from agentloop.types import Load
@@ -173,7 +173,8 @@ class Fleet:
         lines = [f"{param_of(one)} ({one}): {', '.join(names) or 'none'}" for one, names in could.items()]
         reason = "no engine of this service can do this" if len(could) == 1 else "no engine can do all of this"
         raise UnsupportedParameter(
-            f"{reason}; engines that could are, for {'; for '.join(lines)}", param=param_of(refused)
+            f"{reason}; engines that could are, for {'; for '.join(lines)}{hint_of(refused)}",
+            param=param_of(refused),
         )
 
     def _having(self, feature: Feature) -> list[str]:

@@ -391,8 +391,6 @@ class ReplicaSync:
 
     def _check_version(self, version: int, force: bool) -> None:
         served = self._fleet.weight_version
-        if version < 0:
-            raise InvalidRequest(f"a version is not negative: {version}", param="version")
         if served is None or force:
             return
         if version == served and self._is_held(served):

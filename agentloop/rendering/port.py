@@ -105,9 +105,12 @@ class Renderer(TokenText, Protocol):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, JSON]],
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
         """The ids of the whole prompt, generation prompt included. Time grows with all of the text.
 
+        `is_open`: the last message is the beginning of the reply, and the prompt ends with its content.
         Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
         """
 
@@ -117,9 +120,12 @@ class Renderer(TokenText, Protocol):
         tools: Sequence[Mapping[str, JSON]],
         end: TurnEnd,
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
         """The ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
 
-        Raises as `render`, and TemplateNotPrefixStable where these messages cannot be appended as the model's own
-        rendering would show them: the caller then renders the whole conversation, and forks.
+        `is_open` as for `render`. Raises as `render`, and TemplateNotPrefixStable where these messages cannot be
+        appended as the model's own rendering would show them: the caller then renders the whole conversation, and
+        forks.
         """

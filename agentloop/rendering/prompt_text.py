@@ -15,10 +15,10 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
+from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable, UnsupportedParameter
 from agentloop.images import ImageRef, parts_of
 from agentloop.parsers import THOUGHT_MARKS, ThoughtMarks
 from agentloop.rendering.port import NO_KWARGS, TurnEnd
@@ -107,6 +107,26 @@ class PromptText:
             kwargs=self._kwargs,
         )
 
+    def open_text(
+        self,
+        messages: Sequence[Message],
+        definitions: Sequence[JSON],
+        *,
+        written_ids: Sequence[tuple[str, str]] = (),
+    ) -> str:
+        """The prompt up to the end of the last message's content. Raises as `text`, and UnsupportedParameter."""
+        *before, begun = messages
+        mark = f"{self._mark}open"
+        marked = [*before, replace(begun, content=begun.content + mark)]
+        text = self.text(marked, definitions, adds_generation_prompt=False, written_ids=written_ids)
+        text, found, _ = text.rpartition(mark)
+        if not found or not text.endswith(self._tokens.mask(begun.content, keeps_markup=True).lstrip()):
+            raise UnsupportedParameter(
+                "this model's chat template does not show an assistant's message as it is written",
+                param="continue_final_message",
+            )
+        return text
+
     def entries(
         self, messages: Sequence[Message], written_ids: Sequence[tuple[str, str]] = ()
     ) -> list[dict[str, JSON]]:
@@ -118,15 +138,20 @@ class PromptText:
         except RecursionError as error:
             raise InvalidRequest("arguments are nested too deeply", param="messages") from error
 
-    def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
+    def bridge(
+        self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd, *, is_open: bool = False
+    ) -> str:
         """The text between a sampled turn and the next: what ends the turn, the messages, the generation prompt.
+
+        `is_open`: no generation prompt, but the last message up to the end of its content.
 
         A turn that ended with the template's own stop token is closed; any other gets that token first. Raises as
         `text`, and TemplateNotPrefixStable if the template does not show where the turn ends.
         """
         before = self._numbered_calls(end.num_calls) if self._form.numbers_results else []
         turn = [*before, *self._synthetic_turn(appended), *appended]
-        text = self.text(turn, definitions, written_ids=end.written_ids)
+        write = self.open_text if is_open else self.text
+        text = write(turn, definitions, written_ids=end.written_ids)
         stop_start, stop = self._turn_end(text)
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]

@@ -200,23 +200,26 @@ class TemplateRenderer(ModelText):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, JSON]],
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
-        """The ids of the whole prompt, generation prompt included. Time grows with all of the text.
-
-        Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
-        """
-        return self.tokens.encode(self.text(messages, tools, template_kwargs))
+        """See `Renderer.render`."""
+        return self.tokens.encode(self.text(messages, tools, template_kwargs, is_open=is_open))
 
     def text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, JSON]],
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> str:
         """The whole prompt as masked text: content that spells a control token is hidden until `ids`."""
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
-        return self._under(template_kwargs)[0].text(messages, self._definitions(tools))
+        prompts = self._under(template_kwargs)[0]
+        write = prompts.open_text if is_open else prompts.text
+        return write(messages, self._definitions(tools))
 
     def bridge(
         self,
@@ -224,18 +227,20 @@ class TemplateRenderer(ModelText):
         tools: Sequence[Mapping[str, JSON]],
         end: TurnEnd,
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
-        """The ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
+        """See `Renderer.bridge`.
 
-        The template's own stop token comes first unless the turn ended with it. Raises as `render`, and
-        TemplateNotPrefixStable where the template shows these messages, or what stands before them, otherwise.
+        The template's own stop token comes first unless the turn ended with it.
         """
         if not appended or appended[0].role == "assistant":
             raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
         text, report = self._under(template_kwargs)
-        if (problem := self._problem(report, appended, has_tools=bool(tools))) is not None:
+        answers = appended[:-1] if is_open else appended
+        if (problem := self._problem(report, answers, has_tools=bool(tools))) is not None:
             raise TemplateNotPrefixStable(problem, param="messages")
-        return self.tokens.encode(text.bridge(appended, self._definitions(tools), end))
+        return self.tokens.encode(text.bridge(appended, self._definitions(tools), end, is_open=is_open))
 
     def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
         """Return the template under a call's arguments, and what a trial found of it."""

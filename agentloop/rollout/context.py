@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 from structlog.contextvars import bind_contextvars
 
@@ -42,14 +42,12 @@ from agentloop.types import (
     Message,
     OnExcess,
     RolloutTask,
-    SamplingParams,
     StopReason,
     ToolCall,
     ToolResult,
 )
 
 REFUSAL_PAUSE_S = 1.0
-_TASK_SAMPLING = {one.name for one in fields(SamplingParams)} & {one.name for one in fields(RolloutTask)}
 
 
 class LoopContext:
@@ -357,14 +355,13 @@ class LoopContext:
     def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
         task, turn_index = self.task, self._budget.num_turns
         own_stop_ids = () if task.ignore_eos else self._renderer.stop_token_ids
-        asked: dict[str, Any] = {name: getattr(task, name) for name in _TASK_SAMPLING}
-        asked |= {
-            "temperature": task.temperature if temperature is None else temperature,
-            "seed": None if self._seed is None else self._seed + turn_index,
-            "stop_token_ids": tuple(dict.fromkeys((*own_stop_ids, *task.stop_token_ids))),
-            "min_tokens": min(task.min_tokens, max_tokens),
-        }
-        sampling = SamplingParams(max_tokens=max_tokens, **asked)
+        sampling = replace(
+            task.sampling(max_tokens),
+            temperature=task.temperature if temperature is None else temperature,
+            seed=None if self._seed is None else self._seed + turn_index,
+            stop_token_ids=tuple(dict.fromkeys((*own_stop_ids, *task.stop_token_ids))),
+            min_tokens=min(task.min_tokens, max_tokens),
+        )
         if sampling.constraint is not None and self._reader.is_thinking(self._path.context_ids):
             constraint = behind_thought(sampling.constraint, self._reader.marks.thoughts)
             sampling = replace(sampling, constraint=constraint)

@@ -86,7 +86,7 @@ class _WaitingGroup:
 
     number: int  # of its arrival
     size: int  # samples, wherever they are
-    expected_tokens: float  # when it was scored last
+    expected_tokens: float  # when it was scored last; 0 in the order of age
     samples: OrderedDict[str, Sample]
 
     @property
@@ -123,7 +123,8 @@ class _FlowLine:
         """Queue samples of one group, none of which waits here."""
         self._num_groups += 1
         first, by_name = samples[0], OrderedDict((sample.assignment_id, sample) for sample in samples)
-        group = _WaitingGroup(self._num_groups, first.group.num_samples, self._score(first), by_name)
+        score = self._score(first) if self._order is GroupOrder.LONGEST else 0.0
+        group = _WaitingGroup(self._num_groups, first.group.num_samples, score, by_name)
         self._groups[group_key(first.assignment_id)] = group
         if self._order is GroupOrder.LONGEST:
             self._to_score.append(group)

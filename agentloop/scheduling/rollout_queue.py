@@ -29,7 +29,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from agentloop import codec
 from agentloop.api import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
@@ -42,6 +41,7 @@ from agentloop.scheduling.samples import (
     Sample,
     SampleState,
     Silence,
+    task_sizes,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspects import Suspects, is_trial
@@ -64,7 +64,7 @@ class _WorkerSamples:
 class _Reservation:
     groups: Sequence[RolloutGroup]
     terms: RolloutTerms
-    num_bytes: int
+    sizes: Sequence[int]
 
 
 class RolloutQueue:
@@ -107,11 +107,12 @@ class RolloutQueue:
         rollout_id: str,
         groups: Sequence[RolloutGroup],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        lengths: Sequence[int] = (),
     ) -> None:
         """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
 
-        Raises InvalidRequest (a bad id or limit, no groups, a group twice, no samples), Conflict (the rollout is
-        live) or Overloaded, and then changes nothing.
+        `lengths` are the encoded groups', where known. Raises InvalidRequest (a bad id or limit, no groups, a group
+        twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
         """
         if not rollout_id or "/" in rollout_id:
             raise InvalidRequest("a rollout id is not empty and holds no slash", param="rollout_id")
@@ -127,13 +128,14 @@ class RolloutQueue:
             raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
         reserved = self._reserved.values()
         num_waiting = self.num_queued + sum(g.num_samples for one in reserved for g in one.groups)
-        if num_waiting + sum(group.num_samples for group in groups) > self._max_queued:
-            raise Overloaded(f"{self.num_queued} trajectories are queued, of at most {self._max_queued}")
-        num_bytes = self._num_bytes + sum(one.num_bytes for one in reserved)
-        num_new_bytes = sum(map(_num_bytes, groups))
-        if num_bytes > 0 and num_bytes + num_new_bytes > self._max_queued_bytes:
+        num_new, most = sum(group.num_samples for group in groups), self._max_queued
+        if num_waiting + num_new > most:
+            raise Overloaded(f"no room for {num_new} more trajectories: {num_waiting} wait, of at most {most}")
+        num_bytes = self._num_bytes + sum(sum(one.sizes) for one in reserved)
+        sizes = task_sizes(groups, lengths)
+        if num_bytes > 0 and num_bytes + sum(sizes) > self._max_queued_bytes:
             raise Overloaded(f"unfinished tasks take {num_bytes} bytes, of at most {self._max_queued_bytes}")
-        self._reserved[rollout_id] = _Reservation(groups, terms, num_new_bytes)
+        self._reserved[rollout_id] = _Reservation(groups, terms, sizes)
 
     def unreserve(self, rollout_id: str) -> None:
         """Give up a reservation. Idempotent."""
@@ -148,6 +150,7 @@ class RolloutQueue:
             now,
             terms=one.terms,
             is_restored=False,
+            sizes=one.sizes,
         )
 
     def restore(
@@ -161,13 +164,15 @@ class RolloutQueue:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         num_complete: Mapping[str, int] = MappingProxyType({}),
         is_restored: bool = True,
+        sizes: Sequence[int] = (),
     ) -> None:
         """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
 
         `num_trained` of the finished ones can be trained on, the first under `first_version`; `num_complete` counts
-        the complete ones of groups that keep fewer than they have.
+        the complete ones of groups that keep fewer than they have. `sizes` are of their tasks.
         """
         work = list(work)
+        sizes = sizes or task_sizes([group for group, _ in work])
         budget = self._budgets.join(rollout_id, next((group.staleness for group, _ in work), None))
         if budget is not None:
             budget.restore(num_trained, first_version)
@@ -176,11 +181,11 @@ class RolloutQueue:
         )
         self._rollouts[rollout_id] = rollout
         self._order.join(rollout)
-        for group, sample_indexes in work:
+        for (group, sample_indexes), size in zip(work, sizes, strict=True):
             rollout.groups[group.group_id] = one = LiveGroup(
                 group.num_samples,
                 len(sample_indexes),
-                _num_bytes(group),
+                size,
                 group.keep,
                 num_complete.get(group.group_id, 0),
             )
@@ -589,11 +594,6 @@ class RolloutQueue:
     def _to_end(self, worker: _WorkerSamples) -> set[str]:
         cancelled = {name for name, sample in worker.running.items() if sample.is_cancelled}
         return cancelled | worker.strays
-
-
-def _num_bytes(group: RolloutGroup) -> int:
-    """Return the bytes that a group's task takes, its images too."""
-    return len(codec.encode(group)) + sum(len(image.data) for image in group.task.images)
 
 
 def _takes_a_place(sample: Sample) -> bool:

@@ -6,10 +6,12 @@ its acceptance to its terminal record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from agentloop import codec
 from agentloop.api import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
 from agentloop.scheduling.staleness_budget import StalenessBudget
@@ -177,3 +179,10 @@ class Cancellation:
 
     dropped: tuple[str, ...]
     running: tuple[str, ...]
+
+
+def task_sizes(groups: Sequence[RolloutGroup], lengths: Sequence[int] = ()) -> list[int]:
+    """Return the bytes that each group's task takes, its images too; `lengths` are those of its encoding."""
+    lengths = lengths or [len(codec.encode(group)) for group in groups]
+    images = (sum(len(image.data) for image in group.task.images) for group in groups)
+    return list(map(operator.add, lengths, images))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING, bits_of
+from agentloop.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
 from agentloop.chat import ChatCall, ToolChoice
 from agentloop.checks import check_sampling
 from agentloop.clock import Clock, RealClock
@@ -30,7 +30,7 @@ from agentloop.errors import (
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
 from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser, behind_thought
-from agentloop.rendering import NO_KWARGS, Renderer, off_loop
+from agentloop.rendering import Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.trajectory import tools_key as key_of_tools
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
@@ -117,17 +117,7 @@ async def make_question(
     if chat.prompt_ids is not None:
         prompt = _given_prompt(chat.prompt_ids, graph, parts)
     else:
-        prompt = await make_prompt(
-            chat.messages,
-            chat.tools,
-            graph,
-            parts,
-            ImageAsker({image.sha256: image for image in chat.images}, engine, request_id),
-            is_strict=chat.is_strict,
-            keys=chat.keys,
-            tools_key=chat.tools_key,
-            template_kwargs=chat.template_kwargs,
-        )
+        prompt = await make_prompt(chat, graph, parts, engine, request_id)
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
     if room <= 0:
@@ -142,47 +132,46 @@ async def make_question(
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
     # The ids are within the vocabulary: they were rendered, stored, or checked above.
-    features = bits_of(SAMPLING | CONSTRAINTS if parts.can_constrain else SAMPLING)
+    given = SAMPLING | {Feature.PRIORITY}  # by some engines: placement knows
+    features = bits_of(given | CONSTRAINTS if parts.can_constrain else given)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
     return Question(prompt, sampling, reads_calls)
 
 
 async def make_prompt(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, JSON]],
-    graph: TurnGraph,
-    parts: SessionParts,
-    asker: ImageAsker,
-    *,
-    is_strict: bool = False,
-    keys: Sequence[bytes] = (),
-    tools_key: bytes | None = None,
-    template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> Prompt:
-    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`.
+    """Make the prompt of a call's messages, as it extends `graph`. Raises as `make_question`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
     is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
     """
+    num_messages = len(chat.messages) - chat.continues
+    messages, begun = chat.messages[:num_messages], chat.messages[num_messages:]
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
-    renderer = parts.renderer
-    told = tools
+    renderer, template_kwargs = parts.renderer, chat.template_kwargs
+    asker = ImageAsker({image.sha256: image for image in chat.images}, engine, request_id)
+    told, tools_key = chat.tools, chat.tools_key
     if template_kwargs:  # they shape the prompt as tools do
-        own = key_of_tools(tools) if tools_key is None else tools_key
+        own = key_of_tools(chat.tools) if tools_key is None else tools_key
         arguments = {"name": "template arguments", "arguments": template_kwargs}
-        told, tools_key = (*tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
-    match = graph.match(messages, told, is_strict=is_strict, keys=keys, tools_key=tools_key)
+        told, tools_key = (*chat.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
+    keys = chat.keys[:num_messages]
+    match = graph.match(messages, told, is_strict=chat.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if match.parent is not None:
-        prompt = await _bridged(match.parent, match, tools, template_kwargs, graph, parts, asker, len(messages))
+        prompt = await _bridged(match.parent, match, chat, graph, parts, asker)
         if isinstance(prompt, Prompt):
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
     elif match.echoed is not None:
         echoed = _own_messages(graph, match.echoed)
         messages = (*echoed, *messages[len(echoed) :])
-    written = await _rendered(messages, lambda: renderer.render(messages, tools, template_kwargs), template_kwargs)
+    shown = (*messages, *begun)
+    written = await _rendered(
+        shown, lambda: renderer.render(shown, chat.tools, template_kwargs, is_open=chat.continues), template_kwargs
+    )
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
@@ -196,23 +185,20 @@ async def make_prompt(
 
 
 async def _bridged(
-    parent: Node,
-    match: Match,
-    tools: Sequence[Mapping[str, JSON]],
-    template_kwargs: Mapping[str, JSON],
-    graph: TurnGraph,
-    parts: SessionParts,
-    asker: ImageAsker,
-    num_messages: int,
+    parent: Node, match: Match, chat: ChatCall, graph: TurnGraph, parts: SessionParts, asker: ImageAsker
 ) -> Prompt | str:
     """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
-    appended, renderer = match.appended, parts.renderer
+    appended, renderer, template_kwargs = match.appended, parts.renderer, chat.template_kwargs
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
     end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
+    num_messages = len(chat.messages) - chat.continues
+    shown = (*appended, *chat.messages[num_messages:])
     try:
         written = await _rendered(
-            appended, lambda: renderer.bridge(appended, tools, end, template_kwargs), template_kwargs
+            shown,
+            lambda: renderer.bridge(shown, chat.tools, end, template_kwargs, is_open=chat.continues),
+            template_kwargs,
         )
     except TemplateNotPrefixStable as refused:
         return refused.message
@@ -226,7 +212,7 @@ async def _bridged(
 def _own_messages(graph: TurnGraph, node: Node) -> list[Message]:
     """Return the conversation up to the node's reply as the session has it."""
     path = graph.path_of(node.node_id)
-    return [message for turn in path for message in (*turn.observed, turn.reply.message)]
+    return [message for turn in path for message in turn.messages]
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:

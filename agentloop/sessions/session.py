@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -38,9 +38,7 @@ from agentloop.errors import (
     SessionFinished,
     first_cause,
 )
-from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
-from agentloop.images import Image
-from agentloop.rendering import NO_KWARGS
+from agentloop.generation import LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
@@ -48,7 +46,6 @@ from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked,
 from agentloop.trajectory import CallRecord, ModelCallState, Node, Reply, TurnGraph, token_paths
 from agentloop.types import (
     FAILURES,
-    JSON,
     FinishReason,
     KVPolicy,
     Message,
@@ -214,16 +211,9 @@ class Session:
         finally:
             entered.leave()
 
-    async def preview(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, JSON]],
-        images: Sequence[Image] = (),
-        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
-    ) -> Prompt:
-        """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
-        asker = ImageAsker({image.sha256: image for image in images}, self._engine, f"{self.session_id}:preview")
-        return await make_prompt(messages, tools, self._graph, self._parts, asker, template_kwargs=template_kwargs)
+    async def preview(self, chat: ChatCall) -> Prompt:
+        """Return the prompt that a call would have, and how it extends the session. Changes nothing."""
+        return await make_prompt(chat, self._graph, self._parts, self._engine, f"{self.session_id}:preview")
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
@@ -493,7 +483,7 @@ class Session:
             tools=chat.tools,
             reads_calls=question.reads_calls,
             shows_unread_calls=not self._record.gives_unread_calls,
-            reads_thoughts=chat.prompt_ids is None,
+            reads_thoughts=chat.prompt_ids is None and not chat.continues,
             timeout_s=chat.timeout_s,
             deadline=live.deadline,
             trajectory_id=self.session_id,
@@ -537,6 +527,7 @@ class Session:
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,
+                begun=live.chat.begun,
             )
             for choice_index, reply in enumerate(replies)
         )

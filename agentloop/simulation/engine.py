@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING
+from agentloop.capabilities import configured_features
 from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
 from agentloop.engine import (
@@ -78,6 +78,7 @@ class SimulatedSpec:
     initial_version: int | None = 0
     num_workers: int = 1
     can_sleep: bool = True
+    scheduling_policy: str = "fcfs"  # or "priority"
     can_constrain: bool = False  # its policy is trusted to honour constraints
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     pace: ReportPace = field(default_factory=ReportPace)
@@ -94,7 +95,9 @@ class SimulatedSpec:
             max_running=self.max_running,
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
-            features=SAMPLING | CONSTRAINTS if self.can_constrain else SAMPLING,
+            features=configured_features(
+                can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy
+            ),
             logprobs_mode=self.logprobs_mode,
         )
 

@@ -109,7 +109,11 @@ class Scheduler:
         self._live[live.request.request_id] = live
         self._num_prefill_tokens += len(live.request.token_ids)
         if not is_hung:
-            self._waiting.append(live)
+            rank = live.request.sampling.priority
+            later = (
+                i for i, one in enumerate(self._waiting) if not one.has_run and one.request.sampling.priority > rank
+            )
+            self._waiting.insert(next(later, len(self._waiting)), live)
 
     def remove(self, live: LiveRequest) -> None:
         """Take a request out, wherever it is. Idempotent."""

@@ -11,6 +11,7 @@ from agentloop.storage.trajectory_store import (
     STORE_NAME,
     TrajectoryReader,
     TrajectoryStore,
+    encoded_groups,
     groups_digest,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "TrajectoryStore",
     "Unfinished",
     "Work",
+    "encoded_groups",
     "groups_digest",
     "is_full",
     "one_thread",

@@ -1,5 +1,8 @@
 """Retention: which records of a run are deleted, and when; in batches that no hand-in waits long for.
 
+A record that was found damaged is no trainer's, whatever cursor is acknowledged: it stays until its sample is run
+again, or by age or size.
+
 A record is emptied first: its row stays, so that it is counted, and never stored or rolled out again. A rollout
 that is done goes as a whole once all its records are empty, and its name stays as deleted. Rollouts of sessions are
 never done: their empty rows stay. Freed pages are used for what is stored next; where they are more than a quarter
@@ -20,6 +23,8 @@ CREATE TABLE IF NOT EXISTS acknowledged (
     rollout_id TEXT PRIMARY KEY, seq INTEGER NOT NULL, emptied INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS record_times (at REAL PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deleted_rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS damaged_records (
+    rollout_id TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (rollout_id, seq)) WITHOUT ROWID;
 """
 
 MAX_EMPTIED = 64
@@ -125,7 +130,8 @@ def _acknowledged(db: sqlite3.Connection, unfinished: Unfinished) -> list[tuple[
         if rollout_id in unfinished.counted:
             continue
         found: list[tuple[int, str]] = db.execute(
-            "SELECT seq, rollout_id FROM trajectories WHERE rollout_id = ? AND seq > ? AND seq <= ?"
+            "SELECT seq, rollout_id FROM trajectories t WHERE rollout_id = ? AND seq > ? AND seq <= ?"
+            " AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)"
             " ORDER BY seq LIMIT ?",
             (rollout_id, emptied, cursor, MAX_EMPTIED),
         ).fetchall()
@@ -144,7 +150,7 @@ def _delete_if_empty(db: sqlite3.Connection, rollout_id: str) -> None:
     left = f"SELECT 1 FROM trajectories WHERE rollout_id = ? AND {HAS_VALUE} LIMIT 1"
     if is_submitted is None or db.execute(left, (rollout_id,)).fetchone() is not None:
         return
-    for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "rollouts"):
+    for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "damaged_records", "rollouts"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
     db.execute("INSERT OR IGNORE INTO deleted_rollouts VALUES (?)", (rollout_id,))
 

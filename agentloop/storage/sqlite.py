@@ -198,7 +198,8 @@ class BatchWriter:
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Return what `work` returns, once it is committed; `on_committed` is called even if the caller has left.
 
-        Work that raises an error of ours does so before it writes anything. Raises that error, StorageFull when the
+        Work that raises an error of ours does so before it writes anything. Raises that error, InvalidRequest for a
+        number that SQLite does not hold, StorageFull when the
         disk is full or read-only, `sqlite3.Error` as it comes when it fails otherwise, and ServiceUnavailable after
         `close`: nothing was stored then.
         """
@@ -267,6 +268,8 @@ class BatchWriter:
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = _storage_full(self._kind)
+            elif isinstance(error, OverflowError):  # a caller's number
+                problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))
             elif isinstance(error, sqlite3.Error):

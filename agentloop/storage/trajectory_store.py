@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sqlite3
-from collections import OrderedDict
+import zlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -83,16 +85,26 @@ _ROWS_AFTER = (
 _SET_TERMS = "INSERT OR REPLACE INTO rollout_terms VALUES (?, ?, ?)"
 _ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
 _SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
+_ADD_DAMAGED = "INSERT OR IGNORE INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ?"
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
     "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
 )
 
 
-def groups_digest(groups: Sequence[RolloutGroup]) -> str:
-    """Return the SHA-256 of a submission's work, in hex: equal for the same groups in whatever order."""
-    encoded = (codec.encode(dataclasses.replace(group, rollout_id="")) for group in groups)
-    return hashlib.sha256(b"".join(sorted(encoded))).hexdigest()
+def encoded_groups(groups: Sequence[RolloutGroup]) -> list[bytes]:
+    """Return groups as a store keeps them: without their rollout's id, which their rows have."""
+    return [
+        codec.encode(dataclasses.replace(group, rollout_id="") if group.rollout_id else group) for group in groups
+    ]
+
+
+def groups_digest(encoded: Sequence[bytes]) -> str:
+    """Return the SHA-256 of a submission's work, in hex: equal for the same encoded groups in whatever order."""
+    digest = hashlib.sha256()
+    for group in sorted(encoded):
+        digest.update(group)
+    return digest.hexdigest()
 
 
 class TrajectoryReader:
@@ -155,7 +167,9 @@ class TrajectoryStore:
         db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
-        self._damaged: dict[str, set[int]] = {}  # rows found so, by rollout
+        self._damaged: defaultdict[str, set[int]] = defaultdict(set)  # rows found so, by rollout, by whoever had it
+        for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
+            self._damaged[rollout_id].add(seq)
         self._epoch: int | None = None
         self._successor: int | None = None
         self._writer = BatchWriter(
@@ -190,23 +204,29 @@ class TrajectoryStore:
         rollout_id: str,
         groups: Sequence[RolloutGroup],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        encoded: Sequence[bytes] | None = None,
     ) -> None:
         """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
         so a repeat is harmless.
 
-        Raises Conflict for a rollout of recorded sessions, and StorageFull.
+        `encoded` are the groups as `encoded_groups` makes them. Raises Conflict for a rollout of recorded sessions,
+        and StorageFull.
         """
         self._room.check()
-        digest = groups_digest(groups)
+        rows = encoded_groups(groups) if encoded is None else encoded
+        digest = groups_digest(rows)
 
         def work(db: sqlite3.Connection) -> None:
             if _holds_sessions(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
-            owned = [dataclasses.replace(group, rollout_id=rollout_id) for group in groups]
             db.execute(_ADD_ROLLOUT, (rollout_id,))
             db.execute(_ADD_TERMS, (rollout_id, *packed(dataclasses.replace(terms, groups_digest=digest))))
             db.executemany(
-                _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
+                _ADD_GROUP,
+                (
+                    (rollout_id, group.group_id, group.num_samples, row, zlib.crc32(row))
+                    for group, row in zip(groups, rows, strict=True)
+                ),
             )
 
         try:
@@ -318,8 +338,10 @@ class TrajectoryStore:
             return good
 
         rows = await self._reader.run(lambda db: _read(db, rollout_id, after, limit, checked))
-        if damaged:
-            self._damaged.setdefault(rollout_id, set()).update(damaged)
+        if damaged and (new := damaged - self._damaged[rollout_id]):
+            self._damaged[rollout_id] |= new
+            with suppress(StorageFull):  # then this owner alone knows
+                await self._writer.run(lambda db: db.executemany(_ADD_DAMAGED, [(seq,) for seq in new]).rowcount)
         return rows
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
@@ -357,7 +379,7 @@ class TrajectoryStore:
         return await self._writer.run(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
     def num_damaged(self, rollout_id: str) -> int:
-        """Count the records of a rollout that were found damaged so far, when they were read."""
+        """Count a rollout's records that were found damaged when they were read, by earlier owners too."""
         return len(self._damaged.get(rollout_id, ()))
 
     async def drop_damaged(self, rollout_id: str) -> int:
@@ -365,9 +387,11 @@ class TrajectoryStore:
 
         def work(db: sqlite3.Connection) -> int:
             rows = db.execute(_ROWS_AFTER, (rollout_id, 0)).fetchall()
-            damaged = [(seq,) for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None]
-            db.executemany("DELETE FROM trajectories WHERE seq = ?", damaged)
-            return len(damaged)
+            met = {seq for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None}
+            damaged = [(rollout_id, seq) for seq in met | self._damaged.get(rollout_id, set())]
+            db.executemany("DELETE FROM damaged_records WHERE rollout_id = ? AND seq = ?", damaged)
+            statement = "DELETE FROM trajectories WHERE rollout_id = ? AND seq = ?"
+            return max(db.executemany(statement, damaged).rowcount, 0)
 
         def forget() -> None:
             self._settled.pop(rollout_id, None)
@@ -398,7 +422,7 @@ class TrajectoryStore:
                 missing = tuple(sample for sample in range(num_samples) if sample not in finished)
                 group = self._rows.value("groups", RolloutGroup, *stored) if missing else None
                 if group is not None:
-                    owed.append((group, missing))
+                    owed.append((dataclasses.replace(group, rollout_id=rollout_id), missing))
             return owed
 
         return await self._writer.run(work)

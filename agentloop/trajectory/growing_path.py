@@ -65,7 +65,7 @@ class GrowingPath:
             raise InvariantBroken(f"turn {last.node_id} does not follow the {len(nodes) - 1} turns before it")
         if parent_id is not None:
             before = path._graph.path_of(parent_id)
-            path._messages = [message for node in before for message in (*node.observed, node.reply.message)]
+            path._messages = [message for node in before for message in node.messages]
             path._context_ids = list(path._graph.context_ids(parent_id))
             path._context_images = path._graph.context_images(parent_id)
         observed_ids = last.observed_ids.tolist()

@@ -76,7 +76,7 @@ class HistoryIndex:
             place = self._step(place, key, node.node_id)
         if node.parent_id is None and (opening := opening_of(node.observed)) is not None:
             self.openings[keys[opening]] = node.node_id
-        reply = node.reply.message
+        reply = node.message
         reply_key = message_key(reply, is_strict=self.is_strict)
         before, place = place, self._step(place, reply_key, node.node_id)
         if reply_key != self._no_reply_key:
@@ -85,7 +85,7 @@ class HistoryIndex:
             self._add_echo(before, place, reply_key, replace(reply, content=reply.content + node.reply.stop_text))
         self._place_of[node.node_id] = place
         before_calls = b"" if node.parent_id is None else self._calls_of[node.parent_id]
-        self._calls_of[node.node_id] = _calls_digest((*node.observed, reply), before_calls)
+        self._calls_of[node.node_id] = _calls_digest(node.messages, before_calls)
         self._add_turn(node.node_id, place, path_key)
 
     def keys(self, messages: Sequence[Message]) -> list[bytes]:
@@ -227,7 +227,7 @@ def _is_allowed(candidate: _Candidate, messages: Sequence[Message], nodes: Mappi
     node = candidate.at
     if node is None:
         return True
-    said, echoed = node.reply.message, messages[candidate.end - 1]
+    said, echoed = node.message, messages[candidate.end - 1]
     pairs = [(call.id, echo.id) for call, echo in zip(said.tool_calls, echoed.tool_calls, strict=True)]
     pairs.append((said.reasoning.strip(), echoed.reasoning.strip()))
     if any(echo and echo != mine for mine, echo in pairs):

@@ -7,7 +7,7 @@ not a count of what is shown.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentloop.images import ImageSpan
@@ -83,7 +83,8 @@ class Reply:
 class Node:
     """A turn and what was observed before it. Its path: that of its parent, then `observed_ids`, then the reply's.
 
-    A root has the whole prompt in `observed` and `observed_ids`.
+    A root has the whole prompt in `observed` and `observed_ids`. A reply that the client began (`begun`) has that
+    text's tokens at the end of `observed_ids`; its own message is what was sampled.
     """
 
     node_id: str  # unique within the session
@@ -96,6 +97,18 @@ class Node:
     tools_key: bytes = b""  # a digest of the tool definitions
     split: Split | None = None
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
+    begun: str = ""
+
+    @property
+    def message(self) -> Message:
+        """The assistant's whole message, as clients echo it."""
+        said = self.reply.message
+        return replace(said, content=self.begun + said.content) if self.begun else said
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages that it adds to its path."""
+        return (*self.observed, self.message)
 
 
 class ModelCallState(StrEnum):

@@ -141,7 +141,7 @@ def _origin(
 
 
 def _sibling_difference(at: int, theirs: Node, mine: Node) -> str:
-    there, came = (*theirs.observed, theirs.reply.message), (*mine.observed, mine.reply.message)
+    there, came = theirs.messages, mine.messages
     num_both = min(len(there), len(came))
     differs_at = next((i for i in range(num_both) if there[i] != came[i]), num_both - 1)
     return message_difference(at + differs_at, there[differs_at], came[differs_at])
@@ -230,5 +230,5 @@ def _raw_logprobs(line: _Line, turns: Sequence[Turn], num_tokens: int) -> FloatA
 
 
 def _messages(line: _Line) -> tuple[Message, ...]:
-    messages = [message for node in line.nodes for message in (*node.observed, node.reply.message)]
+    messages = [message for node in line.nodes for message in node.messages]
     return tuple(messages) if line.tail is None else (*messages, *line.tail.messages)

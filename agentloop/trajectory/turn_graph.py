@@ -148,7 +148,7 @@ class TurnGraph:
         self._num_tokens += len(node.observed_ids) + len(reply.token_ids)
         self._num_alternatives += sum(map(len, reply.top_logprobs))
         self._num_raw += 0 if reply.raw_logprobs is None else len(reply.raw_logprobs)
-        self._num_chars += sum(map(message_chars, node.observed)) + message_chars(reply.message)
+        self._num_chars += sum(map(message_chars, node.messages))
         if reply.constraint and reply.sampling is not None:
             self._num_chars += len(reply.constraint)
             self._constraints[reply.sampling.constraint_digest] = reply.constraint
@@ -351,17 +351,17 @@ class TurnGraph:
         """Message `at` of the node's path; after its end, what came first after it."""
         if at >= self._num_messages[node_id]:
             child = self._last_child.get(node_id)
-            return None if child is None else (*self._nodes[child].observed, self._nodes[child].reply.message)[0]
+            return None if child is None else self._nodes[child].messages[0]
         node = self._nodes[node_id]
         while (start := self._num_messages[node.node_id] - len(node.observed) - 1) > at and node.parent_id:
             node = self._nodes[node.parent_id]
-        return (*node.observed, node.reply.message)[at - start]
+        return node.messages[at - start]
 
     def _num_common(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> int:
         """Count the messages from the first on that the request and the node's path have in common."""
         num_common = 0
         for node in self.path_of(node_id):
-            for key in index.keys((*node.observed, node.reply.message)):
+            for key in index.keys(node.messages):
                 if num_common == len(keys) or keys[num_common] != key:
                     return num_common
                 num_common += 1

@@ -61,6 +61,9 @@ class EngineConfig(_EngineModel):
     )
     # Of steps that run as CUDA graphs, on vLLM: larger ones are launched kernel by kernel. None: as `graph_tokens`.
     max_graph_tokens: Annotated[int, Field(ge=1)] | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = (
+        "fcfs"  # of requests that wait; only the second serves `priority`
+    )
     block_size: Annotated[int, Field(ge=1)] = 32  # of KV, in tokens (SGLang: a page); vLLM on CPU: times 32
     kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

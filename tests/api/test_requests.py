@@ -145,6 +145,7 @@ def test_all_of_sampling_is_on_the_wire() -> None:
         min_p=0.25,
         repetition_penalty=1.5,
         ignore_eos=True,
+        priority=-2,
     )
     body = changed(GENERATE, sampling=codec.to_builtins(sampling))
     request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")

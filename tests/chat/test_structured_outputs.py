@@ -73,8 +73,8 @@ def test_beside_tools_it_is_the_answer_or_a_call() -> None:
             InvalidRequest,
             "structured_outputs",
         ),
-        ({"priority": 3}, UnsupportedParameter, "priority"),
-        ({"continue_final_message": True}, UnsupportedParameter, "continue_final_message"),
+        ({"priority": 1 << 31}, InvalidRequest, None),
+        ({"continue_final_message": True}, InvalidRequest, "continue_final_message"),
         ({"add_generation_prompt": False}, InvalidRequest, "add_generation_prompt"),
     ],
 )
@@ -82,6 +82,10 @@ def test_what_cannot_be_is_named(fields: dict[str, Any], error: type[InvalidRequ
     with pytest.raises(error) as refused:
         asked(**fields)
     assert param is None or refused.value.param == param
+
+
+def test_a_priority_is_the_requests_own() -> None:
+    assert asked(priority=-3).sampling.priority == -3
 
 
 def test_what_asks_for_nothing_is_taken() -> None:

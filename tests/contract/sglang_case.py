@@ -48,7 +48,9 @@ async def start_sglang_case() -> EngineCase:
     write_poisoned(POLICY / "v0", temporary / "poisoned")
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
     pace = ReportPace(interval_s=0.02)
-    engine = SglangEngine(sglang_config(logprobs_mode=LogprobsMode.BOTH, pace=pace, progress_tokens=2))
+    engine = SglangEngine(
+        sglang_config(logprobs_mode=LogprobsMode.BOTH, pace=pace, scheduling_policy="priority", progress_tokens=2)
+    )
     await engine.start()
     return EngineCase(
         "sglang",

@@ -30,6 +30,7 @@ def _spec(version: int) -> SimulatedSpec:
         initial_version=version,
         logprobs_mode=LogprobsMode.BOTH,
         pace=ReportPace(interval_s=0.01),
+        scheduling_policy="priority",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.capabilities import Feature
 from agentloop.checks import check_checkpoint, check_generation
 from agentloop.engine import ALL_MEMORY, AllBlocksCleared, BlocksStored, HeldIn, MemoryTag, Progress, PushSource
 from agentloop.errors import (
@@ -96,6 +97,24 @@ async def test_a_seed_repeats_and_seeds_differ(case: EngineCase) -> None:
     assert again.token_ids == first.token_ids
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-3)
     assert {other.token_ids for other in others} != {first.token_ids}
+
+
+async def test_of_waiting_requests_those_of_lower_priority_numbers_go_first(case: EngineCase) -> None:
+    assert Feature.PRIORITY in case.engine.info.features
+    num_seats, ended = case.engine.info.max_running, list[int]()
+
+    async def one(priority: int, num_tokens: int) -> None:
+        await generated(case, case.request(case.prompt(num_tokens=8), num_tokens, priority=priority))
+        ended.append(priority)
+
+    # Seats get free one after the other; every request that waits then has one for two steps.
+    async with asyncio.TaskGroup() as running:
+        for seat in range(num_seats):
+            running.create_task(one(0, 48 + 3 * seat))
+        await until(lambda: case.engine.load().num_running == num_seats)
+        for priority in (7, 7, 1, -4, 7, -4):
+            running.create_task(one(priority, 2))
+    assert [priority for priority in ended if priority] == [-4, -4, 1, 7, 7, 7]
 
 
 async def test_stream_pieces_concatenate_to_the_generation(case: EngineCase) -> None:

@@ -51,6 +51,7 @@ async def start_vllm_case() -> EngineCase:
         POLICY / "v0",
         logprobs_mode=LogprobsMode.BOTH,
         pace=pace,
+        scheduling_policy="priority",
         worker_extension="tests.support.transfer.spoiling.SpoilingWorker",
     )
     engine = VllmEngine(config)

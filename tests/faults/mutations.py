@@ -26,7 +26,7 @@ _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_c
 _STORE, _RETENTION, _SQLITE = (f"agentloop/storage/{one}.py" for one in ("trajectory_store", "retention", "sqlite"))
 _QUEUE, _SUSPECTS = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "suspects"))
 _ROLLOUTS = "servers/agentloop_servers/coordinator/rollouts.py"
-_ACCEPT = "await self._store.accept(rollout_id, groups, terms)"
+_ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
 _WORKER = "agentloop/rollout/worker.py"
 _STORE_TESTS = ("tests/storage",)
@@ -90,7 +90,7 @@ MUTATIONS = (
     Mutation(
         "digest_not_compared",
         _ROLLOUTS,
-        "accepted == groups_digest(groups) if accepted else",
+        "accepted == groups_digest(encoded) if accepted else",
         "",
         _COORDINATOR_TESTS,
     ),

@@ -16,6 +16,7 @@ from agentloop.capabilities import (
     Feature,
     Needs,
     bits_of,
+    configured_features,
     features_asked,
     features_of,
     needs_of,
@@ -112,6 +113,19 @@ def test_needs_that_no_engine_has_together_are_those_of_now():
     balancer = Balancer(fleet_of("all", "long"), NO_SLACK)
     lease = balancer.acquire(needing("a", IMAGES), NOW)
     assert balancer.move(lease, is_failed=False, now=NOW, needs=Needs(0, 3000)).replica_id == "long-1"
+
+
+def test_a_priority_needs_engines_that_were_configured_for_it():
+    assert configured_features(can_constrain=True, scheduling_policy="fcfs") == SAMPLING | CONSTRAINTS
+    by_priority = configured_features(can_constrain=False, scheduling_policy="priority")
+    assert by_priority == SAMPLING | {Feature.PRIORITY}
+    first = needs_of(SamplingParams(1, priority=-1), 1, has_images=False)
+    assert Capabilities(bits_of(by_priority)).suits(first)
+    with pytest.raises(
+        UnsupportedParameter, match=r"it needs engines with scheduling_policy: priority$"
+    ) as refused:
+        Balancer(fleet_of("all"), NO_SLACK).acquire(needing("a", first), NOW)
+    assert refused.value.param == "priority"
 
 
 def test_a_refusal_names_the_field_and_the_engines():

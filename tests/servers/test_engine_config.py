@@ -72,12 +72,13 @@ def test_deadlines_are_those_of_the_slowest():
 def test_each_kind_gets_its_own_configuration():
     config = service(
         {"kind": "vllm", "weight_staging": "host"},
-        {"kind": "sglang", "attention_backend": "fa3", "block_size": 16},
+        {"kind": "sglang", "attention_backend": "fa3", "block_size": 16, "scheduling_policy": "priority"},
         mode="hybrid",
     )
     vllm, sglang = vllm_config(config, config.entries[0]), sglang_config(config, config.entries[1])
     assert (vllm.weight_staging, vllm.block_size) == ("host", 32)
     assert (sglang.weight_staging, sglang.block_size) == ("none", 16)
+    assert (vllm.scheduling_policy, sglang.scheduling_policy) == ("fcfs", "priority")
     assert sglang.attention_backend == "fa3"
     assert vllm.can_sleep
     assert sglang.can_sleep

@@ -152,7 +152,7 @@ async def test_choices_that_say_the_same_are_told_apart_by_their_call_ids(chosen
         answer = Message("tool", "4", tool_call_id=replies[chosen].tool_calls[0].id, name="calculator")
         final = result.choices[0].reply.message
         deeper = ask("one", replies[chosen], answer, final, "and then?", tools=(CALCULATOR,))
-        prompt = await session.preview(deeper.messages, deeper.tools)
+        prompt = await session.preview(deeper)
         assert session.graph.node(prompt.parent_id).parent_id == first.choices[chosen].node_id
 
 
@@ -449,9 +449,9 @@ async def test_a_template_that_rewrites_history_splits(tmp_path):
 async def test_a_preview_changes_nothing(engine):
     session = make_session(engine)
     messages = await converse(session, "one")
-    shown = await session.preview([*messages, Message("user", "two")], ())
+    shown = await session.preview(ask(*messages, "two"))
     assert shown.parent_id == session.graph.nodes[0].node_id
     assert len(session.graph.nodes) == 1
-    assert not (await make_session(engine).preview([Message("user", "word " * 9000)], ())).parent_id
+    assert not (await make_session(engine).preview(ask("word " * 9000))).parent_id
     result = await session.call(ask(*messages, "two"), key("x"))
     assert result.prompt_ids == shown.ids

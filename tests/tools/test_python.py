@@ -125,7 +125,6 @@ async def test_answers(session: PythonSession, code: str, answer: str) -> None:
         ("foo(1)", "NameError: name 'foo' is not defined"),
         ("raise ValueError('a\\nb')", "ValueError: a b"),
         ("raise TimeoutError('mine')", "TimeoutError: mine"),
-        ("raise SystemExit", "SystemExit"),
         ("assert 1 == 2", "AssertionError: assert 1 == 2"),
         ("def f(:", "SyntaxError: Expected a parameter or the end of the parameter list"),
         ("10 ** 5000", "ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
@@ -177,6 +176,26 @@ async def test_what_code_binds_to_print_is_its_own(session: PythonSession) -> No
 async def test_code_that_ends_itself_is_answered_with_what_it_printed(session: PythonSession) -> None:
     assert await session.call({"code": "x = 1\nprint('done')\nraise SystemExit"}) == "done"
     assert await session.call({"code": "x"}) == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("raise SystemExit", ""),
+        ("print('done')\nraise SystemExit(0)", "done"),
+        ("raise SystemExit(None)", ""),
+        ("print('half')\nraise SystemExit(3)", "half\n[exit status 3]"),
+        ("def f(n):\n    raise SystemExit(  # ♜\n        n * 2)\n'é'; f(21)", "[exit status 42]"),
+        ("raise SystemExit('no such\\nfile')", "no such file\n[exit status 1]"),
+        ("try:\n    raise SystemExit(2)\nexcept SystemExit as end:\n    print('caught', end)", "caught 2"),
+    ],
+)
+async def test_code_that_exits_ends_its_call_as_python_would(
+    session: PythonSession, code: str, answer: str
+) -> None:
+    await session.call({"code": "kept = 1"})
+    assert await session.call({"code": code}) == answer
+    assert await session.call({"code": "kept"}) == "1"
 
 
 async def test_calls_of_one_turn_run_in_order(session: PythonSession) -> None:

@@ -8,8 +8,8 @@ references would let a small one expand without end): the value is rendered in t
 
 Isolation it does not give: the worker process has the service's user and shares its kernel, with no namespace or
 seccomp filter around it, so a memory-safety bug in the interpreter is not contained. Time of the host's cores is
-bounded a call, not reserved. CPython parses the source here (16 KiB at most) to find its last expression; nothing
-of it is executed here.
+bounded a call, not reserved. CPython parses the source here (16 KiB at most) to find its last expression and its
+exits; nothing of it is executed here.
 
 State: between calls a trajectory holds no process, only its variables, serialised (1 MiB at most). A call that
 overruns a limit leaves them as they were before it; one that raises keeps what it changed. Randomness starts from
@@ -21,6 +21,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import datetime
+import itertools
 import os
 import re
 import secrets
@@ -152,9 +153,9 @@ class PythonTool:
     def _run(self, code: str, state: bytes | None, seed: int) -> _Run:
         self._start()
         marker = f"\0{secrets.token_hex(16)}\0"  # the code cannot know it, so it cannot forge a value
-        source = with_value_printed(code, marker)
+        source = with_value_printed(with_exit_texts(code), marker)
         output = CollectString(max_bytes=MAX_PRINTED_BYTES)
-        error = None
+        error, last_words = None, ""
         try:
             with self._checkout(seed) as session:
                 if state is not None:
@@ -166,9 +167,10 @@ class PythonTool:
                     _drive(session, source, output)
                 except (MontyRuntimeError, MontySyntaxError) as raised:
                     self._refuse_overrun(raised, time.monotonic() - started_s)
-                    error = _one_line(raised.display("type-msg"))
-                    if error.startswith(SystemExit.__name__) and output.output:
-                        error = None  # the code ended itself, and has said what it had to
+                    if isinstance(ended := raised.exception(), SystemExit):
+                        last_words = _exit_words(str(ended))
+                    else:
+                        error = _one_line(raised.display("type-msg"))
                 new_state = session.dump()
         except MontyCrashedError as crash:
             raise ToolError(self._too_long() if crash.timed_out else "SystemError: worker died") from crash
@@ -178,7 +180,8 @@ class PythonTool:
         if len(new_state) > MAX_STATE_BYTES:
             raise ToolError(f"MemoryError: variables of more than {MAX_STATE_BYTES >> 10} KiB")
         printed, _, value = output.output.partition(marker)
-        return _Run((printed or value).removesuffix("\n"), error, new_state)
+        text = (printed or value).removesuffix("\n")
+        return _Run("\n".join(filter(None, (text, last_words))), error, new_state)
 
     def _checkout(self, seed: int) -> MontySession:
         return self._pool.checkout(
@@ -240,10 +243,7 @@ def with_value_printed(code: str, marker: str) -> str:
 
     None prints nothing. Code that CPython cannot parse comes back as it is: monty then says what is wrong.
     """
-    try:
-        body = ast.parse(_ESCAPE.sub(lambda escape: escape[1] or "_", code)).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code
+    body = _parsed(code).body
     if not body or not isinstance(last := body[-1], ast.Expr):
         return code
     lines = code.encode().splitlines(keepends=True)
@@ -251,6 +251,40 @@ def with_value_printed(code: str, marker: str) -> str:
     expression = ast.get_source_segment(code, last) or ""
     show = f"(lambda value: None if value is None else {_PRINT}({marker!r} + f'{{value!r}}', end=''))"
     return f"{before.decode()}{show}((\n{expression}\n))"
+
+
+def with_exit_texts(code: str) -> str:
+    """Change code to give `SystemExit` texts: monty's exceptions take nothing else."""
+    given: list[ast.expr] = []
+    for node in ast.walk(_parsed(code)) if SystemExit.__name__ in code else ():
+        match node:
+            case ast.Call(func=ast.Name(id="SystemExit"), args=[one], keywords=[]):
+                given.append(one)
+    if not given:
+        return code
+    data = code.encode()
+    starts = [0, *itertools.accumulate(map(len, data.splitlines(keepends=True)))]
+    inserts = [(starts[one.lineno - 1] + one.col_offset, b"(lambda code: f'{code}')(") for one in given]
+    inserts += [(starts[(one.end_lineno or 1) - 1] + (one.end_col_offset or 0), b")") for one in given]
+    for place, text in sorted(inserts, reverse=True):
+        data = data[:place] + text + data[place:]
+    return data.decode()
+
+
+def _exit_words(code: str) -> str:
+    """Return what Python leaves behind when it exits with this code: nothing where all is well."""
+    if code in ("", "0", "None", "False"):
+        return ""
+    is_number = code.removeprefix("-").isdecimal()
+    return f"[exit status {code}]" if is_number else f"{_one_line(code)}\n[exit status 1]"
+
+
+def _parsed(code: str) -> ast.Module:
+    """Parse code; what CPython cannot parse is as nothing."""
+    try:
+        return ast.parse(_ESCAPE.sub(lambda escape: escape[1] or "_", code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _drive(session: MontySession, source: str, output: CollectString) -> None:

@@ -17,7 +17,13 @@ import orjson
 from renderers import config_from_name, create_renderer, template_field_names
 from renderers.base import MODEL_RENDERER_MAP
 
-from agentloop.errors import AgentLoopError, InvalidRequest, TemplateError, TemplateNotPrefixStable
+from agentloop.errors import (
+    AgentLoopError,
+    InvalidRequest,
+    TemplateError,
+    TemplateNotPrefixStable,
+    UnsupportedParameter,
+)
 from agentloop.rendering import (
     NO_KWARGS,
     ChatTemplate,
@@ -168,10 +174,13 @@ class LibraryRenderer(ModelText):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, JSON]],
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
         """See `Renderer.render`."""
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
+        self._refuse_open(is_open)
         return self.rendered(messages, self._definitions(tools), template_kwargs, adds_generation_prompt=True)
 
     def bridge(
@@ -180,11 +189,20 @@ class LibraryRenderer(ModelText):
         tools: Sequence[Mapping[str, JSON]],
         end: TurnEnd,
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        is_open: bool = False,
     ) -> list[int]:
         """See `Renderer.bridge`. Which stop tokens close a turn is the library's decision."""
         if not appended or appended[0].role == "assistant":
             raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
+        self._refuse_open(is_open)
         return self.bridged(appended, self._definitions(tools), end, template_kwargs)
+
+    def _refuse_open(self, is_open: bool) -> None:
+        if is_open:
+            raise UnsupportedParameter(
+                f"renderers:{self.library.family} ends every message that it writes", param="continue_final_message"
+            )
 
     def rendered(
         self,

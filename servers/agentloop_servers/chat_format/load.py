@@ -18,7 +18,7 @@ from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation import SelfTest, parsers_that_fit, self_test, without_calls
 from agentloop.parsers import Parser, choose_parser, get_parser
 from agentloop.plugins import install_hint, resolve
-from agentloop.rendering import NO_KWARGS, OnUnstable, Renderer, RenderSettings, TemplateRenderer, TurnEnd
+from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
 from agentloop_servers.config import ChatSettings, located
 from agentloop_servers.engines.vllm import VLLM_PARSERS, vllm_parser
@@ -152,25 +152,18 @@ class _WithoutTools:
         return getattr(self._renderer, name)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, JSON]],
-        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *rest: Any, **options: Any
     ) -> list[int]:
         """See `Renderer.render`."""
         self._refuse(messages, tools)
-        return self._renderer.render(messages, tools, template_kwargs)
+        return self._renderer.render(messages, tools, *rest, **options)
 
     def bridge(
-        self,
-        appended: Sequence[Message],
-        tools: Sequence[Mapping[str, JSON]],
-        end: TurnEnd,
-        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        self, appended: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *rest: Any, **options: Any
     ) -> list[int]:
         """See `Renderer.bridge`."""
         self._refuse(appended, tools)
-        return self._renderer.bridge(appended, tools, end, template_kwargs)
+        return self._renderer.bridge(appended, tools, *rest, **options)
 
     def _refuse(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> None:
         if tools or any(message.role == "tool" or message.tool_calls for message in messages):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from agentloop.api import QueueStatus, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api import QueueStatus, ServiceStatus, UpdateReport
 from agentloop.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.types import KVPolicy, PauseMode
@@ -26,13 +26,8 @@ app.add_typer(weights, name="weights")
 @app.command()
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Show a running service."""
-
-    async def ask() -> ServiceStatus:
-        async with RolloutClient(url, api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0) as client:
-            return await client.status()
-
-    with clear_errors():
-        _show_status(Console(), run_to_end(ask()))
+    service = _asked(url, lambda client: client.status(), api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0)
+    _show_status(Console(), service)
 
 
 @weights.command("push")
@@ -52,8 +47,7 @@ def push_weights(
             return await client.update_adapter(directory, version=version, kv_policy=kv_policy, force=force)
         return await client.update_weights(directory, version=version, kv_policy=kv_policy, force=force)
 
-    with clear_errors():
-        report = run_to_end(_as_admin(url, admin_key, send))
+    report = _asked(url, send, admin_key=admin_key)
     console = Console()
     for replica in report.replicas:
         outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
@@ -68,15 +62,8 @@ def cancel(
     api_key: ApiKey = None,
 ) -> None:
     """End what is queued or running of a rollout; each sample still gets its record."""
-
-    async def end() -> RolloutStatus:
-        async with RolloutClient(url, api_key=api_key, retry_timeout_s=5.0) as client:
-            return await client.cancel(run)
-
-    with clear_errors():
-        left = run_to_end(end())
-    console = Console()
-    console.print(f"{run}: {left.num_finished} of {left.num_accepted} have their records", highlight=False)
+    left = _asked(url, lambda client: client.cancel(run), api_key=api_key)
+    Console().print(f"{run}: {left.num_finished} of {left.num_accepted} have their records", highlight=False)
 
 
 @app.command()
@@ -87,16 +74,14 @@ def pause(
     admin_key: AdminKey = None,
 ) -> None:
     """Freeze all replicas between two tokens, until `resume`."""
-    with clear_errors():
-        run_to_end(_as_admin(url, admin_key, lambda client: client.pause(mode, reason=reason)))
+    _asked(url, lambda client: client.pause(mode, reason=reason), admin_key=admin_key)
     Console().print("paused", highlight=False)
 
 
 @app.command()
 def resume(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
     """Let frozen replicas go on."""
-    with clear_errors():
-        run_to_end(_as_admin(url, admin_key, lambda client: client.resume()))
+    _asked(url, lambda client: client.resume(), admin_key=admin_key)
     Console().print("resumed", highlight=False)
 
 
@@ -108,8 +93,7 @@ def sleep(
     admin_key: AdminKey = None,
 ) -> None:
     """Freeze all replicas and give their memory back, until `wake`."""
-    with clear_errors():
-        run_to_end(_as_admin(url, admin_key, lambda client: client.sleep(level, reason=reason)))
+    _asked(url, lambda client: client.sleep(level, reason=reason), admin_key=admin_key)
     Console().print(f"asleep at level {level}", highlight=False)
 
 
@@ -120,14 +104,19 @@ def wake(
     admin_key: AdminKey = None,
 ) -> None:
     """Take memory back; once all of it is, generation goes on."""
-    with clear_errors():
-        run_to_end(_as_admin(url, admin_key, lambda client: client.wake(tag or None)))
+    _asked(url, lambda client: client.wake(tag or None), admin_key=admin_key)
     Console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
-async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClient], Awaitable[T]]) -> T:
-    async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
-        return await ask(client)
+def _asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any) -> T:
+    """Ask a service, as a client with these options; what goes wrong ends the command."""
+
+    async def asked() -> T:
+        async with RolloutClient(url, **{"retry_timeout_s": 5.0, **options}) as client:
+            return await ask(client)
+
+    with clear_errors():
+        return run_to_end(asked())
 
 
 def _waiting(queue: QueueStatus) -> str:

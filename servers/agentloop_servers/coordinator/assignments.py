@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentloop.api import group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.scheduling import Demand, PendingRecord, Sample
-from agentloop.types import Assignment, Lease, RolloutTask, SamplingParams, Timings, Trajectory
+from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 
@@ -42,8 +42,7 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
 
 def needs_of_task(task: RolloutTask) -> Needs:
     """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
-    asked = SamplingParams(1, seed=task.seed)
-    needs = needs_of(asked, _num_prompt_tokens(task), has_images=bool(task.images))
+    needs = needs_of(task.sampling(1), _num_prompt_tokens(task), has_images=bool(task.images))
     return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
 
 

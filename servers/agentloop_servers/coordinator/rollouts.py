@@ -49,7 +49,7 @@ from agentloop.scheduling import (
     Sample,
 )
 from agentloop.score import ended
-from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished, groups_digest
+from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished, encoded_groups, groups_digest
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -327,24 +327,24 @@ class Rollouts:
     async def _submit(
         self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
     ) -> RolloutStatus:
-        num_new = sum(group.num_samples for group in groups)
+        num_new, encoded = sum(group.num_samples for group in groups), encoded_groups(groups)
         try:
             known = await self._by_id(rollout_id)
         except NotFound:
             for group in groups:
                 self._replicas.fleet.check_needs(needs_of_task(group.task))
-            self.queue.reserve(rollout_id, groups, terms)
+            self.queue.reserve(rollout_id, groups, terms, tuple(map(len, encoded)))
         else:
             is_live = self.queue.status(rollout_id) is not None
             if not is_live and await self._store.holds_sessions(rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             accepted = (await self._store.terms(rollout_id)).groups_digest  # none in a store of before
-            is_same = accepted == groups_digest(groups) if accepted else known.num_accepted == num_new
+            is_same = accepted == groups_digest(encoded) if accepted else known.num_accepted == num_new
             if is_same and known.owner == terms.owner:
                 return known  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
         try:
-            await self._store.accept(rollout_id, groups, terms)
+            await self._store.accept(rollout_id, groups, terms, encoded)
             self.queue.add(rollout_id, self._clock.now())
         finally:
             self.queue.unreserve(rollout_id)

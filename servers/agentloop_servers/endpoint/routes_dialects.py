@@ -16,14 +16,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from agentloop.chat import CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
+from agentloop.chat import ChatCall, CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
 from agentloop.errors import AgentLoopError
+from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of, typed_events
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
     ERROR_SCHEMA,
     STREAMED,
     Keys,
+    add_route,
     admit,
     errors,
     json_body,
@@ -31,7 +33,6 @@ from agentloop_servers.http import (
     names_session,
     speaks,
     sse,
-    takes,
 )
 
 BODIES = (ResponsesBody, MessagesBody, CountTokensBody)
@@ -88,28 +89,10 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
         dependencies=[Depends(_speak), is_admitted], responses=errors(_MESSAGES_ERROR), tags=["messages"]
     )
     for prefix in _PREFIXES:
-        openai.add_api_route(
-            f"{prefix}/responses",
-            routes.create_response,
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=takes(ResponsesBody),
-        )
-        messages.add_api_route(
-            f"{prefix}/messages",
-            routes.create_message,
-            methods=["POST"],
-            response_model=None,
-            responses={200: _ANSWER},
-            openapi_extra=takes(MessagesBody),
-        )
-        messages.add_api_route(
-            f"{prefix}/messages/count_tokens",
-            routes.count_tokens,
-            methods=["POST"],
-            response_model=TokenCount,
-            openapi_extra=takes(CountTokensBody),
-        )
+        add_route(openai, "POST", f"{prefix}/responses", routes.create_response, ResponsesBody)
+        add_route(messages, "POST", f"{prefix}/messages", routes.create_message, MessagesBody, None, {200: _ANSWER})
+        counting = f"{prefix}/messages/count_tokens"
+        add_route(messages, "POST", counting, routes.count_tokens, CountTokensBody, TokenCount)
     both = APIRouter()
     both.include_router(openai)
     both.include_router(messages)
@@ -141,7 +124,8 @@ class DialectRoutes:
         arguments = anthropic.template_arguments(body, self._endpoint.served)
         if names_session(request):
             session = await session_of(request, self._endpoint, None)
-            num_tokens = len((await session.preview(messages, tools, (), arguments)).ids)
+            counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments)
+            num_tokens = len((await session.preview(counted)).ids)
         else:
             render = self._endpoint.renderer.render
             num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))

@@ -40,6 +40,7 @@ from agentloop_servers.http import (
     DONE,
     STREAMED,
     Keys,
+    add_route,
     admit,
     errors,
     json_body,
@@ -47,7 +48,6 @@ from agentloop_servers.http import (
     names_session,
     read_json_body,
     sse,
-    takes,
 )
 
 PREFIXES = ("", "/sessions/{session_id}")
@@ -120,21 +120,10 @@ def _routes_under(prefix: str, routes: OpenAiRoutes) -> APIRouter:
         ("/detokenize", routes.detokenize, DetokenizeBody, Detokenized, {}),
     ]
     for path, route, body, answer, responses in posts:
-        router.add_api_route(
-            path,
-            route,
-            methods=["POST"],
-            response_model=answer,
-            responses=responses,
-            openapi_extra=takes(body),
-            dependencies=own if answer in (Tokenized, Detokenized) else None,
-        )
-    shown: list[tuple[str, Any, type[Any]]] = [
-        ("/v1/models", routes.models, Models),
-        ("/v1/models/{model:path}", routes.model, Model),
-    ]
-    for path, route, answer in shown:
-        router.add_api_route(path, route, response_model=answer, openapi_extra=takes(), dependencies=own)
+        needed = own if answer in (Tokenized, Detokenized) else None
+        add_route(router, "POST", path, route, body, answer, responses, needed)
+    add_route(router, "GET", "/v1/models", routes.models, answer=Models, dependencies=own)
+    add_route(router, "GET", "/v1/models/{model:path}", routes.model, answer=Model, dependencies=own)
     return router
 
 
@@ -200,13 +189,13 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
-            preview = await session.preview(call.messages, call.tools, call.images, call.template_kwargs)
+            preview = await session.preview(call)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
             if call.images:
                 raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
-            given = call.messages, call.tools, call.template_kwargs
-            ids = await asyncio.to_thread(endpoint.renderer.render, *given)
+            shown = call.messages, call.tools, call.template_kwargs
+            ids = await asyncio.to_thread(partial(endpoint.renderer.render, *shown, is_open=call.continues))
             parent, split = None, None
         text = await asyncio.to_thread(endpoint.renderer.decode, ids)
         reason, detail = (None, None) if split is None else (split.reason.value, split.detail)

@@ -39,6 +39,7 @@ from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http import (
     Keys,
+    add_route,
     admit,
     answered,
     caller_of,
@@ -50,7 +51,6 @@ from agentloop_servers.http import (
     require_control,
     require_owner,
     session_in_path,
-    takes,
     unless_client_leaves,
     unread_response,
 )
@@ -87,15 +87,7 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
     ]
     for method, path, route, body, answer, responses in table:
         guard = Depends(admit(keys, opened_by, takes_agents=route == routes.generate))
-        router.add_api_route(
-            path,
-            route,
-            methods=[method],
-            dependencies=[guard],
-            response_model=answer,
-            responses=responses,
-            openapi_extra=takes(body),
-        )
+        add_route(router, method, path, route, body, answer, responses, [guard])
     return router
 
 

@@ -28,12 +28,12 @@ from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http import (
     SESSION_HEADER,
     Keys,
+    add_route,
     admit,
     caller_of,
     errors,
     json_body,
     json_response,
-    takes,
     unless_client_leaves,
     unread_response,
 )
@@ -53,16 +53,8 @@ def router(endpoint: Endpoint, keys: Keys, calls: TokenCalls) -> APIRouter:
     guard = [Depends(admit(keys, endpoint.sessions.keys.opened_by))]
     router = APIRouter(dependencies=guard, responses={**errors(), **_ANSWER}, tags=["vllm"])
     for prefix in ("", "/sessions/{session_id}"):
-        router.add_api_route(
-            f"{prefix}/inference/v1/generate",
-            routes.generate,
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=takes(TokensBody),
-        )
-    router.add_api_route(
-        "/finish_session", routes.finish, methods=["POST"], response_model=None, openapi_extra=takes()
-    )
+        add_route(router, "POST", f"{prefix}/inference/v1/generate", routes.generate, TokensBody)
+    add_route(router, "POST", "/finish_session", routes.finish)
     return router
 
 

@@ -27,7 +27,7 @@ from agentloop_servers.http.guard import (
     read_json_body,
     speaks,
 )
-from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, answered, describe, errors, takes
+from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, answered, describe, errors, takes
 from agentloop_servers.http.responses import (
     in_time,
     json_response,
@@ -53,6 +53,7 @@ __all__ = [
     "User",
     "add_docs_page",
     "add_error_handlers",
+    "add_route",
     "admit",
     "answered",
     "caller_of",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import orjson
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.params import Depends
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -49,6 +50,28 @@ def takes(body: type[BaseModel] | None = None) -> dict[str, Any]:
         return _SECURED
     content = _json({"$ref": f"{SCHEMA_PREFIX}{body.__name__}"})
     return {**_SECURED, "requestBody": {"required": True, "content": content}}
+
+
+def add_route(
+    router: APIRouter,
+    method: str,
+    path: str,
+    handler: Callable[..., Any],
+    body: type[BaseModel] | None = None,
+    answer: Any = None,
+    responses: dict[int | str, dict[str, Any]] | None = None,
+    dependencies: Sequence[Depends] | None = None,
+) -> None:
+    """Add a route that needs a key, reads its `body` by itself, and answers what the others tell."""
+    router.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        response_model=answer,
+        responses=responses,
+        openapi_extra=takes(body),
+        dependencies=dependencies,
+    )
 
 
 def answered(kind: Any) -> dict[int | str, dict[str, Any]]:

@@ -26,7 +26,16 @@ from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint import Endpoint
-from agentloop_servers.http import HttpLimits, Keys, answered, errors, in_time, json_body, json_response, takes
+from agentloop_servers.http import (
+    HttpLimits,
+    Keys,
+    add_route,
+    answered,
+    errors,
+    in_time,
+    json_body,
+    json_response,
+)
 
 T = TypeVar("T")
 
@@ -115,14 +124,7 @@ class AdminRoutes:
             ("/admin/users", self.users, None, UsersRead, {}),
         ]
         for path, handler, body, answer, responses in posts:
-            router.add_api_route(
-                path,
-                handler,
-                methods=["POST"],
-                response_model=answer,
-                responses=responses,
-                openapi_extra=takes(body),
-            )
+            add_route(router, "POST", path, handler, body, answer, responses)
         return router
 
     async def users(self) -> Response:

@@ -47,6 +47,7 @@ from agentloop_servers.endpoint import Endpoint, routes_sessions
 from agentloop_servers.http import (
     HttpLimits,
     Keys,
+    add_route,
     admit,
     answered,
     caller_of,
@@ -56,7 +57,6 @@ from agentloop_servers.http import (
     json_response,
     long_response,
     names_session,
-    takes,
     unless_client_leaves,
     unread_response,
 )
@@ -154,21 +154,21 @@ class RolloutRoutes:
             keys.require_user if self._endpoint is None else admit(keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
-        _add(router, "POST", "/generate", self.generate, Generation, takes(GenerateBody))
+        add_route(router, "POST", "/generate", self.generate, GenerateBody, responses=answered(Generation))
         return router
 
     def user_routes(self, keys: Keys) -> APIRouter:
         """Return the routes of rollouts. A user key reaches what was submitted with it, the admin's everything."""
         self._keys = keys
         router = APIRouter(dependencies=[Depends(keys.require_user)], responses=errors(), tags=["rollouts"])
-        rollout = "/rollouts/{rollout_id}"
-        _add(router, "POST", "/rollouts", self.submit, RolloutStatus, takes(SubmitBody))
-        _add(router, "GET", rollout, self.rollout, RolloutStatus)
-        _add(router, "GET", f"{rollout}/trajectories", self.trajectories, Page)
-        _add(router, "POST", f"{rollout}/acknowledge", self.acknowledge, RolloutStatus, takes(AcknowledgeBody))
-        _add(router, "POST", f"{rollout}/cancel", self.cancel, RolloutStatus)
-        _add(router, "POST", f"{rollout}/resubmit_damaged", self.resubmit_damaged, RolloutStatus)
-        _add(router, "GET", "/status", self.status, ServiceStatus)
+        rollout, status = "/rollouts/{rollout_id}", answered(RolloutStatus)
+        add_route(router, "POST", "/rollouts", self.submit, SubmitBody, responses=status)
+        add_route(router, "GET", rollout, self.rollout, responses=status)
+        add_route(router, "GET", f"{rollout}/trajectories", self.trajectories, responses=answered(Page))
+        add_route(router, "POST", f"{rollout}/acknowledge", self.acknowledge, AcknowledgeBody, responses=status)
+        add_route(router, "POST", f"{rollout}/cancel", self.cancel, responses=status)
+        add_route(router, "POST", f"{rollout}/resubmit_damaged", self.resubmit_damaged, responses=status)
+        add_route(router, "GET", "/status", self.status, responses=answered(ServiceStatus))
         return router
 
     async def health(self) -> Response:
@@ -338,24 +338,6 @@ class RolloutRoutes:
         """Return what the coordinator answers. Raises DeadlineExceeded."""
         timeout_s = self._limits.coordinator_timeout_s + extra_s
         return await in_time(question, timeout_s, "the coordinator did not answer in time")
-
-
-def _add(
-    router: APIRouter,
-    method: str,
-    path: str,
-    handler: Callable[..., Awaitable[Response]],
-    answer: type,
-    extra: dict[str, Any] | None = None,
-) -> None:
-    router.add_api_route(
-        path,
-        handler,
-        methods=[method],
-        response_model=None,
-        responses=answered(answer),
-        openapi_extra=extra or takes(),
-    )
 
 
 def _page_json(page: Page) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from agentloop.api import Body, FrontPort, PauseBody, ServiceStatus, SleepBody, 
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint import Endpoint
-from agentloop_servers.http import HttpLimits, Keys, errors, in_time, json_body, json_response, takes
+from agentloop_servers.http import HttpLimits, Keys, add_route, errors, in_time, json_body, json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class VllmControlRoutes:
             ("GET", "/get_world_size", self.get_world_size, None),
         ]
         for method, path, handler, body in table:
-            router.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=takes(body))
+            add_route(router, method, path, handler, body)
         for path, advice in REFUSED.items():
             router.add_api_route(
                 path, _refusing(path, advice), methods=["POST"], response_model=None, include_in_schema=False

@@ -2,11 +2,15 @@
 
 import asyncio
 import sqlite3
+import sys
+import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from agentloop.api import LeaseReport, RolloutTerms
+from agentloop import codec
+from agentloop.api import MAX_CALL_BYTES, LeaseReport, RolloutTerms
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import (
@@ -17,11 +21,12 @@ from agentloop.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    UnsupportedParameter,
 )
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.summary import summarize
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import OnStale, StalenessLimit, StopReason
+from agentloop.types import Message, OnStale, RolloutGroup, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import CONFIG, assignment_ids, read_page, record, report, service
@@ -48,6 +53,52 @@ async def test_submit_take_finish_read(site, coordinator):
     last = await read_page(coordinator, "r", page.cursor, 2, 60.0)
     assert (last.trajectories, last.cursor) == ((), page.cursor)
     assert [one.num_leases for one in (await coordinator.status()).replicas] == [0, 0]
+
+
+@service("a")
+async def test_the_tasks_of_a_submission_are_encoded_once(site, coordinator):
+    groups, num_encoded = tuple(make_group(f"g{number}", 1) for number in range(40)), 0
+
+    def hear(frame, event, called):
+        nonlocal num_encoded
+        num_encoded += event == "c_call" and isinstance(called.__self__, msgspec.msgpack.Encoder)
+
+    sys.setprofile(hear)
+    try:
+        await coordinator.rollouts.submit("r", groups)
+    finally:
+        sys.setprofile(None)
+    assert 40 <= num_encoded < 60
+    ((_, stored),) = {group.rollout_id: group for group, _ in await site.store.unfinished()}.items()
+    assert replace(stored, rollout_id="") == replace(groups[-1], rollout_id="")
+
+
+@pytest.mark.long
+async def test_as_many_tasks_as_may_wait_are_accepted_in_one_private_call_in_time(tmp_path):
+    """Near the bound of a body; 5 s of CPU on an idle core."""
+    store = TrajectoryStore(tmp_path / "trajectories.sqlite")
+    config = replace(CONFIG, max_queued_trajectories=100_000)
+    coordinator = Coordinator(store, lambda url: None, config, RealClock(), probe=lambda url: None)
+    await coordinator.start()
+    task = replace(make_group().task, messages=(Message("user", "x" * 1900),))
+    body = codec.encode(("r", [RolloutGroup(f"g{number}", task, 1) for number in range(100_000)], None, None))
+    assert 0.8 * MAX_CALL_BYTES < len(body) < MAX_CALL_BYTES
+    began_s = time.process_time()
+    name, groups, *_ = codec.decode(body, tuple[str, tuple[RolloutGroup, ...], None, None])
+    status = await coordinator.rollouts.submit(name, groups)
+    assert time.process_time() - began_s < 10
+    assert status.num_queued == 100_000
+    with pytest.raises(Overloaded, match="no room for 1 more trajectories: 100000 wait, of at most 100000"):
+        await coordinator.rollouts.submit("more", (make_group("g", 1),))
+    await coordinator.close()
+
+
+@service("a")
+async def test_tasks_that_no_engine_can_serve_are_refused_at_once(site, coordinator):
+    task = replace(make_group().task, priority=1)
+    with pytest.raises(UnsupportedParameter, match="scheduling_policy: priority") as refused:
+        await coordinator.rollouts.submit("r", (RolloutGroup("g", task, 1),))
+    assert refused.value.param == "priority"
 
 
 @service("a")
@@ -334,8 +385,9 @@ async def test_on_policy_work_waits_for_the_commit_and_goes_out_then(site, coord
 @service("a")
 async def test_an_update_that_fails_or_is_refused_holds_nothing_for_long(site, coordinator):
     await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
-    with pytest.raises(InvalidRequest):
-        await coordinator.replicas.update_weights(WeightUpdate(-1, "dir"), None)
+    for version in (-1, 1 << 63):
+        with pytest.raises(InvalidRequest):
+            await coordinator.replicas.update_weights(WeightUpdate(version, "dir"), None)
     site.engines["a"].fail("stage", 1)
     with pytest.raises(CheckpointUnreadable):
         await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
@@ -750,6 +802,10 @@ async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinato
     with pytest.raises(Conflict, match="when it has ended"):
         await rollouts.resubmit_damaged("r")
     await rollouts.finish("w", record(assignments[2]))
+    await site.stop()
+    rollouts = (coordinator := await site.start()).rollouts
+    await site.join("a")
+    assert (await read_page(coordinator, "r", 10, 10, 0.0)).status.num_damaged == 1
     status = await rollouts.resubmit_damaged("r")
     assert (status.num_queued, status.num_finished, status.num_damaged) == (1, 2, 0)
     (again,) = (await rollouts.take(report(), 1.0)).start

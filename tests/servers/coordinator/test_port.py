@@ -27,7 +27,7 @@ from agentloop.api.coordinator import (
 from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import WeightUpdate
-from agentloop.errors import Conflict, Forbidden, NotFound, ServiceUnavailable
+from agentloop.errors import Conflict, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, Load, PauseMode, Trajectory
 from agentloop_servers.coordinator.client import CoordinatorClient
@@ -39,7 +39,7 @@ from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
 from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer, worker_key
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import CONFIG, assignment_ids, record, report
-from tests.support.records.samples import make_group
+from tests.support.records.samples import make_group, make_trajectory
 
 PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
 
@@ -125,6 +125,27 @@ async def test_every_call_of_every_port_is_served(tmp_path):
         for name in names:
             async with session.post(f"{site.server.url}/{name}", data=b"\xc1") as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_request"), name
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+        front = site.client.front
+        await front.submit("r", (make_group("g", 1),))
+        update = {"version": number, "directory": "/weights"}
+        headers = {EPOCH_HEADER: "1", ORDER_HEADER: "1"}
+        body = encode((update, None, None, False))
+        async with session.post(f"{site.server.url}/update_weights", headers=headers, data=body) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "version")
+        for asked in (
+            front.acknowledge("r", number),
+            front.read("r", number, 10, 0.0),
+            front.record(make_trajectory("g", number, rollout_id="s"), "owner"),
+            site.client.workers.finish("w", make_trajectory("g", number, rollout_id="r")),
+        ):
+            with pytest.raises(InvalidRequest):
+                await asked
+        assert [one.num_accepted for one in (await front.status()).rollouts] == [1]
 
 
 async def test_a_trajectory_goes_through_it_whole(tmp_path):

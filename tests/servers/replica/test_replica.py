@@ -399,6 +399,15 @@ async def test_foreign_bytes_are_refused(body):
         assert await plane.remote.generate(request())
 
 
+async def test_a_version_beyond_63_bits_is_refused():
+    headers = {SECRET_HEADER: "secret", EPOCH_HEADER: "1", ORDER_HEADER: "1"}
+    async with Plane(SPEC) as plane, aiohttp.ClientSession(headers=headers) as session:
+        body = encode({"version": 1 << 63, "directory": "/weights"})
+        async with session.post(plane.server.url + "/stage", data=body) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "version")
+        assert await plane.remote.generate(request())
+
+
 def load(num_steps, num_running=1):
     return Load(num_running=num_running, num_steps=num_steps)
 

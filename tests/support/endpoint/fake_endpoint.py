@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
@@ -18,7 +17,6 @@ from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
@@ -76,11 +74,9 @@ class FakeSession:
         finally:
             self.num_open_calls -= 1
 
-    async def preview(
-        self, messages: Any, tools: Any, images: Any = (), template_kwargs: Any = NO_KWARGS
-    ) -> Prompt:
-        ids = tuple(self.registry.renderer.render(messages, tools, template_kwargs))
-        return Prompt(ids, None, tuple(messages), np.array(ids, np.int32), b"", None)
+    async def preview(self, chat: ChatCall) -> Prompt:
+        ids = tuple(self.registry.renderer.render(chat.messages, chat.tools, chat.template_kwargs))
+        return Prompt(ids, None, chat.messages, np.array(ids, np.int32), b"", None)
 
     def trajectory(self) -> Trajectory:
         return make_trajectory(self.record.session_id)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from agentloop import codec
 from agentloop.api import RolloutTerms, assignment_id
 from agentloop.errors import Conflict, NotFound
-from agentloop.storage.trajectory_store import groups_digest
+from agentloop.storage.trajectory_store import encoded_groups, groups_digest
 from agentloop.types import RolloutGroup, Trajectory
 
 T = TypeVar("T")
@@ -34,10 +34,13 @@ class MemoryStore:
         rollout_id: str,
         groups: Sequence[RolloutGroup],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        encoded: Sequence[bytes] | None = None,
     ) -> None:
         await self._turn()
         self.groups[rollout_id] = list(groups)
-        self.rollout_terms[rollout_id] = replace(terms, groups_digest=groups_digest(groups))
+        self.rollout_terms[rollout_id] = replace(
+            terms, groups_digest=groups_digest(encoded or encoded_groups(groups))
+        )
 
     async def cancel(self, rollout_id: str) -> None:
         await self._disk()

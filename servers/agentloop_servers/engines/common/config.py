@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from agentloop.capabilities import Feature, configured_features
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 
@@ -21,6 +22,7 @@ class ProcessEngineConfig:
     dtype: str = "bfloat16"
     max_model_len: int = 4096
     max_num_seqs: int = 128
+    scheduling_policy: str = "fcfs"  # or "priority"
     block_size: int = 16  # of the KV cache, in tokens
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -54,6 +56,11 @@ class ProcessEngineConfig:
     def can_constrain(self) -> bool:
         """True if all that is needed to constrain is there: the model's tokenizer, and xgrammar."""
         return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features of the engine, whatever its model."""
+        return configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
 
     @property
     def num_workers(self) -> int:

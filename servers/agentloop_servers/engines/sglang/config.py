@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop.capabilities import PRIORITY_POLICY
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoint
 
@@ -92,6 +93,13 @@ def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
     }
     if config.kv_cache_memory_bytes is not None:
         arguments["max_total_tokens"] = config.kv_cache_memory_bytes // _kv_bytes_per_token(config)
+    if config.scheduling_policy == PRIORITY_POLICY:
+        # In vLLM's direction. A request that runs is not put back for one that waits.
+        arguments |= {
+            "enable_priority_scheduling": True,
+            "schedule_low_priority_values_first": True,
+            "disable_priority_preemption": True,
+        }
     if config.can_sleep:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return arguments

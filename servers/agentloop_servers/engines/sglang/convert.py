@@ -62,6 +62,7 @@ def generate_input(
         top_logprobs_num=sampling.num_top_logprobs + (logprobs_mode is LogprobsMode.BOTH),
         stream=is_streamed,
         extra_key=str(kv_version),
+        priority=sampling.priority,
         log_metrics=False,
     )
 

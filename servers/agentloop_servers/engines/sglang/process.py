@@ -33,7 +33,6 @@ from typing import Any
 import structlog
 
 from agentloop import codec
-from agentloop.capabilities import CONSTRAINTS, SAMPLING
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
@@ -161,7 +160,7 @@ class SglangProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(model.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            features=SAMPLING | CONSTRAINTS if self._config.can_constrain else SAMPLING,
+            features=self._config.features,
             lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
         )

@@ -86,6 +86,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "scheduling_policy": config.scheduling_policy,
         "block_size": config.block_size,
         **_parallel_arguments(config),
         "seed": config.seed,
@@ -129,8 +130,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
             "max_cpu_loras": 1,
         }
     if is_cpu:
-        # A seeded request whose prefill is cut in chunks kills vLLM 0.32's CPU worker ("CPU Generator does not
-        # use offset").
+        # A seeded request with a prefill in chunks kills vLLM 0.32's CPU worker ("Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
     else:
         arguments |= _gpu_arguments(config)

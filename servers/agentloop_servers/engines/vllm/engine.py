@@ -62,7 +62,7 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         prompt = values.tokens_prompt(request, kv_version, prepared)
         lora_request = None if self._adapters is None else self._adapters.request
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
-            prompt, params, request.request_id, lora_request=lora_request
+            prompt, params, request.request_id, lora_request=lora_request, priority=request.sampling.priority
         )
         return outputs
 

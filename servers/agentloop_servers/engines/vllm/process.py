@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop.sampling import LogprobsMode
@@ -220,7 +219,7 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            features=SAMPLING | CONSTRAINTS if self._config.can_constrain else SAMPLING,
+            features=self._config.features,
             lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
         )

@@ -209,6 +209,10 @@ def test_the_arguments(tmp_path: Path) -> None:
     assert arguments["skip_tokenizer_init"]
     assert "enable_memory_saver" not in arguments
     assert not arguments["enable_deterministic_inference"]
+    assert "enable_priority_scheduling" not in arguments
+    by_priority = server_arguments(config(tmp_path, scheduling_policy="priority"), "ipc:///x")
+    assert by_priority["enable_priority_scheduling"]
+    assert by_priority["schedule_low_priority_values_first"]  # as vLLM has it
     assert server_arguments(config(tmp_path, can_sleep=True), "ipc:///x")["enable_memory_saver"]
     assert server_arguments(config(tmp_path, batch_invariant=True), "ipc:///x")["enable_deterministic_inference"]
 

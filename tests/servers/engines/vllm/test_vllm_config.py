@@ -32,6 +32,7 @@ ALWAYS = {
     "dtype": "bfloat16",
     "max_model_len": 1024,
     "max_num_seqs": 512,
+    "scheduling_policy": "fcfs",
     "block_size": 32,
     "tensor_parallel_size": 1,
     "seed": 0,
