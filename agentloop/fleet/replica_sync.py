@@ -199,8 +199,8 @@ class ReplicaSync:
     async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
 
-        Raises InvalidRequest, with nothing touched, if a replica cannot sleep, and StorageFull if level 2
-        would discard an outcome that is not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
+        Raises, with nothing touched, InvalidRequest if a replica cannot sleep and StorageFull if the weights to discard
+        are not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
@@ -518,9 +518,7 @@ class ReplicaSync:
         if name is not None:
             self._log.info("fleet_ordered", order=name)
             if self._saved_orders.has_failed:
-                raise StorageFull(
-                    f"{name}: done, but not saved: a restart of the coordinator forgets it; repeat it"
-                )
+                raise StorageFull(f"{name}: done, not saved: a restart of the coordinator forgets it; repeat it")
 
     @contextmanager
     def _fleet_wide(self, name: str) -> Iterator[None]:
