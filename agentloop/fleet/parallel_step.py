@@ -32,6 +32,7 @@ class ReplicaProgress:
     committed: CommitReport | None = None
     paused_at: float | None = None
     stall_s: float = 0.0
+    look_s: float = 0.0
     failure: Exception | None = None
     error: str | None = None
 
@@ -47,6 +48,7 @@ class ReplicaProgress:
             replica_id=self.replica.replica_id,
             stage_ms=self.stage_s * 1000.0,
             stall_ms=self.stall_s * 1000.0,
+            look_ms=self.look_s * 1000.0,
             error=self.error,
             held_in=None if staged is None else staged.held_in,
             transport=None if staged is None else staged.transport,

@@ -241,9 +241,9 @@ class Caller:
 
         return await self._order(CommandKind.FREEZE, commit, "commit")
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         self._link.num_blind_resumes += self._engine.weight_version is None
-        await self._order(CommandKind.FREEZE, self._engine.resume)
+        return await self._order(CommandKind.FREEZE, self._engine.resume)
 
     async def sleep(self, level: int) -> None:
         await self._order(CommandKind.FREEZE, lambda: self._engine.sleep(level))
