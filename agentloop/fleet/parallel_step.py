@@ -38,8 +38,8 @@ class ReplicaProgress:
 
     def end_stall(self, now: float) -> None:
         """Record that sampling goes on, or never will: the first call counts."""
-        if self.paused_at is not None and self.stall_s == 0.0:
-            self.stall_s = now - self.paused_at
+        if self.paused_at is not None:
+            self.stall_s, self.paused_at = now - self.paused_at, None
 
     def report(self) -> ReplicaUpdate:
         """Return what the update meant for it. In one phase the commit transferred, else the stage did."""

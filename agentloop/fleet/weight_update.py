@@ -8,13 +8,13 @@
     if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
-itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). One is asked first: the others serve the old
-version until its first step was looked at, and stay there if it refuses the weights. From then on a replica takes new
-traffic only once it holds the new version; one that has not switched yet ends what it has, under the version it
-holds. Where all switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for seconds
-only, and each replica looks for itself. Where memory does not allow staging (HeldIn.NOWHERE) the bytes arrive in the
-commit, at all receivers at once: that is always together. A sleeping fleet is woken by an update: its weights' memory
-before the stage, the KV cache's after the commit. A paused one looks once it is resumed.
+itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). One is asked first: the others serve the
+old version until its first step was looked at, and stay there if it refuses the weights. From then on a replica
+takes new traffic only once it holds the new version; one that has not switched yet ends what it has, under the
+version it holds. Where all switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for
+seconds only, and each replica looks for itself. Where memory does not allow staging (HeldIn.NOWHERE) the bytes
+arrive in the commit, at all receivers at once: that is always together. A sleeping fleet is woken by an update: its
+weights' memory before the stage, the KV cache's after the commit. A paused one looks once it is resumed.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a

@@ -55,8 +55,8 @@ from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
-_LOOK_POLL_S = 0.1
-_NUM_LOOKED_AT = 16  # requests in each poll
+_LOOK_POLL_S = 0.05
+_NUM_LOOKED_AT = 4  # requests in each poll
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
