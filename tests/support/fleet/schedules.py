@@ -29,6 +29,7 @@ from agentloop.errors import (
     InvalidRequest,
     NoHealthyReplica,
     ServiceUnavailable,
+    WeightsRefused,
     WeightUpdateFailed,
 )
 from agentloop.fleet.registry import FleetConfig
@@ -73,6 +74,8 @@ CONFIG = CoordinatorConfig(
         catch_up_pause_s=2.0,
     ),
 )
+NOISE = frozenset(range(3, 10_000, 7))  # versions whose weights make noise
+LOOK_S = 0.03
 REFUSALS = (Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed, ServiceUnavailable, OSError)
 _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
 
@@ -189,6 +192,7 @@ class World:
         clock = StallingClock(self.clock, stall)
         engine = SimulatedEngine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
         receiver.engine = engine
+        engine.faults.noise_versions, engine.faults.look_delay_s = NOISE, LOOK_S
         await engine.start()
         link = FaultyLink(engine, self.network, stall)
         url = f"sim://{replica_id}/{self.num_processes}"
@@ -378,7 +382,7 @@ class World:
         for _ in range(100):
             try:
                 await self.ask(lambda c: c.replicas.resume())
-            except (EngineLost, ServiceUnavailable):
+            except (EngineLost, ServiceUnavailable, WeightsRefused):
                 await self.clock.sleep(0.2)
             else:
                 self.history.is_operator_paused = False
@@ -448,7 +452,7 @@ class World:
         """Whether there is nothing that the controller could bring a replica to."""
         sync = self.coordinator.replicas.sync
         served = sync.served()
-        if served is None or sync.desired.asleep:
+        if served is None or sync.desired.asleep or served.version in NOISE:
             return True
         return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
 
