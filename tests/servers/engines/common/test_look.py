@@ -28,6 +28,7 @@ class Looking(Stepping):
 
     def __init__(self, answer: float) -> None:
         super().__init__()
+        self._config.pace = ReportPace(interval_s=STEP_S)  # type: ignore[misc]
         self.answer, self.num_old = answer, 1 << 30
         self.process.pause, self.process.resume = self.freeze, self.go_on  # type: ignore[attr-defined]
         self.runs, self.may_answer = asyncio.Event(), asyncio.Event()
@@ -132,7 +133,6 @@ async def test_noise_is_refused_and_none_of_its_tokens_leaves(answer: float) -> 
 
 async def test_what_is_reported_of_a_request_waits_too() -> None:
     engine, told = Looking(UNIFORM), list[Progress]()
-    engine._config.pace = ReportPace(interval_s=STEP_S)  # type: ignore[misc]
     request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=NUM_TOKENS))
     asking = asyncio.create_task(engine.generate(request, told.append))
     while not any(one.tokens.token_ids for one in told):
