@@ -262,15 +262,20 @@ class SimulatedEngine:
             if version in self.faults.noise_versions:
                 raise WeightsRefused(f"injected: version {version} is noise")
             self._lifecycle.require_alive()
-        except BaseException:
-            self._lifecycle.refuse()
-            self._fail_all(EngineUnusable, "its weights are of unknown state")
-            self._scheduler.drop_kv()
-            if self._lifecycle.is_serving:
+        except Exception:
+            self._refuse()
+            raise
+        else:
+            self._lifecycle.proved()
+        finally:
+            if not self._lifecycle.is_proved and self._lifecycle.is_serving:  # cut short too: it looks again
                 self._lifecycle.paused(KVPolicy.KEEP)
             self._refresh()
-            raise
-        self._lifecycle.proved()
+
+    def _refuse(self) -> None:
+        self._lifecycle.refuse()
+        self._fail_all(EngineUnusable, "its weights are of unknown state")
+        self._scheduler.drop_kv()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
@@ -281,6 +286,8 @@ class SimulatedEngine:
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._weights.staged_version)
+            if not self._lifecycle.is_proved:
+                self._refuse()
             try:
                 with self._lifecycle.committing(version, is_forced=self._weights.is_forced):
                     return await self._weights.commit()

@@ -347,10 +347,13 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                 raise WeightsRefused(f"version {version}: {problem}")
             self._lifecycle.proved()
             return loop.time() - began_at
-        except BaseException as error:  # cancelled too: what was sampled was not looked at
+        except Exception as error:
             await self._refuse()
             if isinstance(error, TimeoutError):
                 raise WeightUpdateFailed(f"version {version}: no answer within {LOOK_TIMEOUT_S:g} s") from error
+            raise
+        except BaseException:  # cancelled: the next resume looks again
+            await self._freeze_again(is_cache_cleared=False)
             raise
         finally:
             asking.cancel()
@@ -389,8 +392,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         """Freeze, with no token of the new weights given out and no KV of theirs left."""
         self._lifecycle.refuse()
         await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+        await self._freeze_again(is_cache_cleared=True)
+
+    async def _freeze_again(self, *, is_cache_cleared: bool) -> None:
         with contextlib.suppress(AgentLoopError):  # of an engine that is gone its caller hears
-            await self._freeze(is_cache_cleared=True)
+            await self._freeze(is_cache_cleared=is_cache_cleared)
             self._lifecycle.paused(KVPolicy.KEEP)
 
     # --- weights ------------------------------------------------------------------------------------------
@@ -402,6 +408,8 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._served_weights.staged_version)
+            if not self._lifecycle.is_proved:  # what was sampled last was never looked at
+                await self._refuse()
             staged = self._served_weights.take_staged()
             try:
                 with self._lifecycle.committing(version, is_forced=staged[1].is_forced):

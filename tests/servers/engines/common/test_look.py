@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.engine import Delta, Progress
+from agentloop.engine import CommitReport, Delta, Progress, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.request_watch import ReportPace, StreamPace
 from agentloop.sampled_tokens import SampledTokens
@@ -23,6 +23,19 @@ NUM_TOKENS = 60
 UNIFORM = -math.log(512)
 
 
+class Weights:
+    """Takes any version that was staged, at once."""
+
+    staged_version: int | None = None
+
+    def take_staged(self) -> tuple[int, WeightUpdate]:
+        assert self.staged_version is not None
+        return 1, WeightUpdate(self.staged_version, directory="any")
+
+    async def commit(self, staged: tuple[int, WeightUpdate]) -> CommitReport:
+        return CommitReport()
+
+
 class Looking(Stepping):
     """Freezes, and takes version `NEW`, whose fixed prompt has `answer` as the logprob of the likeliest id."""
 
@@ -30,7 +43,10 @@ class Looking(Stepping):
         super().__init__()
         self._config.pace = ReportPace(interval_s=STEP_S)  # type: ignore[misc]
         self.answer, self.num_old = answer, 1 << 30
-        self.process.pause, self.process.resume = self.freeze, self.go_on  # type: ignore[attr-defined]
+        self._served_weights = self.weights = Weights()  # type: ignore[assignment]
+        process: Any = self.process
+        process.pause, process.resume, process.unbegun = self.freeze, self.go_on, self.unbegun
+        process.clear_cache = self.clear_cache
         self.runs, self.may_answer = asyncio.Event(), asyncio.Event()
         self.runs.set()
         self.cleared: list[bool] = []
@@ -42,12 +58,18 @@ class Looking(Stepping):
     async def go_on(self) -> None:
         self.runs.set()
 
-    async def take(self) -> None:
+    async def clear_cache(self) -> None:
+        self.cleared.append(True)
+
+    async def unbegun(self, request_ids: list[str]) -> list[str]:
+        return []
+
+    async def take(self, version: int = NEW) -> None:
         """Pause and commit, between two tokens of the one request in flight."""
         await self.pause(PauseMode.KEEP, KVPolicy.KEEP)
         self.num_old = max(self.process.num_sampled.values(), default=0)
-        with self._lifecycle.committing(NEW):
-            pass
+        self.weights.staged_version = version
+        await self.commit(version)
 
     async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         if call.request.request_id.startswith("look-"):
@@ -158,11 +180,29 @@ async def test_without_an_answer_the_tokens_are_not_given_out_either(monkeypatch
     assert versions(heard) == {OLD}
 
 
-async def test_a_resume_that_is_cut_short_gives_nothing_out() -> None:
+async def cut_short() -> tuple[Looking, list[Delta | Generation], asyncio.Task[None]]:
     engine = Looking(-0.5)
     heard, streaming, resuming = await begun(engine)
     resuming.cancel()
-    ended = await asyncio.gather(resuming, streaming, return_exceptions=True)
-    assert [type(one) for one in ended] == [asyncio.CancelledError, EngineUnusable]
+    await asyncio.gather(resuming, return_exceptions=True)
+    assert (engine.is_paused, engine.weight_version, versions(heard)) == (True, NEW, {OLD})
+    return engine, heard, streaming
+
+
+async def test_after_a_resume_that_was_cut_short_the_next_one_looks() -> None:
+    engine, heard, streaming = await cut_short()
+    engine.may_answer.set()
+    assert await engine.resume() > 0
+    await streaming
+    assert versions(heard) == {OLD, NEW}
+
+
+async def test_what_was_never_looked_at_ends_with_the_next_commit() -> None:
+    engine, heard, streaming = await cut_short()
+    engine.may_answer.set()
+    await engine.take(NEW + 1)
+    await engine.resume()
+    with pytest.raises(EngineUnusable):
+        await streaming
     assert versions(heard) == {OLD}
-    assert not engine.is_usable
+    assert (engine.is_usable, engine.cleared[-1]) == (True, True)
