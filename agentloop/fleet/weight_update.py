@@ -207,7 +207,10 @@ class FleetUpdate:
             else:
                 await switch.take_alone(unfailed(self.progress))
             is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
-            if not is_refused and any(one.committed is not None for one in self.progress):
+            held = [
+                one for one in self.progress if one.committed and not isinstance(one.failure, WeightUpdateFailed)
+            ]
+            if held and not is_refused:
                 await served()  # also where no replica went on
         if not serving:
             raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.progress))

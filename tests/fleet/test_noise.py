@@ -199,3 +199,15 @@ async def test_a_look_without_an_answer_is_no_refusal(clock):
     assert site.state("a") is ReplicaState.QUARANTINED
     assert site.fleet.get("a").weight_version is None
     assert site.placeable() == ["b"]
+
+
+@virtual
+async def test_where_no_look_is_answered_the_fleet_stays_where_it_was(clock):
+    site = FleetSite(clock, "a", "b")
+    for engine in site.engines.values():
+        engine.fail("resume", times=1)
+        engine.failures["resume"] = WeightUpdateFailed("no answer")
+    with pytest.raises(WeightUpdateFailed, match="a: resume: no answer; b: resume: no answer"):
+        await site.update(1)
+    assert site.fleet.weight_version == 0
+    assert {site.state(name) for name in "ab"} == {ReplicaState.QUARANTINED}

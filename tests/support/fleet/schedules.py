@@ -75,7 +75,7 @@ CONFIG = CoordinatorConfig(
     ),
 )
 NOISE = frozenset(range(3, 10_000, 7))  # versions whose weights make noise
-LOOK_S = 0.03
+LOOK_S = 0.2
 REFUSALS = (Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed, ServiceUnavailable, OSError)
 _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
 
