@@ -111,13 +111,15 @@ class WeightUpdate:
     that is none of 63 bits.
 
     `directory` holds safetensors files in checkpoint names, and is a new one for every version; `adapter` is a
-    directory with a LoRA adapter in the PEFT format, for the base weights that are served.
+    directory with a LoRA adapter in the PEFT format, for the base weights that are served. Weights that are
+    `is_forced` are served whatever they make of the model.
     """
 
     version: int
     directory: str | None = None
     push: PushSource | None = None
     adapter: str | None = None
+    is_forced: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 63:
@@ -355,8 +357,13 @@ class EngineControl(Protocol):
         KV, whatever its `kv_version` says.
         """
 
-    async def resume(self) -> None:
-        """Go on. Idempotent. Raises Conflict while memory is asleep."""
+    async def resume(self) -> float:
+        """Go on. Idempotent. Raises Conflict while memory is asleep.
+
+        The first resume after a commit looks at a fixed prompt, and gives out no token before its answer: returns
+        the seconds that took, else 0. Raises WeightsRefused if the new weights make the model noise,
+        WeightUpdateFailed without an answer; the engine is then as after a failed commit.
+        """
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         """Receive and check new weights beside the old ones, decoding goes on. Its weights must be awake.

@@ -6,7 +6,7 @@ once, without an await (but `drained`); the engine does the work between two of 
 check that allows a step to the method that says it is done.
 
 Invariants: nothing is admitted outside SERVING; memory sleeps, and weights change, only while PAUSED; a commit that
-does not succeed leaves no version.
+does not succeed leaves no version; what is sampled under new weights is given out once they were looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import Conflict, EngineLost, EngineUnusable, InvalidRequest
+from agentloop.errors import AgentLoopError, Conflict, EngineLost, EngineUnusable, InvalidRequest
 from agentloop.types import KVPolicy
 
 
@@ -73,6 +73,8 @@ class EngineLifecycle:
         self._end_reason = ""
         self._min_kv_version: int | None = None
         self._ends_older_kv = False
+        self._is_unproved = False  # the weights were committed, and not looked at
+        self._proof: asyncio.Future[None] | None = None  # of the look that tokens wait for; failed: they are void
         self._frozen, self._shut = _Stopwatch(), _Stopwatch()
 
     @property
@@ -109,6 +111,7 @@ class EngineLifecycle:
         if self.phase is EnginePhase.CLOSED:
             return False
         self._end_reason = reason
+        self._void(EngineLost(reason))
         self._move(EnginePhase.CLOSED)
         return True
 
@@ -197,15 +200,17 @@ class EngineLifecycle:
             raise Conflict(f"version {version} cannot be committed: {held} is staged")
 
     @contextmanager
-    def committing(self, version: int) -> Iterator[None]:
-        """Stamp `version` if the block succeeds. If it fails or is cancelled, the weights are of unknown state."""
+    def committing(self, version: int, *, is_forced: bool = False) -> Iterator[None]:
+        """Stamp `version` if the block succeeds, to be looked at unless it `is_forced`. If the block fails or is
+        cancelled, the weights are of unknown state."""
         try:
             yield
             self.require_alive()
         except BaseException:
-            self.version = None
+            self.refuse()
             raise
         self.version = version
+        self._is_unproved = not is_forced
         if self._ends_older_kv:
             self._min_kv_version = version
 
@@ -220,7 +225,44 @@ class EngineLifecycle:
         A version newer than the served one is of weights that were taken back: its number will name others.
         """
         version = served if asked is None else min(asked, served)
-        return version if self._min_kv_version is None else max(version, self._min_kv_version)
+        return version if self._min_kv_version is None else min(max(version, self._min_kv_version), served)
+
+    # --- the look at new weights --------------------------------------------------------------------------
+
+    @property
+    def is_proved(self) -> bool:
+        """False while what is sampled is held back, or was refused."""
+        return self._proof is None
+
+    def begin_look(self) -> bool:
+        """Hold back what is sampled from now on, if it is of weights that were not looked at: True then. Call
+        before anything can be sampled under new weights."""
+        if not self._is_unproved:
+            self.proved()
+        elif self._proof is None or self._proof.done():
+            self._proof = asyncio.get_running_loop().create_future()
+        return self._is_unproved
+
+    def proved(self) -> None:
+        """Give out what was held back."""
+        proof, self._proof, self._is_unproved = self._proof, None, False
+        if proof is not None and not proof.done():
+            proof.set_result(None)
+
+    def refuse(self) -> None:
+        """Give out nothing of what was held back: the weights are of unknown state."""
+        self.version = None
+        self._void(EngineUnusable("its weights are of unknown state"))
+
+    async def until_proved(self) -> None:
+        """Wait until new weights were looked at. Raises EngineUnusable if they were refused, or EngineLost."""
+        if self._proof is not None:
+            await asyncio.shield(self._proof)
+
+    def _void(self, error: AgentLoopError) -> None:
+        if self._proof is not None and not self._proof.done():
+            self._proof.set_exception(error)
+            self._proof.exception()  # marks it as seen: there may be no token that waits
 
     # --- sleep --------------------------------------------------------------------------------------------
 
@@ -245,7 +287,7 @@ class EngineLifecycle:
         """Note that all memory was given back; level 2 has discarded the weights."""
         self.asleep = ALL_MEMORY
         if level == 2:
-            self.version = None
+            self.version, self._is_unproved = None, False
 
     def wakeable(self, tags: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
         """Return those of `tags` that are asleep. Raises Conflict for the KV cache while nobody knows the weights,

@@ -26,6 +26,7 @@
     ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
     ├── RecordsDamaged                  500  finished records cannot be read; all others were delivered
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
+    │   └── WeightsRefused                   they arrived, and make the model noise: not finite or all-equal logits
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
     ├── ParserMismatch                  400  the parser does not read what the model's chat format writes
@@ -190,6 +191,10 @@ class StorageFull(AgentLoopError):
 
 class WeightUpdateFailed(AgentLoopError):
     code = "weight_update_failed"
+
+
+class WeightsRefused(WeightUpdateFailed):
+    code = "weights_refused"
 
 
 class TemplateError(AgentLoopError):

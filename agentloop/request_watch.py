@@ -164,7 +164,8 @@ class RequestWatch:
         """Return when to report again; infinity: the request has failed."""
         now = self._loop.time()
         try:
-            tokens = Delta((), (), ()) if self._tokens_from is None else self._tokens_from(self._num_told)
+            look = self._tokens_from if self._lifecycle.is_proved else None
+            tokens = Delta((), (), ()) if look is None else look(self._num_told)
             if self._on_progress is not None:
                 self._on_progress(Progress(tokens, self.standstill_s))
         except Exception as error:  # of a timer nobody would hear

@@ -48,6 +48,7 @@ COMMON = (
     "engine_lifecycle",
     "request_watch",
     "checks",
+    "noise",
 )
 
 # The packages from bottom to top, and which packages each may import beside COMMON.

@@ -61,6 +61,7 @@ class ReplicaReport:
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
     kv: KVChanges | None = None  # None: nothing changed, or the engine does not say
+    is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class ReplicaUpdate:
 
     replica_id: str
     stage_ms: float
-    stall_ms: float  # from the pause call to the resume answer: no token was sampled in between
+    stall_ms: float  # from the pause call until sampling went on
     error: str | None = None
     held_in: HeldIn | None = None  # where the weights waited for the commit; NOWHERE: one phase
     transport: str | None = None
@@ -226,6 +227,7 @@ class ReplicaUpdate:
     swap_ms: float = 0.0
     verify_ms: float = 0.0
     num_verified: int = 0  # tensors or layers that were compared with what was sent
+    look_ms: float = 0.0  # after the stall: tokens were sampled, and held back until the weights were looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ class ReplicaStatus:
     features: tuple[Feature, ...] = ()  # what requests may ask of it
     max_context_tokens: int = 0
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
+    is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,10 +482,10 @@ class FleetPort(Protocol):
     async def update_weights(
         self, update: WeightUpdate, kv_policy: KVPolicy | None, consistency: Consistency | None, force: bool
     ) -> UpdateReport:
-        """Bring every replica to a new version, or with `force` back to an older one.
+        """Bring every replica to a new version, or with `force` back to an older one, or to one that was refused.
 
         A repeat (the same version from the same source) joins the update under way, or gets its report. Raises
-        Conflict, CheckpointUnreadable, WeightUpdateFailed.
+        Conflict, CheckpointUnreadable, WeightUpdateFailed, WeightsRefused.
         """
 
     async def pause(self, mode: PauseMode, reason: str = "") -> None:

@@ -508,7 +508,8 @@ class WeightsBody(Body):
     """The body of `POST /admin/weights`: one source of new weights, and the version they become.
 
     `directory` and `adapter` are absolute paths of directories that the service may read. `consistency`: replicas
-    switch each by itself, or all together. `force` takes the fleet to a version that does not grow.
+    switch each by itself, or all together. `force` takes the fleet to a version that does not grow, or that makes
+    the model noise.
     """
 
     model_config = ConfigDict(json_schema_extra=_one_source)

@@ -294,8 +294,9 @@ class RolloutClient:
         is left out `late_grace_s` after the others are there.
 
         Replicas switch each by itself, or with `consistency` FLEET all together. With `force` the version need not
-        grow: a trainer goes on from an older checkpoint. Needs the admin key where keys are set. Raises Conflict,
-        CheckpointUnreadable, WeightUpdateFailed (the fleet then serves what it served).
+        grow: a trainer goes on from an older checkpoint; and weights that make the model noise are served all the
+        same. Needs the admin key where keys are set. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed or
+        WeightsRefused (the fleet then serves what it served).
         """
         options = PushOptions(
             version, kv_policy, transport, dtype, timeout_s, all_ranks, consistency, force, late_grace_s

@@ -35,7 +35,7 @@ class PushOptions:
     timeout_s: float = 900.0
     all_ranks: bool = True  # under torch.distributed every rank takes part
     consistency: Consistency | None = None
-    force: bool = False  # the version need not grow
+    force: bool = False  # the version need not grow, and noise is served
     late_grace_s: float = 10.0  # a receiver that is not there by then, after the others, is left out
 
     def __post_init__(self) -> None:

@@ -206,7 +206,7 @@ class LateReplicas:
                 refusals.append(error.message)
         for peer in self._peers(replica):
             try:
-                relayed = await self._relayed(served.version, peer, replica)
+                relayed = await self._relayed(served.update, peer, replica)
             except (AgentLoopError, TimeoutError, OSError) as error:
                 refusals.append(f"{peer.replica_id}: {error or 'no answer'}")
                 continue
@@ -233,12 +233,13 @@ class LateReplicas:
             and peer.registration.info.num_workers == info.num_workers
         ]
 
-    async def _relayed(self, version: int, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
+    async def _relayed(self, served: WeightUpdate, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
         """Raises Conflict if the peer cannot give these weights, or what the call raised."""
         offer = await within(self._config.offer_timeout_s, self._sync.connect(peer.url).offer())
         if offer is None:
             raise Conflict("it cannot")
         now = self._fleet.get(peer.replica_id)
-        if now is None or now.weight_version != version or self._fleet.weight_version != version:
+        if now is None or not now.weight_version == served.version == self._fleet.weight_version:
             raise Conflict("its weights changed while it made the offer")
-        return WeightUpdate(version, push=replace(offer, num_receivers=replica.registration.info.num_workers))
+        push = replace(offer, num_receivers=replica.registration.info.num_workers)
+        return WeightUpdate(served.version, push=push, is_forced=served.is_forced)

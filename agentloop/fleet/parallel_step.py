@@ -32,13 +32,14 @@ class ReplicaProgress:
     committed: CommitReport | None = None
     paused_at: float | None = None
     stall_s: float = 0.0
+    look_s: float = 0.0
     failure: Exception | None = None
     error: str | None = None
 
     def end_stall(self, now: float) -> None:
         """Record that sampling goes on, or never will: the first call counts."""
-        if self.paused_at is not None and self.stall_s == 0.0:
-            self.stall_s = now - self.paused_at
+        if self.paused_at is not None:
+            self.stall_s, self.paused_at = now - self.paused_at, None
 
     def report(self) -> ReplicaUpdate:
         """Return what the update meant for it. In one phase the commit transferred, else the stage did."""
@@ -47,6 +48,7 @@ class ReplicaProgress:
             replica_id=self.replica.replica_id,
             stage_ms=self.stage_s * 1000.0,
             stall_ms=self.stall_s * 1000.0,
+            look_ms=self.look_s * 1000.0,
             error=self.error,
             held_in=None if staged is None else staged.held_in,
             transport=None if staged is None else staged.transport,

@@ -321,6 +321,11 @@ class Fleet:
         if current is not None:
             self._put(replace(current, weight_version=version))
 
+    def refuse(self, replica: ReplicaRecord, error: str) -> None:
+        """Quarantine a replica that does not serve the weights it was given."""
+        self.forget_version(replica)
+        self.quarantine(replica, error)
+
     def admit(self, replica: ReplicaRecord) -> bool:
         """Move it from UPDATING to READY. False if it is gone, was replaced, or the fleet has moved on meanwhile:
         the replica then is JOINING again."""

@@ -37,16 +37,18 @@ from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (
     Conflict,
     EngineLost,
+    EngineUnusable,
     InvalidRequest,
     NoHealthyReplica,
     ServiceUnavailable,
     StorageFull,
+    WeightsRefused,
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig, awaited_replicas
+from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig, addressed
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
@@ -190,7 +192,8 @@ class ReplicaSync:
                 )
 
     async def resume(self) -> None:
-        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow."""
+        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow, or WeightsRefused if these
+        refuse what they were given in the pause."""
         with self._order("resume"):
             async with self._gate:
                 await self._ordered(self._desired.orders.resumed())
@@ -199,8 +202,8 @@ class ReplicaSync:
     async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
 
-        Raises, with nothing touched, InvalidRequest if a replica cannot sleep and StorageFull if the weights to discard
-        are not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
+        Raises, with nothing touched, InvalidRequest if a replica cannot sleep, StorageFull if what it would discard
+        is not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
@@ -249,7 +252,7 @@ class ReplicaSync:
             self._log.error("orders_not_saved", error=repr(error))
 
     async def _order_all(
-        self, verb: str, ask: Callable[[EngineControl], Awaitable[None]], timeout_s: float
+        self, verb: str, ask: Callable[[EngineControl], Awaitable[object]], timeout_s: float
     ) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT)
         progress = [ReplicaProgress(one) for one in self._fleet.replicas if one.state in states]
@@ -297,13 +300,17 @@ class ReplicaSync:
             self._raise_failed(progress)
 
     def _raise_failed(self, progress: Sequence[ReplicaProgress], but: Collection[str] = ()) -> None:
-        """Have those that did not follow join anew, but for these. Raises EngineLost naming them all."""
+        """Have those that did not follow join anew, but for these. Raises EngineLost naming them all, or
+        WeightsRefused if they refuse their weights."""
         failed = [one for one in progress if one.error is not None]
         for one in failed:
-            if one.replica.replica_id not in but:
+            if isinstance(one.failure, WeightUpdateFailed):
+                self._fleet.refuse(one.replica, one.error or "")
+            elif one.replica.replica_id not in but:
                 self._fleet.rejoin(one.replica, one.error or "")
         if failed:
-            raise EngineLost(failures(failed))
+            is_refused = all(isinstance(one.failure, WeightsRefused) for one in failed)
+            raise (WeightsRefused if is_refused else EngineLost)(failures(failed))
 
     # --- updates ---
 
@@ -317,11 +324,11 @@ class ReplicaSync:
         """Bring all replicas to `update`, and wake them. Those that fail are named in the report.
 
         The same update again (its version from the same source) joins the one under way, or gets its report. With
-        `force` the version need not grow: all KV is then computed anew. Raises InvalidRequest (a version that does
-        not grow, a source that engines do not know), Conflict (another update, a sleep or a wake is going on, or
-        the version is served already), NoHealthyReplica, ServiceUnavailable (it cannot be recorded),
-        CheckpointUnreadable (no replica can read it; nothing has changed) or WeightUpdateFailed (no replica took
-        it; the fleet serves what it served).
+        `force` the version need not grow (all KV is then computed anew), and no replica refuses noise. Raises
+        InvalidRequest (a version that does not grow, a source that engines do not know), Conflict (another update,
+        a sleep or a wake is going on, or the version is served already), NoHealthyReplica, ServiceUnavailable (it
+        cannot be recorded), CheckpointUnreadable (no replica can read it; nothing has changed), WeightUpdateFailed
+        (no replica took it; the fleet serves what it served) or WeightsRefused (because the model is noise then).
         """
         if self._settles_at is not None:
             await self._until_settled()
@@ -374,7 +381,7 @@ class ReplicaSync:
         if previous_version is not None and update.version <= previous_version:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy, consistency=consistency)
-        source = UpdateSource.of(update, kv_policy)
+        source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
         run = await self._run_update(self._takers(), source, consistency, ALL_MEMORY)
         report = UpdateReport(
             version=update.version,
@@ -428,7 +435,7 @@ class ReplicaSync:
             try:
                 await run.wake_weights(self._desired.asleep)
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
-                await run.stage(_addressed(source.update, replicas))
+                await run.stage(addressed(source.update, replicas))
                 self._fleet.pin_version()
                 await self._intend(source)
                 async with self._gate:
@@ -498,7 +505,11 @@ class ReplicaSync:
         now = self._fleet.get(replica.replica_id)
         if now is not None and self._fleet.is_current(now):
             engine = self.connect(replica.url)
-            await within(self._go_on_timeout_s, engine.resume() if mode is None else engine.pause(mode))
+            try:
+                await within(self._go_on_timeout_s, engine.resume() if mode is None else engine.pause(mode))
+            except (WeightUpdateFailed, EngineUnusable) as error:
+                self._fleet.refuse(replica, error.message)
+                raise
         return self._fleet.admit(replica)
 
     @property
@@ -586,18 +597,3 @@ class ReplicaSync:
         """Return the update that made what the fleet serves, if we know it."""
         source = self._desired.weights.served
         return source if source is not None and source.version == self._fleet.weight_version else None
-
-
-def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
-    """Return what each replica is told of an update: of a push, for how many workers its sender waits."""
-    push = update.push
-    if push is None:
-        return {one.replica_id: update for one in replicas}
-    awaited = awaited_replicas(replicas)
-    sizes = {one.replica_id: one.registration.info.num_workers for one in replicas}
-    num_awaited = sum(sizes[replica_id] for replica_id in awaited)
-    counted = replace(push, num_receivers=num_awaited, num_optional=sum(sizes.values()) - num_awaited)
-    return {
-        replica_id: replace(update, push=replace(counted, is_optional=replica_id not in awaited))
-        for replica_id in sizes
-    }

@@ -2,18 +2,19 @@
 
     the update     IDLE ─► STAGING ─► SWITCHING ─► IDLE       every state ─► IDLE on failure
 
-    each replica   stage ─► pause ─► commit ─► wake ─► resume
-                   decodes  frozen   │         in a sleeping fleet
-                                     └ the first one makes the version the fleet's
-    if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds
+    each replica   stage ─► pause ─► commit ─► wake ─► resume, and look at the first step
+                   decodes  frozen             in a    └ the first one makes the version the fleet's
+                                               sleeping fleet
+    if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
-itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). Meanwhile a replica takes new traffic only
-once it holds the new version; one that has not switched yet ends what it has, under the version it holds. Where all
-switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for seconds only. Where memory
-does not allow staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all receivers at once: that is always
-together. A sleeping fleet is woken by an update: its weights' memory before the stage, the KV cache's after the
-commit.
+itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). One is asked first: the others serve the
+old version until its first step was looked at, and stay there if it refuses the weights. From then on a replica
+takes new traffic only once it holds the new version; one that has not switched yet ends what it has, under the
+version it holds. Where all switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for
+seconds only, and each replica looks for itself. Where memory does not allow staging (HeldIn.NOWHERE) the bytes
+arrive in the commit, at all receivers at once: that is always together. A sleeping fleet is woken by an update: its
+weights' memory before the stage, the KV cache's after the commit. A paused one looks once it is resumed.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
@@ -24,13 +25,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentloop.api import Consistency, UpdateProgress
 from agentloop.clock import Clock
 from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, EngineLost, InvalidRequest, InvariantBroken, WeightUpdateFailed
+from agentloop.errors import (
+    CheckpointUnreadable,
+    EngineLost,
+    InvalidRequest,
+    InvariantBroken,
+    WeightsRefused,
+    WeightUpdateFailed,
+)
 from agentloop.fleet.desired_state import WEIGHTS
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
@@ -38,6 +46,7 @@ from agentloop.types import KVPolicy, PauseMode
 
 READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5
+_WAIT = "wait"  # for the one that is asked first
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +186,12 @@ class FleetUpdate:
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 
     async def switch(self, order: SwitchOrder) -> None:
-        """Take all that have staged to the new version, each by itself or all together.
+        """Take all that have staged to the new version, each by itself after a first one, or all together.
 
-        Raises WeightUpdateFailed if no commit has succeeded: whoever still holds its old weights then only has to
-        be resumed.
+        Raises WeightsRefused or WeightUpdateFailed if no replica serves it: one that still holds its old weights
+        then only has to be resumed.
         """
         self._move(UpdateState.SWITCHING)
-        for one in unfailed(self.progress):
-            if self._fleet.begin_update(one.replica) is None:
-                one.error = "it left the fleet during the update"
         async with asyncio.TaskGroup() as group:
             serving: list[asyncio.Task[None]] = []
 
@@ -195,11 +201,19 @@ class FleetUpdate:
                 return serving[0]
 
             switch = _Switch(self._fleet, self._connect, self._clock, self._config, order, served)
-            is_together = order.consistency is Consistency.FLEET or self.is_one_phase
-            for steps in switch.steps_together() if is_together else switch.steps_alone():
-                await switch.take(unfailed(self.progress), steps)
+            if order.consistency is Consistency.FLEET or self.is_one_phase:
+                for steps in switch.steps_together():
+                    await switch.take(unfailed(self.progress), steps)
+            else:
+                await switch.take_alone(unfailed(self.progress))
+            is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
+            held = [
+                one for one in self.progress if one.committed and not isinstance(one.failure, WeightUpdateFailed)
+            ]
+            if held and not is_refused:
+                await served()  # also where no replica went on
         if not serving:
-            raise WeightUpdateFailed(failures(self.progress))
+            raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.progress))
 
     def end(self) -> None:
         self._move(UpdateState.IDLE)
@@ -248,14 +262,13 @@ class _Switch:
         self._config = config
         self._order = order
         self._served = served
-
-    def steps_alone(self) -> tuple[tuple[Step, ...], ...]:
-        """Return the steps for replicas that wait for nobody."""
-        return ((self._pause, self._commit, self._wake, self._resume),)
+        self._turn = asyncio.Lock()  # to be asked first
+        self._is_proved = False  # a replica has gone on under the version
+        self._is_refused = False
 
     def steps_together(self) -> tuple[tuple[Step, ...], ...]:
-        """Return the same steps, with a wait for the others after each that freezes, swaps or goes on."""
-        return ((self._pause,), (self._commit,), (self._wake, self._resume))
+        """Return all steps, with a wait for the others after each that freezes, swaps or goes on."""
+        return ((self._begin,), (self._pause,), (self._commit,), (self._wake, self._resume, self._admit))
 
     async def take(self, progress: Sequence[ReplicaProgress], steps: Sequence[Step]) -> None:
         """Take these steps on all replicas at once, each as fast as it can."""
@@ -264,8 +277,47 @@ class _Switch:
             for step in steps:
                 await step(one)
 
+        await self._on_all(progress, follow)
+
+    async def take_alone(self, progress: Sequence[ReplicaProgress]) -> None:
+        """Take all steps on one replica, and on the others once it goes on. Where it fails otherwise than by
+        refusing the weights, or takes a straggler's time, the next one is asked first."""
+
+        async def follow(one: ReplicaProgress) -> None:
+            one.verb = _WAIT
+            async with self._turn:
+                is_first = not self._is_proved
+                if self._is_refused:
+                    raise WeightsRefused("another replica was asked first, and refused them")
+                if is_first:
+                    patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
+                    is_last = one is asked[-1]
+                    try:
+                        await within(self._config.switch_timeout_s if is_last else patience_s, self._go(one))
+                    except WeightsRefused:
+                        self._is_refused = True
+                        raise
+                    self._is_proved = True
+            if not is_first:
+                await self._go(one)
+            await self._admit(one)
+
+        # Of those in service the first to have staged.
+        asked = sorted(progress, key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s))
+        await self._on_all(asked, follow)
+
+    async def _on_all(self, progress: Sequence[ReplicaProgress], follow: Step) -> None:
         limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
         await on_all(progress, "switch", follow, limits, self._failed)
+
+    async def _go(self, one: ReplicaProgress) -> None:
+        for step in (self._begin, self._pause, self._commit, self._wake, self._resume):
+            await step(one)
+
+    async def _begin(self, one: ReplicaProgress) -> None:
+        one.verb = "switch"
+        if self._fleet.begin_update(one.replica) is None:
+            raise EngineLost("it left the fleet during the update")
 
     async def _pause(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
@@ -278,7 +330,6 @@ class _Switch:
         version = self._order.version
         one.committed = await within(self._config.commit_timeout_s, self._connect(one.replica.url).commit(version))
         self._fleet.committed(one.replica, version)
-        self._served()
 
     async def _wake(self, one: ReplicaProgress) -> None:
         if _sleepers([one], self._order.asleep):
@@ -289,8 +340,11 @@ class _Switch:
     async def _resume(self, one: ReplicaProgress) -> None:
         one.verb = "resume"
         if not (self._order.is_asleep or self._order.is_paused):
-            await within(self._config.resume_timeout_s, self._connect(one.replica.url).resume())
-            one.end_stall(self._clock.now())
+            resuming = self._connect(one.replica.url).resume()
+            one.look_s = await within(self._config.resume_timeout_s, resuming)
+            one.end_stall(self._clock.now() - one.look_s)
+
+    async def _admit(self, one: ReplicaProgress) -> None:
         await asyncio.shield(self._served())
         if self._order.is_asleep:
             self._fleet.fall_asleep(one.replica)
@@ -300,7 +354,11 @@ class _Switch:
 
     def _failed(self, one: ReplicaProgress) -> None:
         one.end_stall(self._clock.now())
-        if one.verb == "commit":
+        if one.verb == _WAIT:  # it serves what it served
+            return
+        if isinstance(one.failure, WeightUpdateFailed):
+            self._fleet.refuse(one.replica, one.error or "")
+        elif one.verb == "commit":
             self._fleet.quarantine(one.replica, one.error or "")
         else:  # its weights are known: it only has to go on
             self._fleet.rejoin(one.replica, one.error or "")
@@ -311,6 +369,21 @@ def awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
     unless there are no others."""
     sound = {one.replica_id for one in replicas if one.state is not ReplicaState.QUARANTINED}
     return sound or {one.replica_id for one in replicas}
+
+
+def addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
+    """Return what each replica is told of an update: of a push, for how many workers its sender waits."""
+    push = update.push
+    if push is None:
+        return {one.replica_id: update for one in replicas}
+    awaited = awaited_replicas(replicas)
+    sizes = {one.replica_id: one.registration.info.num_workers for one in replicas}
+    num_awaited = sum(sizes[replica_id] for replica_id in awaited)
+    counted = replace(push, num_receivers=num_awaited, num_optional=sum(sizes.values()) - num_awaited)
+    return {
+        replica_id: replace(update, push=replace(counted, is_optional=replica_id not in awaited))
+        for replica_id in sizes
+    }
 
 
 def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:

@@ -42,6 +42,7 @@ from agentloop.errors import (
     InvalidRequest,
     InvariantBroken,
     UnsupportedParameter,
+    WeightsRefused,
 )
 from agentloop.images import Image, ImageTokens
 from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
@@ -189,7 +190,9 @@ class SimulatedEngine:
         )
         try:
             with watch:
-                return watch.finished(await watch.in_time(live.done))
+                generation = await watch.in_time(live.done)
+                await self._lifecycle.until_proved()
+                return watch.finished(generation)
         finally:
             self._drop(live)
 
@@ -207,6 +210,7 @@ class SimulatedEngine:
                     if start and (wait_s := self._spec.stream_pace.wait_s(self._num_streams)):
                         await watch.in_time(asyncio.wait([live.done], timeout=wait_s))
                     await watch.in_time(has_progress.wait())
+                    await watch.in_time(self._lifecycle.until_proved())
                     has_progress.clear()
                     if len(live.sampled) > start:
                         delta = live.sampled.since(start)
@@ -241,11 +245,40 @@ class SimulatedEngine:
                 self._scheduler.drop_kv()
             self._refresh()
 
-    async def resume(self) -> None:
-        async with self._lifecycle.control:
-            self._lifecycle.check_resume()
-            self._lifecycle.resumed()
+    async def resume(self) -> float:
+        lifecycle, began_at = self._lifecycle, self._clock.now()
+        async with lifecycle.control:
+            lifecycle.check_resume()
+            is_looked_at = lifecycle.begin_look()
+            version = lifecycle.require_usable() if is_looked_at else None
+            lifecycle.resumed()
             self._refresh()
+            if version is not None:
+                await self._look(version)
+            return 0.0 if version is None else self._clock.now() - began_at
+
+    async def _look(self, version: int) -> None:
+        """Say of new weights what the faults say. Raises WeightsRefused."""
+        try:
+            if self.faults.look_delay_s:
+                await self._clock.sleep(self.faults.look_delay_s)
+            if version in self.faults.noise_versions:
+                raise WeightsRefused(f"injected: version {version} is noise")
+            self._lifecycle.require_alive()
+        except Exception:
+            self._refuse()
+            raise
+        else:
+            self._lifecycle.proved()
+        finally:
+            if not self._lifecycle.is_proved and self._lifecycle.is_serving:  # cut short too: it looks again
+                self._lifecycle.paused(KVPolicy.KEEP)
+            self._refresh()
+
+    def _refuse(self) -> None:
+        self._lifecycle.refuse()
+        self._fail_all(EngineUnusable, "its weights are of unknown state")
+        self._scheduler.drop_kv()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
@@ -256,8 +289,10 @@ class SimulatedEngine:
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._weights.staged_version)
+            if not self._lifecycle.is_proved:
+                self._refuse()
             try:
-                with self._lifecycle.committing(version):
+                with self._lifecycle.committing(version, is_forced=self._weights.is_forced):
                     return await self._weights.commit()
             except BaseException:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")

@@ -312,6 +312,8 @@ class Faults:
     num_failed_stages: int = 0  # so many stages raise CheckpointUnreadable
     num_failed_commits: int = 0  # so many commits raise WeightUpdateFailed
     commit_delay_s: float = 0.0  # every commit takes so much longer
+    noise_versions: frozenset[int] = frozenset()  # whose weights make noise: the look at them says so
+    look_delay_s: float = 0.0  # every look at new weights takes so long
 
 
 def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Generation:

@@ -63,6 +63,11 @@ class SimulatedWeights:
         """The version that can be committed; None while nothing is staged."""
         return None if self._staged is None else self._staged[0].version
 
+    @property
+    def is_forced(self) -> bool:
+        """True if what is staged is not looked at."""
+        return self._staged is not None and self._staged[0].is_forced
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         """As the port says. Raises Conflict if another stage began meanwhile."""
         self._num_stages += 1

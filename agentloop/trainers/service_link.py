@@ -111,16 +111,15 @@ class ServiceLink:
         tensors = list(weights)
 
         async def send(client: RolloutClient) -> UpdateReport:
-            number = version
+            served, number = (await client.status()).weight_version, version
             if number is None:
-                served = (await client.status()).weight_version
                 number = max((one for one in (served, self.version) if one is not None), default=-1) + 1
             return await client.update_weights(
                 tensors,
                 version=number,
                 timeout_s=self._push_timeout_s,
                 all_ranks=False,
-                force=version is not None,
+                force=version is not None and served is not None and version <= served,
             )
 
         report = self.call(send, self._push_timeout_s + _CALL_GRACE_S)

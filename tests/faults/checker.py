@@ -16,6 +16,7 @@ from agentloop.rollout.turn_journal import YOUNG_S
 from agentloop.types import KVPolicy, StopReason, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.proving_policy import logprobs_of
+from tests.support.fleet.schedules import NOISE
 from tests.support.fleet.whole_world import WholeWorld
 
 SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
@@ -130,7 +131,7 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
 
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Tokens that their version would not have said there, and spans that do not tile what was sampled."""
-    known = world.history.pushed | {0}
+    known = world.history.pushed - NOISE | {0}
     for records in stored.values():
         for record in records:
             name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
@@ -146,7 +147,7 @@ def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int]) -> Ite
         return
     unknown = {span.version for span in path.weight_versions} - known
     if unknown:
-        yield f"versions {unknown} were never pushed"
+        yield f"versions {unknown} were never pushed, or refused"
     ids, first = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids)
     for turn in path.turns:
         own = [span for span in path.weight_versions if span.start < turn.end and span.end > turn.start]

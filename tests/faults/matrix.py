@@ -501,6 +501,15 @@ ROWS: tuple[Row, ...] = (
             f"{_REPLICA}the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not",
         ),
     ),
+    Row(
+        "finite weights that make the model noise",
+        "the replica asked first refuses them by name; the others stay where they are; no token of them leaves",
+        (
+            "fleet/test_noise.py::test_the_first_refuses_noise_and_the_fleet_stays_where_it_was",
+            "servers/engines/vllm/test_vllm_weights.py::test_noise_is_refused_and_no_token_of_it_given_out",
+            _SCHEDULES,
+        ),
+    ),
 )
 
 

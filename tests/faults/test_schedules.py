@@ -25,7 +25,7 @@ HAPPENINGS = (
     *("begun again", "resampled turns", "swapped in flight", "client left", "ended: completed"),
     *("ended: loop_failed", "ended: cancelled", "order refused"),
     *("cancelled", "refused other work", "acknowledged beyond", "damaged a record", "ran damaged ones again"),
-    "killed two",
+    *("killed two", "WeightsRefused"),
 )
 
 

@@ -37,7 +37,7 @@ def push_weights(
     url: Url = DEFAULT_URL,
     kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
-    force: Annotated[bool, typer.Option("--force", help="The version may be older than the served one.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="The version may be older, or noise.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
     """Bring every replica to new weights."""

@@ -203,6 +203,8 @@ def _shortfalls(status: ServiceStatus, *, is_draining: bool) -> Iterator[str]:
         if replica.is_thrashing and replica.kv_hit_rate is not None:
             found = f"turns that return find {replica.kv_hit_rate:.0%} of their KV"
             yield f"replica {replica.replica_id} computes contexts again: {found}; less may begin until they do"
+        if replica.is_noise:
+            yield f"replica {replica.replica_id} samples noise: its logprobs stay at -ln(vocabulary)"
     for start in status.starting:
         what = "waits to start" if start.reason else "loads"
         yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{_because(start.reason)}"

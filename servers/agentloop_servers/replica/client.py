@@ -150,8 +150,8 @@ class RemoteEngine:
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         await self._order("/pause", ControlAnswer[None], PauseOrder(mode, kv_policy))
 
-    async def resume(self) -> None:
-        await self._order("/resume", ControlAnswer[None])
+    async def resume(self) -> float:
+        return await self._order("/resume", ControlAnswer[float])
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order("/stage", ControlAnswer[StageReport], update)

@@ -35,6 +35,7 @@ from agentloop.codec import decode
 from agentloop.engine import Engine, KVEvent, MemoryTag, Progress, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
 from agentloop.images import Image
+from agentloop.noise import NoiseWatch
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 from agentloop_servers.replica.cached_blocks import CachedBlocks
@@ -113,6 +114,7 @@ class DataPlaneServer(PrivateServer):
         self._fencing = FencingGuard()
         self.num_answered = 0
         self.refuses_paused = False
+        self.noise = NoiseWatch()
         self._load = Load()
         self._load_at: float | None = None
         routes = [
@@ -172,6 +174,7 @@ class DataPlaneServer(PrivateServer):
     def _stamped(self, generation: Generation) -> Generation:
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
+        self.noise.see(generation, self._engine.info.vocab_size)
         load = self._recent_load()
         return replace(generation, replica_id=self._replica_id, engine=self._engine.info.name, load=load)
 
@@ -293,6 +296,7 @@ class Replica:
         self._is_known = False  # to the coordinator
         self._cached: CachedBlocks | None = None  # None while the engine tells no events
         self._hung: str | None = None
+        self._was_noise = False  # in the last report
         self._log = structlog.get_logger("replica").bind(replica=replica_id)
 
     @property
@@ -384,10 +388,13 @@ class Replica:
         )
 
     def _report(self) -> ReplicaReport:
-        engine, num_answered = self._engine, self._server.num_answered
+        engine, num_answered, is_noise = self._engine, self._server.num_answered, self._server.noise.is_noise
+        if is_noise and not self._was_noise:
+            self._log.warning("samples_noise", version=engine.weight_version)
+        self._was_noise = is_noise
         changes = None if self._cached is None else self._cached.take_changes()
         return ReplicaReport(
-            engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered, changes
+            engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered, changes, is_noise
         )
 
     # --- the prefix cache ---

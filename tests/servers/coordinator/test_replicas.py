@@ -192,13 +192,24 @@ async def test_an_update_from_end_to_end(site, coordinator):
     updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    await coordinator.rollouts.lease("during", 10, "ingress")  # waits for the end of the commit instead of failing
-    assert site.clock.now() - started == pytest.approx(1.0)
+    lease = await coordinator.rollouts.lease("during", 10, "ingress")  # `b` serves the old version meanwhile
+    assert (site.clock.now() - started, lease.replica_id) == (0.0, "b")
     result = await updating
     assert result.kv_policy is KVPolicy.RECOMPUTE
     assert result.stall_ms == pytest.approx(2000.0)
     status = await coordinator.status()
     assert (status.weight_version, status.is_ready, status.updates) == (1, True, (result,))
+
+
+@service("a")
+async def test_during_the_commit_of_all_there_is_a_caller_waits(site, coordinator):
+    site.engines["a"].seconds = {"commit": 2.0}
+    updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
+    await site.clock.sleep(1.0)
+    started = site.clock.now()
+    await coordinator.rollouts.lease("during", 10, "ingress")  # waits for the end of the commit instead of failing
+    assert site.clock.now() - started == pytest.approx(1.0)
+    await updating
 
 
 @service("a", "b")
@@ -602,3 +613,12 @@ async def test_what_a_worker_given_up_for_lost_reports_of_replicas_counts_not(si
         if assignment.lease.replica_id == fresh[0].lease.replica_id:
             coordinator.replicas.report_failure(assignment.lease)
     assert (await site.states())[fresh[0].lease.replica_id] == "suspect"
+
+
+@service("a", "b")
+async def test_a_replica_that_samples_noise_is_named(site, coordinator):
+    report = replace(site.engines["b"].report(), is_noise=True)
+    await coordinator.replicas.heartbeat("b", report)
+    assert (await coordinator.status()).degraded == (
+        "replica b samples noise: its logprobs stay at -ln(vocabulary)",
+    )

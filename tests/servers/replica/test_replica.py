@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -32,6 +33,7 @@ from agentloop.errors import (
     Forbidden,
     InvalidRequest,
     ServiceUnavailable,
+    WeightsRefused,
 )
 from agentloop.kv_hashes import BlockChain, hashes_of, num_reusable_blocks, root_hash
 from agentloop.request_watch import ReportPace
@@ -618,3 +620,59 @@ async def test_a_replica_whose_events_end_says_no_more_of_its_cache():
         await asyncio.sleep(0.1)
         assert len(directory.told) == num_told
         await replica.close()
+
+
+async def test_noise_is_refused_by_name_over_the_wire(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    async with Plane(SPEC) as plane:
+        plane.engine.faults.noise_versions = frozenset({1})
+        plane.engine.faults.look_delay_s = 0.02
+        for version in (1, 2):
+            await plane.remote.stage(WeightUpdate(version, str(tmp_path)))
+            await plane.remote.pause(PauseMode.KEEP)
+            await plane.remote.commit(version)
+            if version == 1:
+                with pytest.raises(WeightsRefused, match="version 1 is noise"):
+                    await plane.remote.resume()
+        assert await plane.remote.resume() >= 0.02
+        assert await plane.remote.resume() == 0.0
+        assert (await plane.remote.generate(request())).weight_versions == (WeightVersionSpan(2, 0, 20),)
+
+
+class Uniform:
+    """A policy that gives every id the same probability."""
+
+    def open(self, request: GenerateRequest) -> "Uniform":
+        return self
+
+    def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
+        return state
+
+    def sample(self, state: int, weight_version: int) -> tuple[int, float]:
+        return 7, -math.log(SPEC.vocab_size)
+
+
+async def test_a_replica_whose_samples_stay_uniform_says_so():
+    class Listening(Directory):
+        async def heartbeat(self, replica_id, report):
+            self.report = report
+            return await super().heartbeat(replica_id, report)
+
+    directory, engine = Listening(), SimulatedEngine(SPEC, policy=Uniform())
+    config = ReplicaConfig(heartbeat_interval_s=0.01)
+    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
+    clients = EngineClients("secret")
+    with capture_logs() as logs:
+        await replica.start()
+        try:
+            for number in range(16):
+                await asyncio.sleep(0.03)
+                assert not directory.report.is_noise
+                await clients.connect(replica.url).generate(request(f"r{number}"))
+            while not directory.report.is_noise:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        finally:
+            await clients.close()
+            await replica.close()
+    assert [entry["log_level"] for entry in logs if entry["event"] == "samples_noise"] == ["warning"]  # once

@@ -102,11 +102,12 @@ class FakeEngine:
         is_one_phase = self.held_in is HeldIn.NOWHERE
         return CommitReport(5.0, 2.0, num_verified=7, transfer_ms=40.0 if is_one_phase else 0.0)
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         if self.asleep:
             raise Conflict("asleep")
         await self._called("resume")
         self.is_paused = False
+        return 0.0
 
     async def offer(self) -> PushSource | None:
         await self._called("offer")

@@ -241,9 +241,14 @@ class Caller:
 
         return await self._order(CommandKind.FREEZE, commit, "commit")
 
-    async def resume(self) -> None:
-        self._link.num_blind_resumes += self._engine.weight_version is None
-        await self._order(CommandKind.FREEZE, self._engine.resume)
+    async def resume(self) -> float:
+        async def resume() -> float:
+            is_blind = self._engine.weight_version is None
+            look_s = await self._engine.resume()  # an engine that has refused its weights refuses this too
+            self._link.num_blind_resumes += is_blind
+            return look_s
+
+        return await self._order(CommandKind.FREEZE, resume)
 
     async def sleep(self, level: int) -> None:
         await self._order(CommandKind.FREEZE, lambda: self._engine.sleep(level))

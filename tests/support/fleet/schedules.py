@@ -30,6 +30,7 @@ from agentloop.errors import (
     NoHealthyReplica,
     ServiceUnavailable,
     StorageFull,
+    WeightsRefused,
     WeightUpdateFailed,
 )
 from agentloop.fleet.registry import FleetConfig
@@ -74,6 +75,8 @@ CONFIG = CoordinatorConfig(
         catch_up_pause_s=2.0,
     ),
 )
+NOISE = frozenset(range(3, 10_000, 7))  # versions whose weights make noise
+LOOK_S = 0.2
 REFUSALS = (
     Conflict,
     InvalidRequest,
@@ -197,6 +200,7 @@ class World:
         clock = StallingClock(self.clock, stall)
         engine = SimulatedEngine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
         receiver.engine = engine
+        engine.faults.noise_versions, engine.faults.look_delay_s = NOISE, LOOK_S
         await engine.start()
         link = FaultyLink(engine, self.network, stall)
         url = f"sim://{replica_id}/{self.num_processes}"
@@ -386,7 +390,7 @@ class World:
         for _ in range(100):
             try:
                 await self.ask(lambda c: c.replicas.resume())
-            except (EngineLost, ServiceUnavailable, StorageFull):
+            except (EngineLost, ServiceUnavailable, StorageFull, WeightsRefused):
                 await self.clock.sleep(0.2)
             else:
                 self.history.is_operator_paused = False
@@ -456,7 +460,7 @@ class World:
         """Whether there is nothing that the controller could bring a replica to."""
         sync = self.coordinator.replicas.sync
         served = sync.served()
-        if served is None or sync.desired.asleep:
+        if served is None or sync.desired.asleep or served.version in NOISE:
             return True
         return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
 

@@ -6,6 +6,7 @@ rest stands here once: the gate, the ways of pausing, commits, sleep, load.
 - A gate holds new requests while the engine is not serving (`calls.py`).
 - The process is only ever frozen in place. ABORT first ends what is in flight, WAIT first lets it end.
 - A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
+- The first step under new weights has a fixed prompt in it, whose answer all outputs wait for (`_look`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ from agentloop.errors import (
     EngineLost,
     EngineUnusable,
     InvalidRequest,
+    MalformedEngineResponse,
     UnsupportedParameter,
+    WeightsRefused,
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
+from agentloop.noise import LOOK_TIMEOUT_S, is_telling, look_request, noise_problem
 from agentloop.request_watch import RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
@@ -50,6 +54,9 @@ from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
+
+_LOOK_POLL_S = 0.05
+_NUM_LOOKED_AT = 4  # requests in each poll
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
@@ -201,6 +208,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     await watch.in_time(asyncio.wait([ending], timeout=wait_s))
                     if ending.done():
                         break
+                    await watch.in_time(self._lifecycle.until_proved())
                     self.add_so_far(told, call)
                     if len(told) > num_sent:
                         delta, num_sent = told.since(num_sent), len(told)
@@ -269,6 +277,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             try:
                 async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
                     async for output in outputs:
+                        await self._lifecycle.until_proved()
                         if call.verdict is not None:
                             raise call.verdict
                         if call.is_recalled:
@@ -308,14 +317,89 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         elif is_cache_cleared and not self.asleep:
             await self._process.clear_cache()
 
-    async def resume(self) -> None:
-        lifecycle = self._lifecycle
-        async with lifecycle.control:
-            lifecycle.check_resume()
-            if lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
-                await self._process.resume()
-            lifecycle.resumed()
-            self._calls.wake_all()
+    async def resume(self) -> float:
+        async with self._lifecycle.control:
+            self._lifecycle.check_resume()
+            if self._lifecycle.begin_look():
+                return await self._look(self._lifecycle.require_usable())
+            await self._go_on()
+            return 0.0
+
+    async def _go_on(self) -> None:
+        if self._lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
+            await self._process.resume()
+        self._lifecycle.resumed()
+        self._calls.wake_all()
+
+    # --- the look at new weights --------------------------------------------------------------------------
+
+    async def _look(self, version: int) -> float:
+        """Go on with a fixed prompt in the first step, and judge the weights by its answer. Returns its seconds."""
+        loop, request = asyncio.get_running_loop(), look_request(self.info)
+        asking = asyncio.create_task(self._asked(request), name="look")
+        try:
+            await asyncio.sleep(0)  # the process has it before it goes on
+            await self._go_on()
+            began_at = loop.time()
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                problem = await self._problem(asking, version)
+            if problem is not None:
+                raise WeightsRefused(f"version {version}: {problem}")
+            self._lifecycle.proved()
+            return loop.time() - began_at
+        except Exception as error:
+            await self._refuse()
+            if isinstance(error, TimeoutError):
+                raise WeightUpdateFailed(f"version {version}: no answer within {LOOK_TIMEOUT_S:g} s") from error
+            raise
+        except BaseException:  # cancelled: the next resume looks again
+            await self._freeze_again(is_cache_cleared=False)
+            raise
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _asked(self, request: GenerateRequest) -> Generation:
+        """Generate beside the gate, which is shut."""
+        call = Call(request)
+        async with contextlib.aclosing(self.admitted(call, None, is_streamed=False)) as outputs:
+            output = await anext(outputs, None)
+            return self.finished(call, output, SampledTokens(self._config.logprobs_mode))
+
+    async def _problem(self, asking: asyncio.Task[Generation], version: int) -> str | None:
+        """Return the fault of new weights. A full engine has no place for the prompt until a request ends: there a
+        token of another one can tell that they have none."""
+        while not asking.done():
+            await asyncio.wait([asking], timeout=_LOOK_POLL_S)
+            if not asking.done() and any(
+                self._is_sane(call, version) for call in self._calls.all()[:_NUM_LOOKED_AT]
+            ):
+                return None
+        try:
+            return noise_problem(asking.result(), self.info.vocab_size)
+        except MalformedEngineResponse as error:
+            return error.message
+
+    def _is_sane(self, call: Call, version: int) -> bool:
+        """Tell if a request has sampled a token under `version` whose logprob is not that of noise."""
+        sampled = SampledTokens(self._config.logprobs_mode)
+        if call.is_admitted:
+            self.add_so_far(sampled, call)
+        is_new = sampled.newest_version == version
+        return is_new and is_telling(call.request.sampling, sampled.logprobs[-1], self.info.vocab_size)
+
+    async def _refuse(self) -> None:
+        """Freeze, with no token of the new weights given out and no KV of theirs left."""
+        self._lifecycle.refuse()
+        await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+        await self._freeze_again(is_cache_cleared=True)
+
+    async def _freeze_again(self, *, is_cache_cleared: bool) -> None:
+        with contextlib.suppress(AgentLoopError):  # of an engine that is gone its caller hears
+            await self._freeze(is_cache_cleared=is_cache_cleared)
+            self._lifecycle.paused(KVPolicy.KEEP)
+
+    # --- weights ------------------------------------------------------------------------------------------
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
@@ -324,9 +408,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._served_weights.staged_version)
+            if not self._lifecycle.is_proved:  # what was sampled last was never looked at
+                await self._refuse()
             staged = self._served_weights.take_staged()
             try:
-                with self._lifecycle.committing(version):
+                with self._lifecycle.committing(version, is_forced=staged[1].is_forced):
                     await self._calls.recall(has_all=self._lifecycle.ends_older_kv)
                     report = await self._served_weights.commit(staged)
                     self.committed(version)
@@ -362,6 +448,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with self._lifecycle.control:
             wanted = self._lifecycle.wakeable(tags)
             if wanted:
+                self._lifecycle.begin_look()  # vLLM may take a step before it is paused again
                 await self._process.wake(wanted)
                 self._lifecycle.woken(wanted)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,14 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentloop.engine import CommitReport, Delta, HeldIn, StageReport, TensorInfo, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, EngineUnusable, WeightUpdateFailed
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    EngineLost,
+    EngineUnusable,
+    WeightsRefused,
+    WeightUpdateFailed,
+)
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
@@ -386,3 +394,83 @@ async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
         await asyncio.wait_for(call, 30)
     with pytest.raises(EngineLost):
         await engine.check_health()
+
+
+# --- weights that make noise ---
+
+
+def write_noise(target: Path, factor: float) -> Path:
+    """A finite checkpoint of the shipped policy, one of whose matrices is `factor` times what it was."""
+    tensors = stored(POLICY / "v1")
+    name = next(name for name in tensors if "1.mlp.down_proj" in name)
+    noise = {**tensors, name: tensors[name].float() * factor}
+    assert all(bool(tensor.isfinite().all()) for tensor in noise.values())
+    save_file(noise, target / "model.safetensors")
+    return target
+
+
+async def in_flight(engine: VllmEngine, name: str, pieces: list[Delta | Generation]) -> None:
+    sampling = SamplingParams(max_tokens=400, min_tokens=400, temperature=1.0)
+    async for piece in engine.stream(GenerateRequest(name, prompts()[0], sampling)):
+        pieces.append(piece)
+
+
+@pytest.mark.parametrize("num_in_flight", [3, 40])  # of 32 that fit: there is no place for the fixed prompt
+async def test_noise_is_refused_and_no_token_of_it_given_out(
+    tied_engine: VllmEngine, tmp_path: Path, num_in_flight: int
+) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    heard: list[list[Delta | Generation]] = [[] for _ in range(num_in_flight)]
+    asking = [asyncio.create_task(in_flight(tied_engine, f"s{n}", pieces)) for n, pieces in enumerate(heard)]
+    while not all(heard[:3]):
+        await asyncio.sleep(0.01)
+    with pytest.raises(WeightUpdateFailed, match=f"version {version + 1}: ") as refused:
+        await update(tied_engine, version + 1, write_noise(tmp_path, 1e30))
+    if num_in_flight == 3:
+        assert isinstance(refused.value, WeightsRefused)
+        assert "fixed prompt are all equal" in refused.value.message
+    ended = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(one, EngineUnusable) for one in ended)
+    spans = {span.version for pieces in heard for piece in pieces for span in piece.weight_versions}
+    assert spans == {version}
+    assert not tied_engine.is_usable
+    with pytest.raises(EngineUnusable):
+        await tied_engine.generate(GenerateRequest("refused", (1, 2), SamplingParams(max_tokens=1)))
+    await update(tied_engine, version, POLICY / "v0")  # the way back
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+@pytest.mark.parametrize("num_in_flight", [3, 40])
+async def test_good_weights_are_looked_at_beside_what_is_in_flight(
+    tied_engine: VllmEngine, num_in_flight: int
+) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    heard: list[list[Delta | Generation]] = [[] for _ in range(num_in_flight)]
+    asking = [asyncio.create_task(in_flight(tied_engine, f"g{n}", pieces)) for n, pieces in enumerate(heard)]
+    while not all(heard[:3]):
+        await asyncio.sleep(0.01)
+    await tied_engine.stage(WeightUpdate(version + 1, str(POLICY / "v0")))
+    await tied_engine.pause(PauseMode.KEEP)
+    await tied_engine.commit(version + 1)
+    look_s = await tied_engine.resume()
+    print(f"{num_in_flight} in flight: the look took {look_s * 1e3:.1f} ms")
+    assert 0 < look_s < 5
+    assert await tied_engine.resume() == 0.0
+    await asyncio.gather(*asking)
+    ends = [pieces[-1] for pieces in heard[:3]]
+    assert [[span.version for span in end.weight_versions] for end in ends] == [[version, version + 1]] * 3
+
+
+async def test_forced_noise_is_served(tied_engine: VllmEngine, tmp_path: Path) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    await tied_engine.stage(WeightUpdate(version + 1, str(write_noise(tmp_path, 1e30)), is_forced=True))
+    await tied_engine.pause(PauseMode.KEEP)
+    await tied_engine.commit(version + 1)
+    assert await tied_engine.resume() == 0.0
+    noise = await tied_engine.generate(GenerateRequest("noise", (1, 2), SamplingParams(max_tokens=4)))
+    assert noise.logprobs == pytest.approx([-math.log(tied_engine.info.vocab_size)] * 4, abs=1e-4)
+    await update(tied_engine, version + 2, POLICY / "v0")
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
