@@ -2,15 +2,20 @@
 
 What is under way may use what is left below the watermark: records of work that was accepted, and turns of sessions
 that exist.
+
+A store keeps a reserve beside it, and gives it up when the disk is full: for its owner's epoch and orders, for
+cancels, and for what trainers acknowledge. Records and new work wait until there is room for the reserve again.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -18,6 +23,8 @@ import structlog
 from agentloop.errors import StorageFull
 
 _LOOK_EVERY_S = 1.0
+_RESERVE_BYTES = 1 << 20
+_RESERVE_SHARE = 16  # of the disk at most: a small one has a smaller reserve
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 _FULL_CODES = frozenset(
     {
@@ -82,3 +89,34 @@ class DiskRoom:
                 f"{self._free >> 20} MiB are free on the run's disk, and new work needs"
                 f" {self._min_free_bytes >> 20} MiB: make room, or acknowledge what was read"
             )
+
+
+class Reserve:
+    """A file that holds room on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the room, if there is any; what is there from an earlier owner is kept."""
+        self._path = path
+        self._is_held = path.is_file()
+        self.take_back()
+
+    def take_back(self) -> bool:
+        """Hold the room, taken again if there is twice as much: what is written next needs some. False: there is
+        not."""
+        if not self._is_held:
+            try:
+                num_bytes = min(_RESERVE_BYTES, shutil.disk_usage(self._path.parent).total // _RESERVE_SHARE)
+                with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, 2 * num_bytes)
+                    file.truncate(num_bytes)
+                self._is_held = True
+            except OSError:
+                self.give_up()
+        return self._is_held
+
+    def give_up(self) -> bool:
+        """Give the room to what is written next. False: it was not held."""
+        was_held, self._is_held = self._is_held, False
+        with suppress(OSError):
+            self._path.unlink()
+        return was_held

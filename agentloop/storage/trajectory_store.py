@@ -29,8 +29,8 @@ from agentloop.api import RolloutTerms, owner_of, shown_id
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage import retention
-from agentloop.storage.disk_room import DiskRoom, is_full
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
+from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
@@ -164,7 +164,13 @@ class TrajectoryStore:
         if its disk is full or read-only."""
         self._room = DiskRoom(Path(path).parent, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
-        db = open_database(Path(path), _SCHEMA)
+        self._reserve = Reserve(Path(path).with_suffix(".reserve"))
+        try:
+            db = open_database(Path(path), _SCHEMA)
+        except StorageFull:
+            if not self._reserve.give_up():
+                raise
+            db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
         self._damaged: defaultdict[str, set[int]] = defaultdict(set)  # rows found so, by rollout, by whoever had it
@@ -195,6 +201,11 @@ class TrajectoryStore:
         return self._rows.num_corrupt_rows
 
     @property
+    def is_full(self) -> bool:
+        """Tell if the disk has no room for records."""
+        return not self._reserve.take_back()
+
+    @property
     def successor(self) -> int | None:
         """The epoch of the owner that has taken the store over from this one, which every use of it finds out."""
         return self._successor
@@ -213,6 +224,7 @@ class TrajectoryStore:
         and StorageFull.
         """
         self._room.check()
+        self._require_room()
         rows = encoded_groups(groups) if encoded is None else encoded
         digest = groups_digest(rows)
 
@@ -239,6 +251,7 @@ class TrajectoryStore:
 
     async def commit(self, trajectories: Sequence[Trajectory]) -> int:
         """Store terminal records together; returns how many were new. The first of a key stays."""
+        self._require_room()
 
         def work(db: sqlite3.Connection) -> int:
             return max(db.executemany(_ADD_RECORD, map(_row, trajectories)).rowcount, 0)
@@ -301,7 +314,7 @@ class TrajectoryStore:
             terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
             db.execute(_SET_TERMS, (rollout_id, *packed(terms)))
 
-        await self._writer.run(work)
+        await self._order(work)
 
     async def check_owner(self) -> None:
         """Raises ServiceUnavailable once another owner has taken the store over."""
@@ -364,7 +377,7 @@ class TrajectoryStore:
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         """Note that a trainer has a rollout's records up to a cursor: the policy may let them go."""
-        await self._writer.run(lambda db: retention.acknowledge(db, rollout_id, cursor))
+        await self._order(lambda db: retention.acknowledge(db, rollout_id, cursor))
 
     async def last_mark(self) -> float:
         """Return the time of the last mark that `trim` made; 0 if there is none."""
@@ -376,7 +389,7 @@ class TrajectoryStore:
         def forget() -> None:
             self._settled.clear()
 
-        return await self._writer.run(lambda db: retention.trim(db, policy, now, unfinished), forget)
+        return await self._order(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
     def num_damaged(self, rollout_id: str) -> int:
         """Count a rollout's records that were found damaged when they were read, by earlier owners too."""
@@ -397,7 +410,7 @@ class TrajectoryStore:
             self._settled.pop(rollout_id, None)
             self._damaged.pop(rollout_id, None)
 
-        return await self._writer.run(work, forget)
+        return await self._order(work, forget)
 
     async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Return the groups that lack records, in order of acceptance, with the samples each still owes.
@@ -438,11 +451,11 @@ class TrajectoryStore:
             db.execute(_SAVE_STATE, (_EPOCH, *packed(epoch)))
             return epoch
 
-        return await self._writer.run(work)
+        return await self._order(work)
 
     async def save_state(self, name: str, value: object) -> None:
         """Remember one named value of the service's state, in place of the one before."""
-        await self._writer.run(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
+        await self._order(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
         """Return the value that was saved last under a name; None if there is none, or it is damaged."""
@@ -452,6 +465,20 @@ class TrajectoryStore:
         """Finish what waits, then let go of the file. Idempotent."""
         await self._reader.close()
         await self._writer.close()
+
+    def _require_room(self) -> None:
+        """Raises StorageFull for records and new work while the reserve is used up."""
+        if self.is_full:
+            raise StorageFull("the run's disk is full: make room, or acknowledge what was read")
+
+    async def _order(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
+        """Write what may use the reserve: little, or what makes room."""
+        try:
+            return await self._writer.run(work, on_committed)
+        except StorageFull:
+            if not self._reserve.give_up():
+                raise
+            return await self._writer.run(work, on_committed)
 
     def _terms(self, db: sqlite3.Connection, rollout_id: str) -> RolloutTerms:
         statement = "SELECT CAST(value AS BLOB), crc FROM rollout_terms WHERE rollout_id = ?"

@@ -8,15 +8,20 @@ import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from agentloop.clock import RealClock
 from agentloop.errors import AgentLoopError, ServiceUnavailable, StorageFull
 from agentloop.sessions import SessionRecord
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, Schema, one_thread, open_database
 from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.types import PauseMode
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.endpoint.session_store import SessionStore
 from tests.support.fleet.disk import no_room
 from tests.support.records.samples import make_group, make_trajectory
@@ -179,3 +184,68 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     assert await sessions.create(SessionRecord("after", 0.0, 60.0, "owner"))
     await store.close()
     await sessions.close()
+
+
+async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path) -> None:
+    path, ballast = small_disk / "t.sqlite", small_disk / "ballast"
+    first = TrajectoryStore(path)
+    epoch = await first.take_over()
+    await first.accept("r", [make_group("g", 9)])
+    await first.commit([make_trajectory("g", 0), make_trajectory("g", 1)])
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(4 << 20))
+    outcomes = [
+        await asyncio.gather(first.commit([make_trajectory("h", n)]), return_exceptions=True) for n in range(600)
+    ]
+    assert any(isinstance(outcome, StorageFull) for (outcome,) in outcomes)  # to the end of the last block
+    owners = [first]
+    for owner in range(1, 4):  # the one before has closed nothing, as if it were killed
+        store = TrajectoryStore(path)
+        owners.append(store)
+        assert await store.take_over() == epoch + owner
+        await store.save_state("orders", owner)
+        await store.cancel("r")
+        await store.acknowledge("r", 1)
+        assert store.is_full
+        with pytest.raises(StorageFull, match="make room"):
+            await store.commit([make_trajectory("g", 5)])
+        assert await store.saved_state("orders", int) == owner
+        assert (await store.terms("r")).is_cancelled
+        assert len(await store.read("r", 0, 10)) >= 2
+    ballast.unlink()
+    assert not store.is_full
+    assert await store.commit([make_trajectory("g", 5)]) == 1
+    for store in owners:
+        await store.close()
+
+
+async def test_a_coordinator_on_a_full_disk_serves_says_so_and_goes_on_with_room(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    await TrajectoryStore(small_disk / "t.sqlite").close()
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(4 << 20))
+    async with asyncio.timeout(60.0):
+        for _ in range(2):
+            coordinator = await started(small_disk)
+            assert any("disk is full" in line for line in (await coordinator.status()).degraded)
+            await coordinator.replicas.pause(PauseMode.KEEP)
+            assert (await coordinator.status()).is_paused
+            with pytest.raises(StorageFull):
+                await coordinator.rollouts.submit("r", (make_group("g", 1),))
+            await coordinator.close()
+        ballast.unlink()
+        coordinator = await started(small_disk)
+        status = await coordinator.status()
+        assert status.is_paused
+        assert not any("disk is full" in line for line in status.degraded)
+        await coordinator.close()
+
+
+async def started(folder: Path) -> Coordinator:
+    def connect(url: str) -> Any:
+        raise AssertionError(f"there is no replica at {url}")
+
+    store = TrajectoryStore(folder / "t.sqlite")
+    coordinator = Coordinator(store, connect, CoordinatorConfig(), RealClock(), probe=connect)
+    await coordinator.start()
+    return coordinator

@@ -118,7 +118,8 @@ class Coordinator:
             queue=replicas.room.status(self.rollouts.queue.num_queued),
             users=replicas.users.usage(*self.rollouts.queue.by_user()),
         )
-        return replace(status, degraded=tuple(_shortfalls(status, is_draining=self.rollouts.is_draining)))
+        shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
+        return replace(status, degraded=tuple(shortfalls))
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -183,10 +184,12 @@ class Coordinator:
 _HEALTHY = (ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.ASLEEP)
 
 
-def _shortfalls(status: ServiceStatus, *, is_draining: bool) -> Iterator[str]:
+def _shortfalls(status: ServiceStatus, *, is_draining: bool, is_full: bool) -> Iterator[str]:
     """Iterate over what keeps the service from doing all that it could, the widest first."""
     if is_draining:
         yield "the service is stopping: nothing is accepted or begun"
+    if is_full:
+        yield "the run's disk is full: records and new work wait until there is room"
     if status.paused_s is not None:
         yield f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
     if status.asleep_s is not None:

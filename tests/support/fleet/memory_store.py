@@ -20,6 +20,7 @@ class MemoryStore:
     """What `agentloop.storage.trajectory_store.TrajectoryStore` promises, as long as this object lives."""
 
     successor: int | None = None
+    is_full = False
 
     def __init__(self) -> None:
         self.groups: dict[str, list[RolloutGroup]] = {}
