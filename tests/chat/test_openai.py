@@ -166,7 +166,15 @@ def test_sampling() -> None:
         min_tokens=2,
     )
     assert call.sampling == SamplingParams(
-        7, 0.5, 0.9, 0, 2, (1 << 62) - 1, (), -1.0, 1.0, ((2, 1.5), (5, -100.0)), 4
+        7,
+        temperature=0.5,
+        top_p=0.9,
+        min_tokens=2,
+        seed=(1 << 62) - 1,
+        frequency_penalty=-1.0,
+        presence_penalty=1.0,
+        logit_bias=((2, 1.5), (5, -100.0)),
+        num_top_logprobs=4,
     )
     assert (call.num_choices, call.stop, call.max_tokens, call.timeout_s) == (3, ("a", "b"), 7, 600.0)
     assert asked().sampling == SamplingParams(1)

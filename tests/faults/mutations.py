@@ -51,8 +51,8 @@ MUTATIONS = (
     Mutation(
         "epoch_not_checked_in_writes",
         _STORE,
-        "guard=self._check_owner",
-        "guard=lambda db: None",
+        "guard=self._check_owner,\n        )\n        #",
+        "guard=lambda db: None,\n        )\n        #",
         _COORDINATOR_TESTS,
     ),
     Mutation("cancel_not_durable", _STORE, "is_cancelled=True)", "is_cancelled=False)", _COORDINATOR_TESTS),
@@ -116,6 +116,14 @@ MUTATIONS = (
         "            is_new = await self._store.commit([trajectory]) > 0",
         "            self._recorded(name, trajectory)\n"
         "            is_new = await self._store.commit([trajectory]) > 0",
+        _COORDINATOR_TESTS,
+    ),
+    Mutation("record_lost", _ROLLOUTS, "await self._store.commit([trajectory]) > 0", "True", _COORDINATOR_TESTS),
+    Mutation(
+        "failed_update_not_rolled_back",
+        "agentloop/fleet/replica_sync.py",
+        "await self._record(self._desired.weights.rolled_back())",
+        "pass",
         _COORDINATOR_TESTS,
     ),
     Mutation(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import signal
 import sqlite3
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -320,3 +322,18 @@ async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(tmp_path: Path
     finally:
         may_go_on.set()
         await store.close()
+
+
+async def test_a_commit_waits_for_the_disk_and_survives_the_machine(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t.sqlite")
+    await store.take_over()
+    connections = [one for one in gc.get_objects() if isinstance(one, sqlite3.Connection)]
+    levels = []
+    for one in connections:
+        with suppress(sqlite3.ProgrammingError):  # another test's, closed
+            (_, _, file), *_ = one.execute("PRAGMA database_list").fetchall()
+            levels += (
+                [one.execute("PRAGMA synchronous").fetchone()[0]] if file == str(tmp_path / "t.sqlite") else []
+            )
+    assert levels == [2, 2]  # FULL: an fsync with each commit
+    await store.close()

@@ -521,6 +521,20 @@ async def test_a_record_is_not_acknowledged_before_the_disk_has_it(site, coordin
 
 
 @service("a")
+async def test_nothing_is_handed_out_before_the_disk_has_its_submission(site, coordinator):
+    taking = asyncio.create_task(coordinator.rollouts.take(report(), 5.0))
+    await site.clock.sleep(0.1)
+    site.store.stalled = asyncio.Event()
+    submitting = asyncio.create_task(coordinator.rollouts.submit("r", (make_group("g", 1),)))
+    await site.clock.sleep(0.5)
+    assert not taking.done()
+    assert (await coordinator.rollouts.take(report("other"), 0.1)).start == ()
+    site.store.stalled.set()
+    await submitting
+    assert len((await taking).start) == 1
+
+
+@service("a")
 async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 2),))
     site.store.is_broken = True

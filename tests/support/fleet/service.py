@@ -47,8 +47,13 @@ class FlakyStore(TrajectoryStore):
     """A store whose disk fails when told to."""
 
     is_broken = False
-    stalled = None  # an event that commits wait for
+    stalled = None  # an event that commits and submissions wait for
     num_commits = 0
+
+    async def accept(self, *arguments):
+        if self.stalled is not None:
+            await self.stalled.wait()
+        await super().accept(*arguments)
 
     async def commit(self, trajectories):
         self.num_commits += 1
