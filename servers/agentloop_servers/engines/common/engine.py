@@ -55,7 +55,7 @@ from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
-_LOOK_POLL_S = 0.05
+_LOOK_POLL_S = 0.004
 _NUM_LOOKED_AT = 4  # requests in each poll
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
