@@ -327,7 +327,7 @@ async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(tmp_path: Path
 async def test_a_commit_waits_for_the_disk_and_survives_the_machine(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path / "t.sqlite")
     await store.take_over()
-    connections = [one for one in gc.get_objects() if isinstance(one, sqlite3.Connection)]
+    connections = [one for one in gc.get_objects() if type(one) is sqlite3.Connection]
     levels = []
     for one in connections:
         with suppress(sqlite3.ProgrammingError):  # another test's, closed
