@@ -521,6 +521,18 @@ async def test_a_record_is_not_acknowledged_before_the_disk_has_it(site, coordin
 
 
 @service("a")
+async def test_a_failure_at_a_worker_that_does_not_hold_the_sample_is_not_its_end(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
+    last = replace(record(assignment, StopReason.ENGINE_FAILED), attempt=CONFIG.max_attempts - 1)
+    assert not await coordinator.rollouts.finish("stray", last)
+    assert (await read_page(coordinator, "r", 0, 5, 0.0)).trajectories == ()
+    assert await coordinator.rollouts.finish("w", record(assignment))
+    (kept,) = (await read_page(coordinator, "r", 0, 5, 0.0)).trajectories
+    assert kept.stop_reason is StopReason.COMPLETED
+
+
+@service("a")
 async def test_nothing_is_handed_out_before_the_disk_has_its_submission(site, coordinator):
     taking = asyncio.create_task(coordinator.rollouts.take(report(), 5.0))
     await site.clock.sleep(0.1)
