@@ -364,7 +364,7 @@ class Soak:
                 figures = (one.rss_mib, one.rss_slope, one.threads, one.threads_slope, one.files, one.files_slope)
                 rows.append((kind, one.num_processes, *(float(value) for value in figures)))
         columns = ("process", "lives", "MiB", "MiB/min", "threads", "threads/min", "files", "files/min")
-        tables["Size (at the end, and growth a minute past each process's first 30 s)"] = report.table(
+        tables["Size (at the end, and growth a minute past each process's first 2 minutes)"] = report.table(
             columns, rows
         )
         return tables

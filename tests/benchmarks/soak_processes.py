@@ -30,7 +30,7 @@ OTHERS = {
     "gcs": "gcs_server",
     "scheduler": "sglang::scheduler",
 }
-WARM_UP_S = 30.0  # of a process, before its size counts
+WARM_UP_S = 120.0  # of a process, before its size counts: its pools fill
 
 
 @dataclass(slots=True)
