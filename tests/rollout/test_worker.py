@@ -12,7 +12,7 @@ from agentloop.api.coordinator import Orders
 from agentloop.clock import VirtualClock
 from agentloop.endings import FailureClass
 from agentloop.engine import WeightUpdate
-from agentloop.errors import ServiceUnavailable, TemplateNotPrefixStable
+from agentloop.errors import ServiceUnavailable, StorageFull, TemplateNotPrefixStable
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import ToolSpec
@@ -74,6 +74,22 @@ async def test_a_tool_call_and_an_answer_become_one_exact_path():
     assert path.turns[1].prompt_len == len(path.prompt_ids) + path.turns[1].start
     assert not path.logprobs[~path.response_mask].any()
     assert (path.logprobs[path.response_mask] < 0).all()
+
+
+async def test_a_record_is_offered_until_a_full_disk_has_room_beyond_any_deadline():
+    class FullDisk(FakeCoordinator):
+        num_refused = 0
+
+        async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+            if self.num_refused < 3:
+                self.num_refused += 1
+                raise StorageFull("the disk is full")
+            return await super().finish(worker_id, trajectory)
+
+    feeder = FullDisk([task()])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, commit_timeout_s=0.0)
+    assert feeder.num_refused == 3
+    assert [trajectory.is_complete for trajectory in found.values()] == [True]
 
 
 async def test_each_turn_says_how_it_was_sampled():

@@ -424,6 +424,15 @@ def test_a_worker_heard_again_takes_back_what_was_given_up():
     queue.check()
 
 
+def test_a_death_that_several_share_is_the_end_of_none_of_them():
+    queue = queue_of(2, max_attempts=1)
+    queue.take("w", 2, 0.0)
+    queue.worker_lost("w", 0.0)
+    assert queue.pending_records(0.0) == ()
+    assert queue.num_queued == 2
+    queue.check()
+
+
 def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
     queue = queue_of(1)
     queue.take("w", 1, 0.0)
