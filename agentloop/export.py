@@ -22,7 +22,7 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
-from agentloop.storage import TrajectoryReader
+from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import (
     Message,
     Timings,

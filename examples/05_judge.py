@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from agentloop.client import RolloutClient
-from agentloop.rendering import TemplateRenderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import Message
 
 ANSWERS = [("What is 2 + 3?", "The answer is 5."), ("What is 2 + 3?", "The answer is 6.")]

@@ -31,7 +31,7 @@ import orjson
 import structlog
 
 from agentloop.aio import LoopThread, in_daemon_thread, ordinary, settle
-from agentloop.api import task_fields
+from agentloop.api.requests import task_fields
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.score import Score

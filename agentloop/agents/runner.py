@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import structlog
 
 from agentloop.agents.program import AGENT_GRACE_S, AgentPlace, AgentProgram
-from agentloop.api import MAX_TIMEOUT_S, OnMalformedCall, OnOverflow
-from agentloop.client import AgentSession, RolloutClient, SessionEnd, describe
+from agentloop.api.requests import MAX_TIMEOUT_S
+from agentloop.api.sessions import OnMalformedCall, OnOverflow
+from agentloop.client.client import RolloutClient
+from agentloop.client.session import AgentSession, SessionEnd, describe
 from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
-from agentloop.rollout import RewardFunction, load_reward, score
+from agentloop.rollout.rewards import RewardFunction, load_reward, score
 from agentloop.score import Score, resolved, score_of
 from agentloop.types import RolloutTask, Trajectory
 

@@ -47,7 +47,7 @@ from agentloop.chat.dialect import (
 )
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.generation import TurnFinish, TurnPiece, finish_of
+from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"

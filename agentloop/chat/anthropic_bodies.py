@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import Body, Json
+from agentloop.api.requests import Body, Json
 from agentloop.chat.dialect import is_hosted_search, refuse_hosted, refuse_types, type_tag
 from agentloop.chat.openai_bodies import (
     MAX_CHAT_TOOLS,

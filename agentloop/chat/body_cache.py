@@ -21,8 +21,10 @@ from pydantic_core import to_json
 
 from agentloop.chat.dialect import with_name
 from agentloop.images import Image
-from agentloop.rendering import NAMED_ROLES
-from agentloop.trajectory import BYTES_PER_CHAR, json_chars, message_chars, message_key
+from agentloop.rendering.port import NAMED_ROLES
+from agentloop.trajectory.message_key import message_key
+from agentloop.trajectory.node import json_chars, message_chars
+from agentloop.trajectory.turn_graph import BYTES_PER_CHAR
 from agentloop.types import JSON, Message
 
 T = TypeVar("T")

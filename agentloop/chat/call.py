@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentloop.images import Image
-from agentloop.parsers import Parser
-from agentloop.trajectory import Node
+from agentloop.parsers.base import Parser
+from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Message, SamplingParams
 
 

@@ -15,9 +15,10 @@ import orjson
 
 from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.generation import CallDelta, TurnPiece, arguments_text
-from agentloop.parsers import Parser, format_of, loads
-from agentloop.trajectory import Node
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
+from agentloop.parsers.base import Parser
+from agentloop.parsers.grammar import format_of, loads
+from agentloop.trajectory.node import Node
 from agentloop.types import (
     JSON,
     Constraint,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentloop.rendering import Renderer
+from agentloop.rendering.port import Renderer
 from agentloop.types import TopLogprobs
 
 _MAX_KNOWN = 1 << 16

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from agentloop.api import ImagePart, read_parts
+from agentloop.api.requests import ImagePart, read_parts
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
@@ -33,11 +33,12 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, ChoiceFields, checked, read_json
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.images import Image, ImageRef, each_once, shown
-from agentloop.parsers import Parser
-from agentloop.rendering import NAMED_ROLES
-from agentloop.trajectory import Node, tools_key
+from agentloop.parsers.base import Parser
+from agentloop.rendering.port import NAMED_ROLES
+from agentloop.trajectory.message_key import tools_key
+from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
 # --- requests ---------------------------------------------------------------------------------------------

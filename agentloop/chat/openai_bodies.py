@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json, to_json
 
-from agentloop.api import (
+from agentloop.api.requests import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_CHARS,
     MAX_STOPS,

@@ -15,9 +15,9 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import answer_of, fingerprint, sampling_of, stops_of, usage_of
 from agentloop.chat.openai_bodies import CompletionBody
 from agentloop.errors import InvalidRequest
-from agentloop.generation import TurnFinish, TurnPiece, finish_of
-from agentloop.rendering import Renderer
-from agentloop.trajectory import Node
+from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.rendering.port import Renderer
+from agentloop.trajectory.node import Node
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API samples where a completion names no `max_tokens`."""

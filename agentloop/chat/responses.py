@@ -49,7 +49,7 @@ from agentloop.chat.responses_bodies import (
 )
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.generation import TurnFinish, TurnPiece, finish_of
+from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import Body, Json
+from agentloop.api.requests import Body, Json
 from agentloop.chat.dialect import (
     is_hosted_search,
     refuse_hosted,

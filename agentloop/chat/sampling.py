@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Self, TypeAlias
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, MAX_STOP_TOKEN_IDS, Body, Id, Json, TokenId
+from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_STOP_TOKEN_IDS, Body, Id, Json, TokenId
 from agentloop.checks import (
     MAX_CHAT_SEED,
     MAX_CHAT_TEMPERATURE,

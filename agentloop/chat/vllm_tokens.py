@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Json, TokenId
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
@@ -21,7 +21,7 @@ from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, ChoiceFields
 from agentloop.chat.sampling import Whole
 from agentloop.checks import MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason
 
 MAX_REQUEST_ID_CHARS = 256

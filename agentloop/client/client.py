@@ -25,29 +25,21 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
-from agentloop.api import (
-    DEFAULT_TTL_S,
+from agentloop.api.coordinator import Consistency, Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.owners import shown_id
+from agentloop.api.requests import (
     MAX_TASKS,
-    SESSIONS_ROLLOUT_ID,
     AcknowledgeBody,
-    Consistency,
     GenerateBody,
-    NewSessionBody,
-    OnMalformedCall,
-    OnOverflow,
-    Page,
     PauseBody,
-    RolloutStatus,
-    ServiceStatus,
     SleepBody,
     SubmitBody,
-    UpdateReport,
     WakeBody,
     WeightsBody,
     check_body,
-    shown_id,
     task_fields,
 )
+from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
 from agentloop.client.session import AgentSession

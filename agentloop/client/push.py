@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
-from agentloop.api import Consistency, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import Consistency, ServiceStatus, UpdateReport
 from agentloop.engine import PushSource
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve

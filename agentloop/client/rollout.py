@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentloop.api import Page, RolloutStatus, TaskBody, parse_body
+from agentloop.api.coordinator import Page, RolloutStatus
+from agentloop.api.requests import TaskBody, parse_body
 from agentloop.errors import InvalidRequest, NotFound, RecordsDamaged
 from agentloop.types import RolloutTask, Trajectory
 

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from agentloop.api import (
+from agentloop.api.requests import check_body
+from agentloop.api.sessions import (
     FinishBody,
     NewSessionAnswer,
     NewSessionBody,
     RewardBody,
     SessionAnswer,
-    check_body,
     decode_trajectories,
     score_values,
 )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from agentloop.api import UpdateReport
+from agentloop.api.coordinator import UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
 from agentloop.types import KVPolicy, PauseMode
 

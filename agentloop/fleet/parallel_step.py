@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from agentloop.api import ReplicaUpdate
+from agentloop.api.coordinator import ReplicaUpdate
 from agentloop.engine import CommitReport, StageReport
 from agentloop.errors import AgentLoopError, InvariantBroken
 from agentloop.fleet.registry import ReplicaRecord

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from agentloop.api import ReplicaRegistration, ReplicaReport
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
 from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken, UnsupportedParameter

@@ -31,7 +31,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.api import Consistency, ReplicaUpdate, UpdateProgress, UpdateReport
+from agentloop.api.coordinator import Consistency, ReplicaUpdate, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from agentloop.api import StartingReplica
+from agentloop.api.coordinator import StartingReplica
 
 ASK_AGAIN_S = 1.0
 

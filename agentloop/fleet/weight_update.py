@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from agentloop.api import Consistency, UpdateProgress
+from agentloop.api.coordinator import Consistency, UpdateProgress
 from agentloop.clock import Clock
 from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import (

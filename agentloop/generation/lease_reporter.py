@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after
-from agentloop.api import HeldLease, LeaseOrders, LeaseReport, TurnBegun, TurnEnded
+from agentloop.api.coordinator import HeldLease, LeaseOrders, LeaseReport, TurnBegun, TurnEnded
 from agentloop.errors import AgentLoopError
 from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease

@@ -16,7 +16,7 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import OwnedTasks
-from agentloop.api import LeasePort, WorkerPort, group_key, session_holder
+from agentloop.api.coordinator import LeasePort, WorkerPort, group_key, session_holder
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.errors import (

@@ -14,16 +14,10 @@ from itertools import product
 
 from agentloop.errors import AgentLoopError, ParserMismatch
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers import (
-    PARSER_NAMES,
-    THOUGHT_MARKS,
-    DecodedText,
-    NoCallsParser,
-    Parser,
-    ThoughtMarks,
-    get_parser,
-)
-from agentloop.rendering import Renderer, thought_marks
+from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Parser, ThoughtMarks
+from agentloop.parsers.by_name import PARSER_NAMES, get_parser
+from agentloop.rendering.port import Renderer
+from agentloop.rendering.prompt_text import thought_marks
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _TOOL_NAME = "look_up"

@@ -14,7 +14,7 @@ from enum import Enum
 from agentloop.errors import InvariantBroken
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
-from agentloop.parsers import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 
 _MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end

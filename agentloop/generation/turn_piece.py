@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import orjson
 
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, ToolCall, ToolCallStatus, TopLogprobs, WeightVersionSpan, append_span
 
 

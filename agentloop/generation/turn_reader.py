@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentloop.parsers import DecodedText, Marks, ParsedTurn, Parser
-from agentloop.rendering import Renderer, TextDecoder, TurnEnd
-from agentloop.trajectory import Reply
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser
+from agentloop.rendering.port import Renderer, TurnEnd
+from agentloop.rendering.tokenizer import TextDecoder
+from agentloop.trajectory.node import Reply
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MAX_BLANKS = 8  # characters before a thought's first mark: GLM-4.5 writes a line break

@@ -27,10 +27,10 @@ from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.images import Image, ImageSpan
-from agentloop.parsers import DecodedText
+from agentloop.parsers.base import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import long_constraint, turn_sampling
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop.types import (
     JSON,
     FinishReason,

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from agentloop.errors import TemplateError
-from agentloop.parsers import THOUGHT_MARKS
+from agentloop.parsers.base import THOUGHT_MARKS
 from agentloop.rendering.port import NAMED_ROLES, TurnEnd
 from agentloop.rendering.prompt_text import TemplateForm, ThoughtForm
 from agentloop.types import JSON, Message, ToolCall

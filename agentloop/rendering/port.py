@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentloop.parsers import DecodedText
+from agentloop.parsers.base import DecodedText
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.types import JSON, Message, Thinking
 

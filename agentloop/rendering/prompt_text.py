@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable, UnsupportedParameter
 from agentloop.images import ImageRef, parts_of
-from agentloop.parsers import THOUGHT_MARKS, ThoughtMarks
+from agentloop.parsers.base import THOUGHT_MARKS, ThoughtMarks
 from agentloop.rendering.port import NO_KWARGS, TurnEnd
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens

@@ -23,7 +23,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
-from agentloop.parsers import DecodedText
+from agentloop.parsers.base import DecodedText
 from agentloop.rendering.bridge_check import BridgeReport, examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool

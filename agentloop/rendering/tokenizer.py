@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from agentloop.errors import InvalidRequest, TemplateError
-from agentloop.parsers import DecodedText
+from agentloop.parsers.base import DecodedText
 
 _LONG_CHARS = 8192  # a longer text is tokenised as a batch of one: only in batches the library lets go of the GIL
 _MARKUP = re.compile(r"[<\[|].+[>\]|]")

@@ -16,26 +16,23 @@ from typing import NoReturn
 from structlog.contextvars import bind_contextvars
 
 from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
-from agentloop.generation import (
-    TURN_GRACE_S,
-    Deadline,
-    ImageAsker,
-    ImagePlacer,
-    LeasedEngine,
-    TurnReader,
-    TurnRequest,
-    sample_turn,
-)
+from agentloop.generation.deadline import Deadline
+from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
+from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.images import ImageSpan
-from agentloop.parsers import behind_thought
-from agentloop.rendering import Renderer, TurnEnd, off_loop
+from agentloop.parsers.grammar import behind_thought
+from agentloop.rendering.port import Renderer, TurnEnd
+from agentloop.rendering.renderer import off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
 from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.score import Score
-from agentloop.trajectory import GrowingPath, Reply
+from agentloop.trajectory.growing_path import GrowingPath
+from agentloop.trajectory.node import Reply
 from agentloop.types import (
     JSON,
     KVPolicy,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentloop.generation import NewestVersion
+from agentloop.generation.leased_engine import NewestVersion
 from agentloop.rollout.budget import LimitReached
-from agentloop.trajectory import GrowingPath
+from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import OnStale, StalenessLimit, StopReason, WeightVersionSpan
 
 

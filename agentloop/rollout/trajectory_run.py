@@ -19,7 +19,7 @@ import structlog
 from structlog.contextvars import bind_contextvars, get_contextvars
 
 from agentloop.aio import UserTasks, is_being_cancelled
-from agentloop.api import MAX_RECORD_BYTES, WorkerPort
+from agentloop.api.coordinator import MAX_RECORD_BYTES, WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.errors import (
     AgentLoopError,
@@ -32,18 +32,14 @@ from agentloop.errors import (
     error_line,
     error_trace,
 )
-from agentloop.generation import (
-    AssignedLease,
-    Connect,
-    Deadline,
-    ImagePlacer,
-    LeasedEngine,
-    LeaseReporter,
-    NewestVersion,
-    TurnReader,
-)
+from agentloop.generation.deadline import Deadline
+from agentloop.generation.image_prompts import ImagePlacer
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
+from agentloop.generation.leases import AssignedLease
+from agentloop.generation.turn_reader import TurnReader
 from agentloop.plugins import LoadedOnce
-from agentloop.rendering import Renderer
+from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop

@@ -30,9 +30,9 @@ import structlog
 
 from agentloop.codec import decode, encode
 from agentloop.errors import InvalidRequest
-from agentloop.rendering import Renderer
+from agentloop.rendering.port import Renderer
 from agentloop.score import Score
-from agentloop.trajectory import Node
+from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Assignment, RolloutTask, ToolResult
 
 P = ParamSpec("P")

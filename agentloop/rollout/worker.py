@@ -17,11 +17,14 @@ from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentloop.aio import deadline_after, is_set_by
-from agentloop.api import Orders, WorkerPort, WorkerReport
+from agentloop.api.coordinator import Orders, WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
-from agentloop.generation import Connect, ImagePlacer, LeaseReporter, TurnReader
-from agentloop.parsers import Parser
-from agentloop.rendering import Renderer
+from agentloop.generation.image_prompts import ImagePlacer
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leased_engine import Connect
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.parsers.base import Parser
+from agentloop.rendering.port import Renderer
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import AssignedRun, RunParts, TrajectoryRun, WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal

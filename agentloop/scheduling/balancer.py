@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentloop.api import (
+from agentloop.api.coordinator import (
     HeldLease,
     KVChanges,
     LeaseOrders,
@@ -32,7 +32,7 @@ from agentloop.api import (
 )
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
-from agentloop.fleet import Fleet
+from agentloop.fleet.registry import Fleet
 from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.admission import Admission, AdmissionConfig
 from agentloop.scheduling.charges import Charges

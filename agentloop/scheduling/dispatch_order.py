@@ -29,7 +29,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import TypeAlias
 
-from agentloop.api import RolloutTerms, group_key
+from agentloop.api.coordinator import RolloutTerms, group_key
 from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.scheduling.user_turns import UserTurns

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from agentloop.capabilities import NO_NEEDS, Capabilities, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica
-from agentloop.fleet import Fleet, ReplicaRecord
+from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.scheduling.kv_forecast import KVForecast, KVNeed
 from agentloop.types import Lease
 

@@ -7,8 +7,8 @@ numbered (`KVChanges`): after a gap a model stays as it is until the replica has
 
 from __future__ import annotations
 
-from agentloop.api import KVChanges
-from agentloop.fleet import Fleet
+from agentloop.api.coordinator import KVChanges
+from agentloop.fleet.registry import Fleet
 from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.lease_table import Holding

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentloop.api import LeaseReport
+from agentloop.api.coordinator import LeaseReport
 
 
 @dataclass(slots=True)

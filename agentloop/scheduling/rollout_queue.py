@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from agentloop.api import RolloutStatus, RolloutTerms, assignment_id
+from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
 from agentloop.scheduling.samples import (

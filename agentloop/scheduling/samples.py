@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentloop import codec
-from agentloop.api import RolloutStatus, RolloutTerms
+from agentloop.api.coordinator import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
 from agentloop.scheduling.staleness_budget import StalenessBudget
 from agentloop.types import RolloutGroup, StopReason

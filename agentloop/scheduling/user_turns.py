@@ -10,7 +10,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable
 
-from agentloop.api import NO_LIMITS, UserLimits, UsersNews, UserTable, UserUsage
+from agentloop.api.owners import NO_LIMITS, UserLimits, UsersNews, UserTable, UserUsage
 from agentloop.clock import Clock, RealClock
 from agentloop.strides import Strides
 

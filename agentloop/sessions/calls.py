@@ -14,10 +14,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from agentloop.chat import CallKey, ChatCall, ChatResult
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, DeadlineExceeded
-from agentloop.generation import CallDelta, Deadline, TurnPiece, arguments_text, finish_of, joined
-from agentloop.trajectory import CallRecord, ModelCallState, Node
+from agentloop.generation.deadline import Deadline
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of, joined
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 360  # a settled record with its entries in two dicts
 _PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int

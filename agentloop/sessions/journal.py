@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import structlog
 
-from agentloop.api import SESSIONS_ROLLOUT_ID
+from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.score import Score
-from agentloop.trajectory import CallRecord, Node
+from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason
 
 _log = structlog.stdlib.get_logger(__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from agentloop.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
-from agentloop.chat import ChatCall, ToolChoice
+from agentloop.chat.call import ChatCall, ToolChoice
 from agentloop.checks import check_sampling
 from agentloop.clock import Clock, RealClock
 from agentloop.errors import (
@@ -27,12 +27,17 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
-from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
+from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
-from agentloop.parsers import Parser, behind_thought
-from agentloop.rendering import Renderer, off_loop
-from agentloop.trajectory import Match, Node, Split, TurnGraph
-from agentloop.trajectory import tools_key as key_of_tools
+from agentloop.parsers.base import Parser
+from agentloop.parsers.grammar import behind_thought
+from agentloop.rendering.port import Renderer
+from agentloop.rendering.renderer import off_loop
+from agentloop.trajectory.message_key import tools_key as key_of_tools
+from agentloop.trajectory.node import Node, Split
+from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit

@@ -24,8 +24,8 @@ import numpy as np
 import structlog
 
 from agentloop.aio import OwnedTasks, run_to_end, side_by_side
-from agentloop.api import shown_id
-from agentloop.chat import CallKey, ChatCall, ChatResult
+from agentloop.api.owners import shown_id
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -38,12 +38,16 @@ from agentloop.errors import (
     SessionFinished,
     first_cause,
 )
-from agentloop.generation import LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
-from agentloop.trajectory import CallRecord, ModelCallState, Node, Reply, TurnGraph, token_paths
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
+from agentloop.trajectory.token_paths import token_paths
+from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
     FAILURES,
     FinishReason,

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from agentloop import codec
-from agentloop.api import UpdateReport
+from agentloop.api.coordinator import UpdateReport
 from agentloop.types import StopReason, Trajectory
 
 RecordKey: TypeAlias = tuple[str, str, int]

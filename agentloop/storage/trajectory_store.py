@@ -25,7 +25,8 @@ from typing import TypeVar
 import structlog
 
 from agentloop import codec
-from agentloop.api import RolloutTerms, owner_of, shown_id
+from agentloop.api.coordinator import RolloutTerms
+from agentloop.api.owners import owner_of, shown_id
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage import retention

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import structlog
 
 from agentloop.aio import LoopThread
-from agentloop.api import ServiceStatus, UpdateReport
-from agentloop.client import RolloutClient
+from agentloop.api.coordinator import ServiceStatus, UpdateReport
+from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")

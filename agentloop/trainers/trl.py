@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from agentloop.client import Rollout, RolloutClient
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import Rollout
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
 from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
 from agentloop.trainers.service_link import ServiceLink

@@ -30,7 +30,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
 from agentloop.trainers.batches import TrainingRow, group_rows, is_scored
 from agentloop.trainers.service_link import ServiceLink

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.client import load_tasks
-from agentloop.parsers import HermesParser
-from agentloop.rendering import TemplateRenderer
+from agentloop.parsers.hermes import HermesParser
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout import Toolbox, exact_match
 from agentloop.types import Message, RolloutTask
 from agentloop_tools.calculator import calculator

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from agentloop.api import UpdateReport
+from agentloop.api.coordinator import UpdateReport
 from agentloop.client import Rollout, RolloutClient
 from agentloop.trainers import TrainingRow, group_rows, groups_of
 from agentloop.trainers.mismatch import Mismatch, mismatch

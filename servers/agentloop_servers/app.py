@@ -25,19 +25,27 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from agentloop.aio import LoopWatch, freeze_gc
-from agentloop.api import FrontPort, UserTable
+from agentloop.api.coordinator import FrontPort
+from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
 from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.fleet import FleetConfig
-from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
+from agentloop.fleet.registry import FleetConfig
+from agentloop.generation.image_prompts import ImagePlacer
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
-from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.toolbox import Toolbox
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
+from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
-from agentloop.scheduling import GroupOrder
-from agentloop.sessions import SessionParts
-from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
+from agentloop.scheduling.dispatch_order import GroupOrder
+from agentloop.sessions.prompts import SessionParts
+from agentloop.storage.retention import RetentionPolicy
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.balancing import balancer_config
-from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import (
     ServiceConfig,
     keep_config,
@@ -46,26 +54,17 @@ from agentloop_servers.config import (
     run_dir_in,
     run_secret,
 )
-from agentloop_servers.coordinator import (
-    COMMAND_TIMEOUT_S,
-    Coordinator,
-    CoordinatorClient,
-    CoordinatorConfig,
-    CoordinatorServer,
-    RoomConfig,
-)
+from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.coordinator.room import RoomConfig
+from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.deadlines import CALL_MARGIN_S, replica_config, weight_config
-from agentloop_servers.endpoint import (
-    OWNER_WAIT_S,
-    DirectServer,
-    Endpoint,
-    EndpointLimits,
-    SessionLimits,
-    Sessions,
-    ShardRouter,
-    Tenants,
-    take_shard_lock,
-)
+from agentloop_servers.endpoint.direct_server import DirectServer
+from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
+from agentloop_servers.endpoint.registry import SessionLimits, Sessions
+from agentloop_servers.endpoint.shards import OWNER_WAIT_S, ShardRouter, take_shard_lock
+from agentloop_servers.endpoint.tenants import Tenants
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engine_parts import (
     build_engine,
@@ -76,13 +75,17 @@ from agentloop_servers.engine_parts import (
 )
 from agentloop_servers.environments import check_environment
 from agentloop_servers.host import prepare_engine_process
-from agentloop_servers.http import HttpLimits, Keys, error_response
-from agentloop_servers.ingress import ModeRules, create_app
-from agentloop_servers.isolation import IsolatedRuns, Setup
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits, error_response
+from agentloop_servers.ingress.admin import ModeRules
+from agentloop_servers.ingress.app import create_app
+from agentloop_servers.isolation.frames import Setup
+from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
-from agentloop_servers.private_http import worker_key
+from agentloop_servers.private_http.server import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
-from agentloop_servers.replica import EngineClients, Replica
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.server import Replica
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of, url_of_socket

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentloop.scheduling import FITS, BalancerConfig, StepTimes
+from agentloop.scheduling.balancer import BalancerConfig
+from agentloop.scheduling.step_times import FITS, StepTimes
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import StepTimeName, StepTimeSettings
 

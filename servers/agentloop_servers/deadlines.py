@@ -8,12 +8,13 @@ The first is the one that says what went wrong; where they do not nest, another 
 
 from __future__ import annotations
 
-from agentloop.api import Consistency
+from agentloop.api.coordinator import Consistency
 from agentloop.errors import InvalidRequest
-from agentloop.fleet import WeightConfig
+from agentloop.fleet.weight_update import WeightConfig
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.replica import ORDER_TIMEOUT_S, ReplicaConfig
+from agentloop_servers.replica.client import ORDER_TIMEOUT_S
+from agentloop_servers.replica.server import ReplicaConfig
 
 FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
 CALL_MARGIN_S = 15.0

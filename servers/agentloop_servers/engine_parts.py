@@ -13,11 +13,15 @@ from agentloop.engine import Engine, WeightUpdate
 from agentloop.plugins import resolve
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
-from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
+from agentloop.simulation.policy import LatencyModel
+from agentloop.simulation.weights import WeightSource
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.engines.sglang.config import SglangConfig
+from agentloop_servers.engines.sglang.engine import SglangEngine
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.host import THREADS
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"

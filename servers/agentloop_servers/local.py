@@ -27,7 +27,7 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application, check_resources
 from agentloop_servers.config import ServiceConfig, run_secret
-from agentloop_servers.coordinator import CoordinatorClient
+from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
 from agentloop_servers.locks import pass_on_signal
 from agentloop_servers.ray_start import RayStart

@@ -17,10 +17,10 @@ from typing import Annotated, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agentloop.api import UserLimits, UserTable
+from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import InvalidRequest
 from agentloop_servers.config import ServiceConfig, located
-from agentloop_servers.http import Keys, User
+from agentloop_servers.http.auth import Keys, User
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]

@@ -23,12 +23,15 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
-from agentloop.api import ReplicaReport
+from agentloop.api.coordinator import ReplicaReport
 from agentloop.clock import RealClock
-from agentloop.storage import TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Load, Trajectory
-from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
-from agentloop_servers.replica import EngineClients
+from agentloop_servers.coordinator.client import CoordinatorClient
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.coordinator.server import CoordinatorServer
+from agentloop_servers.replica.client import EngineClients
 from tests.support.records.samples import make_trajectory
 
 SECRET = "bench"

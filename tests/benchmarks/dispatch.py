@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from agentloop.scheduling import RolloutQueue
+from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.types import Message, RolloutGroup, RolloutTask, StopReason
 
 CAPACITY = 256

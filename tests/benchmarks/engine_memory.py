@@ -31,9 +31,9 @@ import psutil
 from agentloop.engine import Progress
 from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest
-from agentloop_servers.engines.common import kv_endpoint
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
-from agentloop_servers.engines.vllm.config import engine_arguments, prepare_environment
+from agentloop_servers.engines.common.kv_feed import kv_endpoint
+from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.benchmarks import report
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"

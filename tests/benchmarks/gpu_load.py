@@ -24,9 +24,9 @@ import orjson
 import uvloop
 
 from agentloop.aio import freeze_gc
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.client.session import AgentSession
-from agentloop.rollout import LoopContext
+from agentloop.rollout.context import LoopContext
 from agentloop.types import Limits, Message, RolloutTask, ToolCall, Trajectory
 from agentloop_tools.calculator import calculator
 from tests.benchmarks.endpoint_load import Connection

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
 from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service

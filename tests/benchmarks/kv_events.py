@@ -24,11 +24,11 @@ import zmq
 from agentloop.api.coordinator import KVChanges, ReplicaRegistration, ReplicaReport
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo
-from agentloop.fleet import Fleet
+from agentloop.fleet.registry import Fleet
 from agentloop.kv_hashes import BlockChain, root_hash
 from agentloop.scheduling.replica_caches import ReplicaCaches
 from agentloop.types import Load
-from agentloop_servers.engines.common import KVEventFeed
+from agentloop_servers.engines.common.kv_feed import KVEventFeed
 from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 from agentloop_servers.replica.cached_blocks import CachedBlocks
 

@@ -20,7 +20,8 @@ from agentloop.engine import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
+from agentloop_servers.engines.sglang.config import SglangConfig
+from agentloop_servers.engines.sglang.engine import SglangEngine
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import SchedulerStats

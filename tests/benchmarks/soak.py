@@ -38,10 +38,10 @@ import openai
 import yaml
 from transformers import AutoModelForCausalLM
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError
-from agentloop.storage import STORE_NAME, TrajectoryReader
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Limits, RolloutTask, Trajectory
 from tests.benchmarks import report
 from tests.benchmarks.soak_processes import KINDS, OTHERS, Kill, Tree, release, strike

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from agentloop.api import ServiceStatus
+from agentloop.api.coordinator import ServiceStatus
 from tests.benchmarks.soak_processes import Kill
 
 FRESH_S = 3.0  # a replica that was heard of since then serves

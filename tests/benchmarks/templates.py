@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import AgentLoopError, TemplateError
 from agentloop.types import Message
-from agentloop_servers.chat_format import ChatFormat, load_chat_format
+from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config import ChatSettings
 from tests.support.families.table import Family, write_model
 

@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from agentloop.api import ReplicaStatus, ServiceStatus
+from agentloop.api.coordinator import ReplicaStatus, ServiceStatus
 from agentloop.types import Load
 from tests.benchmarks.soak_processes import KINDS, Kill
 from tests.benchmarks.soak_recovery import Sight, recovered_s

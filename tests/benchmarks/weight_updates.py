@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from agentloop.types import KVPolicy
-from agentloop_servers.engines.sglang import SglangConfig
+from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
 from tests.benchmarks.baselines import PlainEngine, PlainUpdate, PlainVllm, agreement, delivered
 from tests.benchmarks.baselines_sglang import PlainSglang

@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.chat import ChatCall, ChatModel
 from agentloop.chat import anthropic as anthropic_chat
 from agentloop.chat import openai as openai_chat
 from agentloop.chat import responses as responses_chat
 from agentloop.chat.anthropic_bodies import MessagesBody
 from agentloop.chat.body_cache import BodyCache
+from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.trajectory import Match, Node, Reply, TurnGraph
+from agentloop.trajectory.node import Node, Reply
+from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import FinishReason, Message, ToolCall, WeightVersionSpan
 from tests.support.families.table import FAMILIES, UNTAUGHT, write_family
 from tests.support.records.model_folder import IGNORES_TOOLS, write_folder

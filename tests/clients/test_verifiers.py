@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.agents import AgentProgram, AgentRecord, run_agents
-from agentloop.client import RolloutClient
+from agentloop.agents.program import AgentProgram
+from agentloop.agents.runner import AgentRecord, run_agents
+from agentloop.client.client import RolloutClient
 from agentloop.types import Message, RolloutTask, StopReason
 from tests.support.service.whole_service import simulated_config, whole_service
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentloop.types import BoolArray, Constraint, FloatArray
-from agentloop_servers.engines.common import structural_tag
+from agentloop_servers.engines.common.constraints import structural_tag
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 BFLOAT16_ROUNDING = 2.0**-8  # whose stream of residuals is rounded too

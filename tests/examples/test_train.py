@@ -13,9 +13,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from agentloop.client import RolloutClient
-from agentloop.storage import STORE_NAME
-from agentloop.trainers import TrainingRow, group_rows
+from agentloop.client.client import RolloutClient
+from agentloop.storage.trajectory_store import STORE_NAME
+from agentloop.trainers.batches import TrainingRow, group_rows
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, versions_in
 from examples.train import ablations, curves

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from agentloop.clock import VirtualClock
-from agentloop.generation import Deadline
+from agentloop.generation.deadline import Deadline
 
 Test = Callable[[VirtualClock], Coroutine[None, None, None]]
 

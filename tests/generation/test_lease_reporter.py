@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.api import LeaseOrders, LeaseReport, TurnBegun, TurnEnded
+from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnEnded
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable

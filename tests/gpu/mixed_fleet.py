@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
 from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service

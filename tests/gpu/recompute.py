@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from agentloop.client import RolloutClient, load_tasks
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import load_tasks
 from agentloop.types import Trajectory
 from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service

@@ -25,14 +25,18 @@ from safetensors.torch import load_file, save_file
 
 from agentloop import codec
 from agentloop.engine import CommitReport
-from agentloop_servers.weight_transfer import CheckedFolder, StageOrder, StageProgress, StageState, StagingSetup
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.sglang_worker import run_scheduler
 from agentloop_servers.weight_transfer.worker_calls import (
     SCHEDULER_METHOD,
+    CheckedFolder,
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
+    StageOrder,
+    StageProgress,
+    StageState,
+    StagingSetup,
 )
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version

@@ -13,9 +13,9 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.choose import choose_parser, parsers_that_read
-from agentloop.rendering import OnUnstable, RenderSettings, TemplateRenderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus
 from tests.support.engine.scripted import RENDERER
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family

@@ -8,7 +8,8 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers import DecodedText, Marks, ParsedTurn, get_parser
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import JSON, Constraint, ToolCall
 from tests.support.engine.scripted import RENDERER
 

@@ -15,7 +15,7 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Message, ToolCall, WeightVersionSpan
 from tests.support.families.table import FAMILY, write_family
 from tests.support.records.model_folder import BACKUP_STOP, IGNORES_TOOLS, STOP, TEMPLATE, TOOLS, call, write_folder

@@ -6,9 +6,9 @@ from contextlib import suppress
 import pytest
 
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Fleet
-from agentloop.scheduling import Balancer, BalancerConfig
+from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.admission import MAX_PASSED, Admission, AdmissionConfig
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.expected_work import WorkPriors
 from tests.scheduling.test_balancer import add, demand, fleet_of, session
 

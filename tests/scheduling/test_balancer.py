@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Fleet, ReplicaState
-from agentloop.scheduling import Balancer, BalancerConfig, Demand
+from agentloop.fleet.registry import Fleet, ReplicaState
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.placement import Demand
 
 
 def add(fleet, replica_id, kv_tokens=10_000_000, url=None, max_context=1 << 20):

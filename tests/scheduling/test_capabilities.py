@@ -23,9 +23,10 @@ from agentloop.capabilities import (
 )
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica, UnsupportedParameter
-from agentloop.fleet import Fleet, FleetConfig
+from agentloop.fleet.registry import Fleet, FleetConfig
 from agentloop.sampling import Constraint, ConstraintKind, SamplingParams
-from agentloop.scheduling import Balancer, BalancerConfig, Demand
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.placement import Demand
 from agentloop.types import Lease
 
 NOW = 0.0

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.api import RolloutTerms, group_key
+from agentloop.api.coordinator import RolloutTerms, group_key
 from agentloop.scheduling.dispatch_order import OLDEST_EVERY, GroupOrder
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.samples import BeginOutcome

@@ -4,7 +4,7 @@ from array import array
 
 from agentloop.api.coordinator import KVChanges, ReplicaRegistration
 from agentloop.engine import EngineInfo
-from agentloop.fleet import Fleet
+from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.replica_caches import ReplicaCaches
 
 

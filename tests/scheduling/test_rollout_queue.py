@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.api import RolloutTerms
+from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
 from agentloop.scheduling.rollout_queue import RolloutQueue

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
-from agentloop.rollout import tool
+from agentloop.rollout.tool import tool
 from agentloop.types import Trajectory
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service

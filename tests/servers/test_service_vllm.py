@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.api import ServiceStatus
+from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.types import RolloutTask, Trajectory

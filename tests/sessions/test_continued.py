@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from agentloop.chat import ChatCall, ChatModel
 from agentloop.chat import openai as openai_chat
 from agentloop.chat.body_cache import BodyCache
+from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import RenderSettings

@@ -15,7 +15,7 @@ from agentloop.errors import (
     Overloaded,
     UnsupportedParameter,
 )
-from agentloop.rendering import TemplateRenderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams

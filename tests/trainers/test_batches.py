@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentloop.trainers import count_group, group_rows
-from agentloop.trainers.batches import NO_VERSION
+from agentloop.trainers.batches import NO_VERSION, count_group, group_rows
 from agentloop.types import FinishReason, SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentloop.api import QueueStatus, ServiceStatus, UpdateProgress
-from agentloop.client import RolloutClient, load_tasks
+from agentloop.api.coordinator import QueueStatus, ServiceStatus, UpdateProgress
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
 from agentloop.trainers.service_link import ServiceLink, describe_standstill
 from agentloop.trainers.trl import AsyncRollouts, SyncRollouts

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentloop.errors import ToolError
-from agentloop.rollout import tool
+from agentloop.rollout.tool import tool
 
 Number = int | float
 

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 
 from agentloop.aio import LoopThread
 from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, first_cause
-from agentloop.rollout import ToolSpec
+from agentloop.rollout.tool import ToolSpec
 from agentloop.types import JSON, RolloutTask
 
 MAX_CONNECTS = 4  # to connect, in one round

@@ -45,7 +45,7 @@ from pydantic_monty import (
 )
 
 from agentloop.errors import ToolError
-from agentloop.rollout import ToolSpec, arguments_model, parameters_schema, validated
+from agentloop.rollout.tool import ToolSpec, arguments_model, parameters_schema, validated
 from agentloop.types import JSON
 
 MAX_SOURCE_BYTES = 16_384

@@ -28,7 +28,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentloop.errors import InvalidRequest, ToolError
-from agentloop.rollout import ToolSpec, arguments_model, parameters_schema, validated
+from agentloop.rollout.tool import ToolSpec, arguments_model, parameters_schema, validated
 from agentloop.types import JSON, RolloutTask
 from agentloop_tools.sandbox import (
     SandboxLimits,

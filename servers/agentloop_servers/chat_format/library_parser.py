@@ -12,8 +12,10 @@ from pathlib import Path
 from renderers import ParsedToolCall, ToolCallParseStatus
 
 from agentloop.errors import TemplateError, UnsupportedParameter
-from agentloop.parsers import MAX_CALLS, DecodedText, Marks, ParsedTurn, loads
-from agentloop.rendering import NO_KWARGS, RenderSettings, model_text
+from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn
+from agentloop.parsers.grammar import loads
+from agentloop.rendering.port import NO_KWARGS
+from agentloop.rendering.renderer import RenderSettings, model_text
 from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
 from agentloop_servers.chat_format.library_renderer import THINK_CLOSE, THINK_OPEN, Library, family_of
 

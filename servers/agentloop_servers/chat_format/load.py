@@ -15,13 +15,16 @@ from typing import Any, cast
 import structlog
 
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
-from agentloop.generation import SelfTest, parsers_that_fit, self_test, without_calls
-from agentloop.parsers import Parser, choose_parser, get_parser
+from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test, without_calls
+from agentloop.parsers.base import Parser
+from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.choose import choose_parser
 from agentloop.plugins import install_hint, resolve
-from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
+from agentloop.rendering.port import Renderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
 from agentloop_servers.config import ChatSettings, located
-from agentloop_servers.engines.vllm import VLLM_PARSERS, vllm_parser
+from agentloop_servers.engines.vllm.parsers import VLLM_PARSERS, vllm_parser
 
 AUTO = "auto"
 _LIBRARY = "renderers"

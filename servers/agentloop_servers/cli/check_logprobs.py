@@ -24,8 +24,9 @@ from agentloop.errors import InvalidRequest
 from agentloop.export import read_all
 from agentloop.plugins import resolve
 from agentloop.sampling import LogprobsMode, TurnSampling
-from agentloop.storage import MIXED, TrajectoryReader, version_key
-from agentloop.trainers import Mismatch, mismatch
+from agentloop.storage.summary import MIXED, version_key
+from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.trainers.mismatch import Mismatch, mismatch
 from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, clip_spans
 
 REFERENCE = "agentloop_servers.recompute:ReferenceModel"

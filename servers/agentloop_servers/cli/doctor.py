@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agentloop.errors import AgentLoopError, InvalidRequest
-from agentloop.rendering import Renderer
-from agentloop_servers.chat_format import ChosenFormat, load_parser, load_renderer
+from agentloop.rendering.port import Renderer
+from agentloop_servers.chat_format.load import ChosenFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.environments import check_environment

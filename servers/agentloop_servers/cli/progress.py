@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agentloop.storage import LengthSummary, StaleSummary, Summary, version_key
+from agentloop.storage.summary import LengthSummary, StaleSummary, Summary, version_key
 from agentloop.types import Trajectory
 
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.export import export, read_all
-from agentloop.storage import TrajectoryReader
-from agentloop.trainers import MAX_K3
+from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.trainers.mismatch import MAX_K3
 from agentloop.types import Message, Trajectory, Turn
 from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables, versions_in
 from agentloop_servers.cli.terminal import clear_errors, store_of

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from agentloop.api import QueueStatus, ServiceStatus, UpdateReport
-from agentloop.client import RolloutClient
+from agentloop.api.coordinator import QueueStatus, ServiceStatus, UpdateReport
+from agentloop.client.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, ApiKey, Url, clear_errors, run_to_end

@@ -24,13 +24,16 @@ from typing import Protocol, TypeAlias
 import structlog
 from rich.console import Console
 
-from agentloop.agents import AgentLimits, AgentProgram, AgentRecord, run_agents
-from agentloop.api import UpdateReport
-from agentloop.client import Rollout, RolloutClient, load_tasks
+from agentloop.agents.program import AgentProgram
+from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
+from agentloop.api.coordinator import UpdateReport
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export, read_all
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
-from agentloop.storage import STORE_NAME, Summary, TrajectoryReader, TrajectoryStore, summarize
+from agentloop.storage.summary import Summary, summarize
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir, run_dir_in

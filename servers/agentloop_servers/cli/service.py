@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.storage import STORE_NAME
+from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import OnStale, StalenessLimit
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from agentloop.errors import AgentLoopError, InvalidRequest
-from agentloop.storage import STORE_NAME
+from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop_servers.config import CHECKOUT, located
 
 T = TypeVar("T")

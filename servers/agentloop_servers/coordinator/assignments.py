@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from agentloop.api import group_key
+from agentloop.api.coordinator import group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
-from agentloop.scheduling import Demand, PendingRecord, Sample
+from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.samples import PendingRecord, Sample
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it

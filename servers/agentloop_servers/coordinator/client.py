@@ -17,11 +17,13 @@ from typing import Any, cast
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
-from agentloop.api import FrontPort, ReplicaPort, WorkerPort
+from agentloop.api.coordinator import FrontPort, ReplicaPort, WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop_servers.coordinator.server import COMMANDS, SERVER_NAME, CallType, calls_of
-from agentloop_servers.private_http import NO_HEADERS, SERVER_HEADER, Misdirected, NumberedCommands, PrivateHttp
+from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
+from agentloop_servers.private_http.fencing import NumberedCommands
+from agentloop_servers.private_http.server import SERVER_HEADER, Misdirected
 
 CALL_TIMEOUT_S = 30.0
 COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the steps of an update together

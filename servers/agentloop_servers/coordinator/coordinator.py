@@ -20,11 +20,14 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
-from agentloop.api import ServiceStatus, UsersNews, UserUsage
+from agentloop.api.coordinator import ServiceStatus
+from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
-from agentloop.fleet import Connect, FleetWeights, ReplicaState, StandingOrders
-from agentloop.storage import TrajectoryStore
+from agentloop.fleet.desired_state import FleetWeights, StandingOrders
+from agentloop.fleet.registry import ReplicaState
+from agentloop.fleet.replica_sync import Connect
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 

@@ -16,35 +16,30 @@ from dataclasses import dataclass, field, replace
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
-from agentloop.api import (
+from agentloop.api.coordinator import (
     Consistency,
     LostReplica,
     ReplicaRegistration,
     ReplicaReport,
     ReplicaStatus,
     UpdateReport,
-    UserTable,
 )
+from agentloop.api.owners import UserTable
 from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
-from agentloop.fleet import (
-    Connect,
-    Fleet,
-    FleetConfig,
-    FleetWeights,
-    LateReplicas,
-    ReplicaRecord,
-    ReplicaState,
-    ReplicaSync,
-    StandingOrders,
-    StartConfig,
-    Starts,
-    WeightConfig,
-)
-from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions, GroupOrder, UserTurns
-from agentloop.storage import RetentionPolicy
+from agentloop.fleet.desired_state import FleetWeights, StandingOrders
+from agentloop.fleet.late_replicas import LateReplicas
+from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
+from agentloop.fleet.replica_sync import Connect, ReplicaSync
+from agentloop.fleet.starts import StartConfig, Starts
+from agentloop.fleet.weight_update import WeightConfig
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.dispatch_order import GroupOrder
+from agentloop.scheduling.staleness_budget import FleetVersions
+from agentloop.scheduling.user_turns import UserTurns
+from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.room import Room, RoomConfig
 

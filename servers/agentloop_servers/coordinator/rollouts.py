@@ -19,7 +19,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
 from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
-from agentloop.api import (
+from agentloop.api.coordinator import (
     EncodedPage,
     HeldLease,
     LeaseOrders,
@@ -32,24 +32,19 @@ from agentloop.api import (
     assignment_id,
     group_key,
     is_session_holder,
-    own_id,
-    owner_of,
-    possible_ids,
     session_holder,
 )
+from agentloop.api.owners import own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.scheduling import (
-    COORDINATOR,
-    BeginOutcome,
-    Demand,
-    ReportDesk,
-    RolloutQueue,
-    Sample,
-)
+from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.report_desk import ReportDesk
+from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
+from agentloop.scheduling.samples import BeginOutcome, Sample
 from agentloop.score import ended
-from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished, encoded_groups, groups_digest
+from agentloop.storage.retention import Unfinished
+from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, TrajectoryStore, encoded_groups, groups_digest
 from agentloop.types import (
     FAILURES,
     Assignment,

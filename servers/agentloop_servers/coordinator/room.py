@@ -23,12 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agentloop.aio import ChangeSignal, deadline_after, is_set_by
-from agentloop.api import QueueStatus, owner_of
+from agentloop.api.coordinator import QueueStatus
+from agentloop.api.owners import owner_of
 from agentloop.capabilities import NO_NEEDS
 from agentloop.clock import Clock
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Fleet
-from agentloop.scheduling import Balancer, BeginOutcome, Demand, UserTurns
+from agentloop.fleet.registry import Fleet
+from agentloop.scheduling.balancer import Balancer
+from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.samples import BeginOutcome
+from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
 
 _COMES_BACK_S = 30.0  # after its deadline a call that asks again within this time keeps its turn

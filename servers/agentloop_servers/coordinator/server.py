@@ -14,10 +14,19 @@ from typing import Any, get_type_hints
 
 from aiohttp import web
 
-from agentloop.api import MAX_CALL_BYTES, FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
+from agentloop.api.coordinator import (
+    MAX_CALL_BYTES,
+    FleetPort,
+    FrontPort,
+    LeasePort,
+    ReplicaPort,
+    RolloutPort,
+    WorkerPort,
+)
 from agentloop.codec import decode
 from agentloop_servers.coordinator.coordinator import Coordinator
-from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
+from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
+from agentloop_servers.private_http.server import PrivateServer, answer, token_of
 
 SERVER_NAME = "coordinator"
 _NONE = inspect.Parameter.empty

@@ -19,23 +19,15 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from agentloop.chat import CallKey, ChatCall, ChatResult
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError
-from agentloop.generation import TurnPiece
-from agentloop.sessions import Session
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.sessions.session import Session
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.http import (
-    EventStream,
-    envelope_of,
-    error_response,
-    in_time,
-    json_response,
-    names_session,
-    session_name,
-    sse,
-    unless_client_leaves,
-    unread_response,
-)
+from agentloop_servers.http.auth import names_session, session_name
+from agentloop_servers.http.guard import envelope_of, error_response
+from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
+from agentloop_servers.http.sse import EventStream, sse
 
 E = TypeVar("E")
 

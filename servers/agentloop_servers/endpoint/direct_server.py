@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.http import BoundedHttp, ConnectionLimits, Connections
+from agentloop_servers.http.connections import BoundedHttp, ConnectionLimits, Connections
 from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 START_TIMEOUT_S = 30.0

@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from agentloop.chat import ChatModel
+from agentloop.chat.call import ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
-from agentloop.parsers import Parser
-from agentloop.rendering import Renderer
+from agentloop.parsers.base import Parser
+from agentloop.rendering.port import Renderer
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.endpoint.tenants import Tenants
-from agentloop_servers.http import in_time
+from agentloop_servers.http.responses import in_time
 
 DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""

@@ -18,8 +18,8 @@ import msgspec
 import structlog
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable, StorageFull
-from agentloop.storage import is_full
-from agentloop.trajectory import CallRecord, ModelCallState
+from agentloop.storage.disk_room import is_full
+from agentloop.trajectory.node import CallRecord, ModelCallState
 
 ROTATE_BYTES = 256 << 10
 """Size of a file, from which on it is replaced if most of its calls have ended."""

@@ -25,7 +25,10 @@ from weakref import WeakValueDictionary
 import structlog
 
 from agentloop.aio import KeyedLocks, run_to_end
-from agentloop.api import ID_PATTERN, SESSIONS_ROLLOUT_ID, FrontPort, own_id, possible_ids, shown_id
+from agentloop.api.coordinator import FrontPort
+from agentloop.api.owners import own_id, possible_ids, shown_id
+from agentloop.api.requests import ID_PATTERN
+from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.clock import SteadyTime
 from agentloop.errors import (
     AgentLoopError,
@@ -37,13 +40,17 @@ from agentloop.errors import (
     SessionNotFound,
     StorageFull,
 )
-from agentloop.generation import Connect, LeaseConfig, LeaseReporter, ReportConfig, SessionLeases
-from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
-from agentloop.trajectory import CallRecord, Node
+from agentloop.generation.lease_reporter import LeaseReporter, ReportConfig
+from agentloop.generation.leased_engine import Connect
+from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.prompts import SessionParts
+from agentloop.sessions.session import Session
+from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason, Trajectory
 from agentloop_servers.endpoint.session_records import SessionRecords
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
-from agentloop_servers.http import SessionKeys
+from agentloop_servers.http.auth import SessionKeys
 
 _PAGE = 64  # sessions that the watch reads at a time
 _MAX_CLAIMS = 1024  # rollouts of sessions that are remembered: the coordinator is asked again of the others

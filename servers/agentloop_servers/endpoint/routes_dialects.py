@@ -16,24 +16,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from agentloop.chat import ChatCall, CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
+from agentloop.chat import anthropic, responses
+from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
+from agentloop.chat.call import ChatCall
+from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import AgentLoopError
 from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of, typed_events
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.http import (
-    ERROR_SCHEMA,
-    STREAMED,
-    Keys,
-    add_route,
-    admit,
-    errors,
-    json_body,
-    json_response,
-    names_session,
-    speaks,
-    sse,
-)
+from agentloop_servers.http.auth import Keys, admit, names_session
+from agentloop_servers.http.guard import json_body, speaks
+from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, errors
+from agentloop_servers.http.responses import json_response
+from agentloop_servers.http.sse import sse
 
 BODIES = (ResponsesBody, MessagesBody, CountTokensBody)
 

@@ -17,38 +17,23 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
-from agentloop.chat import (
-    BodyCache,
-    ChatBody,
-    ChatCall,
-    ChatResult,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    TokenTexts,
-    openai_completions,
-    read_body,
-    template_kwargs,
-)
 from agentloop.chat import openai as openai_chat
+from agentloop.chat import openai_completions
+from agentloop.chat.body_cache import BodyCache
+from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from agentloop.chat.sampling import template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
-from agentloop.generation import TurnPiece
-from agentloop.rendering import off_loop
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.rendering.renderer import off_loop
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.http import (
-    DONE,
-    STREAMED,
-    Keys,
-    add_route,
-    admit,
-    errors,
-    json_body,
-    json_response,
-    names_session,
-    read_json_body,
-    sse,
-)
+from agentloop_servers.http.auth import Keys, admit, names_session
+from agentloop_servers.http.guard import json_body, read_json_body
+from agentloop_servers.http.openapi import STREAMED, add_route, errors
+from agentloop_servers.http.responses import json_response
+from agentloop_servers.http.sse import DONE, sse
 
 PREFIXES = ("", "/sessions/{session_id}")
 

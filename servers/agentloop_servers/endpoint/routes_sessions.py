@@ -15,12 +15,11 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api import (
-    ID_PATTERN,
-    MAX_PAGE,
+from agentloop.api.owners import shown_id
+from agentloop.api.requests import ID_PATTERN, MAX_PAGE, GenerateBody
+from agentloop.api.sessions import (
     DeletedAnswer,
     FinishBody,
-    GenerateBody,
     NewSessionAnswer,
     NewSessionBody,
     RewardBody,
@@ -28,29 +27,22 @@ from agentloop.api import (
     SessionLine,
     SessionsAnswer,
     encode_trajectories,
-    shown_id,
 )
-from agentloop.chat import ChatCall, ChatResult
+from agentloop.chat.call import ChatCall, ChatResult
 from agentloop.sampling import LogprobsMode
-from agentloop.sessions import Session, SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.session import Session
 from agentloop.types import Generation, Message, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
-from agentloop_servers.http import (
-    Keys,
-    add_route,
-    admit,
-    answered,
-    caller_of,
-    errors,
+from agentloop_servers.http.auth import Keys, admit, caller_of, require_control, require_owner, session_in_path
+from agentloop_servers.http.guard import json_body
+from agentloop_servers.http.openapi import add_route, answered, errors
+from agentloop_servers.http.responses import (
     in_time,
-    json_body,
     json_response,
     long_response,
-    require_control,
-    require_owner,
-    session_in_path,
     unless_client_leaves,
     unread_response,
 )

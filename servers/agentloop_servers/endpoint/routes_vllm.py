@@ -18,25 +18,20 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from agentloop.api import own_id
-from agentloop.chat import ChatResult, TokensBody, read_body, vllm_tokens
+from agentloop.api.owners import own_id
+from agentloop.chat import vllm_tokens
+from agentloop.chat.call import ChatResult
+from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.errors import InvalidRequest
-from agentloop.trajectory import Reply
+from agentloop.trajectory.node import Reply
 from agentloop_servers.endpoint.call_handler import LONG_ANSWER_TOKENS, CallHandler, bounded
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http import (
-    SESSION_HEADER,
-    Keys,
-    add_route,
-    admit,
-    caller_of,
-    errors,
-    json_body,
-    json_response,
-    unless_client_leaves,
-    unread_response,
-)
+from agentloop_servers.http.auth import SESSION_HEADER, Keys, admit, caller_of
+from agentloop_servers.http.guard import json_body
+from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 
 BODIES = (TokensBody,)
 MAX_AFFINITY_CHARS = 256

@@ -14,9 +14,9 @@ from typing import Protocol
 import structlog
 
 from agentloop.aio import OwnedTasks
-from agentloop.api import SESSIONS_ROLLOUT_ID
+from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
-from agentloop.sessions import Session
+from agentloop.sessions.session import Session
 from agentloop.types import Trajectory
 
 _log = structlog.stdlib.get_logger(__name__)

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
-from agentloop.sessions import SessionRecord, SessionState
-from agentloop.storage import BatchWriter, DiskRoom, RowChecker, Schema, Work, one_thread, open_database, packed
-from agentloop.trajectory import CallRecord, ModelCallState, Node
+from agentloop.sessions.journal import SessionRecord, SessionState
+from agentloop.storage.disk_room import DiskRoom
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 
 T = TypeVar("T")

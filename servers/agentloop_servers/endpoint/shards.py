@@ -25,11 +25,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from agentloop.api import MAX_TIMEOUT_S, shown_id
+from agentloop.api.owners import shown_id
+from agentloop.api.requests import MAX_TIMEOUT_S
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
-from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
+from agentloop_servers.http.guard import envelope_of, error_response
+from agentloop_servers.http.responses import unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
-from agentloop_servers.private_http import Connector
+from agentloop_servers.private_http.client import Connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import structlog
 
-from agentloop.api import NO_LIMITS, UserLimits, UsersNews, UserUsage
+from agentloop.api.owners import NO_LIMITS, UserLimits, UsersNews, UserUsage
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded
-from agentloop_servers.http import Keys, User
+from agentloop_servers.http.auth import Keys, User
 
 _REPORT_S = 1.0
 

@@ -16,12 +16,16 @@ import uuid
 from dataclasses import dataclass, replace
 
 from agentloop.aio import side_by_side
-from agentloop.api import own_id
-from agentloop.chat import ChatCall
+from agentloop.api.owners import own_id
+from agentloop.chat.call import ChatCall
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
-from agentloop.generation import Deadline, LeasedEngine, SessionLeases, TurnRequest, sample_turn
-from agentloop.sessions import SessionParts, make_question
-from agentloop.trajectory import Reply, TurnGraph
+from agentloop.generation.deadline import Deadline
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.leases import SessionLeases
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn
+from agentloop.sessions.prompts import SessionParts, make_question
+from agentloop.trajectory.node import Reply
+from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import KVPolicy
 
 

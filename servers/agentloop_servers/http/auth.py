@@ -19,7 +19,8 @@ from typing import Final
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from agentloop.api import ID_PATTERN, NO_LIMITS, UserLimits, owner_of, shown_id
+from agentloop.api.owners import NO_LIMITS, UserLimits, owner_of, shown_id
+from agentloop.api.requests import ID_PATTERN
 from agentloop.checks import is_loopback
 from agentloop.errors import Forbidden, InvalidRequest, SessionNotFound, Unauthorized
 

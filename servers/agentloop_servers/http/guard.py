@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentloop.api import invalid_request, parse_body
+from agentloop.api.requests import invalid_request, parse_body
 from agentloop.checks import is_loopback
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.strides import FairQueue, Strides

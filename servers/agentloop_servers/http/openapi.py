@@ -13,7 +13,7 @@ from fastapi.params import Depends
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from agentloop.api import SCHEMA_PREFIX, answer_schema, answer_schemas
+from agentloop.api.openapi import SCHEMA_PREFIX, answer_schema, answer_schemas
 
 STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
 """The content of a route that can stream, besides JSON."""

@@ -14,28 +14,16 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api import (
-    FrontPort,
-    PauseBody,
-    SleepBody,
-    UpdateReport,
-    WakeBody,
-    WeightsBody,
-)
+from agentloop.api.coordinator import FrontPort, UpdateReport
+from agentloop.api.requests import PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
-from agentloop_servers.endpoint import Endpoint
-from agentloop_servers.http import (
-    HttpLimits,
-    Keys,
-    add_route,
-    answered,
-    errors,
-    in_time,
-    json_body,
-    json_response,
-)
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits, json_body
+from agentloop_servers.http.openapi import add_route, answered, errors
+from agentloop_servers.http.responses import in_time, json_response
 
 T = TypeVar("T")
 

@@ -15,20 +15,19 @@ from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from agentloop.api import FrontPort
+from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
-from agentloop.generation import LeaseConfig, LeaseReporter, SessionLeases
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.plugins import AllowedImports
-from agentloop_servers.endpoint import (
-    Endpoint,
-    NotOwner,
-    TokenCalls,
-    routes_dialects,
-    routes_openai,
-    routes_sessions,
-    routes_vllm,
-)
-from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_docs_page, add_error_handlers, describe
+from agentloop_servers.endpoint import routes_dialects, routes_openai, routes_sessions, routes_vllm
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.shards import NotOwner
+from agentloop_servers.endpoint.token_calls import TokenCalls
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.docs_page import add_docs_page
+from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
+from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
 from agentloop_servers.ingress.vllm_control import BODIES as VLLM_BODIES

@@ -19,44 +19,26 @@ from fastapi import Path as PathParam
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api import (
-    MAX_CURSOR,
-    MAX_PAGE,
-    MAX_WAIT_S,
-    OWN_ID_PATTERN,
-    SESSIONS_ROLLOUT_ID,
-    AcknowledgeBody,
-    FrontPort,
-    GenerateBody,
-    Page,
-    RolloutStatus,
-    ServiceStatus,
-    SubmitBody,
-    generation_answer,
-    own_id,
-    owner_of,
-    rollout_status,
-    shown_id,
-)
+from agentloop.api.coordinator import FrontPort, Page, RolloutStatus, ServiceStatus
+from agentloop.api.openapi import generation_answer, rollout_status
+from agentloop.api.owners import OWN_ID_PATTERN, own_id, owner_of, shown_id
+from agentloop.api.requests import MAX_CURSOR, MAX_PAGE, MAX_WAIT_S, AcknowledgeBody, GenerateBody, SubmitBody
+from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
-from agentloop.generation import SessionLeases
+from agentloop.generation.leases import SessionLeases
 from agentloop.plugins import AllowedImports
-from agentloop.rollout import load_loop, load_reward
+from agentloop.rollout.loops import load_loop
+from agentloop.rollout.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
-from agentloop_servers.endpoint import Endpoint, routes_sessions
-from agentloop_servers.http import (
-    HttpLimits,
-    Keys,
-    add_route,
-    admit,
-    answered,
-    caller_of,
-    errors,
+from agentloop_servers.endpoint import routes_sessions
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http.auth import Keys, admit, caller_of, names_session
+from agentloop_servers.http.guard import HttpLimits, json_body
+from agentloop_servers.http.openapi import add_route, answered, errors
+from agentloop_servers.http.responses import (
     in_time,
-    json_body,
     json_response,
     long_response,
-    names_session,
     unless_client_leaves,
     unread_response,
 )

@@ -17,11 +17,15 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from agentloop.api import Body, FrontPort, PauseBody, ServiceStatus, SleepBody, WakeBody, WeightsBody
+from agentloop.api.coordinator import FrontPort, ServiceStatus
+from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.endpoint import Endpoint
-from agentloop_servers.http import HttpLimits, Keys, add_route, errors, in_time, json_body, json_response
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits, json_body
+from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.responses import in_time, json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
 T = TypeVar("T")

@@ -22,17 +22,22 @@ import orjson
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import freeze_gc
-from agentloop.api import WorkerPort
+from agentloop.api.coordinator import WorkerPort
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
-from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
+from agentloop.generation.image_prompts import ImagePlacer
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageTokens
 from agentloop.logs import configure_logging
-from agentloop.rollout import RunParts, Toolbox, TrajectoryRun, TurnJournal, load_tools
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.toolbox import Toolbox
+from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.isolation.frames import (
     MAX_TOOL_NAME,

@@ -14,12 +14,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias
 
-from agentloop.api import MAX_CALL_BYTES
+from agentloop.api.coordinator import MAX_CALL_BYTES
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LOG_NAME
-from agentloop.rollout import TURNS_FOLDER, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TURNS_FOLDER
 from agentloop.types import Assignment
 from agentloop_servers.config import ServiceConfig
 

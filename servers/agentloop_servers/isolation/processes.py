@@ -22,14 +22,17 @@ from dataclasses import dataclass, replace
 import orjson
 import structlog
 
-from agentloop.api import WorkerPort
+from agentloop.api.coordinator import WorkerPort
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
 from agentloop.errors import AgentLoopError, EnginePaused, Forbidden, InvalidRequest, NoHealthyReplica, error_line
-from agentloop.generation import AssignedLease, Connect, LeaseReporter, NewestVersion
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leased_engine import Connect, NewestVersion
+from agentloop.generation.leases import AssignedLease
 from agentloop.images import Image
-from agentloop.rollout import TurnJournal, unmade_record
+from agentloop.rollout.trajectory_run import unmade_record
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
 from agentloop_servers.isolation.frames import (
     MAX_TOOL_NAME,

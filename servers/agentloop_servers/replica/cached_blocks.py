@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 
-from agentloop.api import KVChanges
+from agentloop.api.coordinator import KVChanges
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from agentloop.kv_hashes import BlockChain, root_hash
 

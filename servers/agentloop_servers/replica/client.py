@@ -32,7 +32,8 @@ from agentloop.engine import (
 from agentloop.errors import DeadlineExceeded, EngineLost, EngineUnreachable, InvariantBroken, from_wire
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, SamplingParams
-from agentloop_servers.private_http import NO_HEADERS, Fenced, NumberedCommands, PrivateHttp
+from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
+from agentloop_servers.private_http.fencing import Fenced, NumberedCommands
 from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,

@@ -29,7 +29,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from agentloop.api import ReplicaPort, ReplicaRegistration, ReplicaReport
+from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
 from agentloop.engine import Engine, KVEvent, MemoryTag, Progress, WeightUpdate
@@ -37,7 +37,8 @@ from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
 from agentloop.images import Image
 from agentloop.noise import NoiseWatch
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
-from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
+from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
+from agentloop_servers.private_http.server import PrivateServer, answer, token_of
 from agentloop_servers.replica.cached_blocks import CachedBlocks
 from agentloop_servers.replica.protocol import (
     FRAMES,

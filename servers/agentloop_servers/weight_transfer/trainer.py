@@ -30,9 +30,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from agentloop.aio import in_daemon_thread, run_to_end
-from agentloop.api import ServiceStatus, UpdateReport
+from agentloop.api.coordinator import ServiceStatus, UpdateReport
 from agentloop.checks import is_loopback
-from agentloop.client import NamedTensors, PushOptions, PushTarget, precision_gap
+from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from agentloop import codec
-from agentloop.api import UpdateReport
+from agentloop.api.coordinator import UpdateReport
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, WeightUpdateFailed, from_wire
 
 _AGAIN = -1  # "an attempt begins"; else the number of bytes of the outcome that follows

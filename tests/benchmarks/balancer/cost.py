@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentloop import codec
-from agentloop.api import LeaseOrders, LeaseReport, TurnEnded
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import LeaseOrders, LeaseReport, ReplicaRegistration, TurnEnded
 from agentloop.engine import EngineInfo
-from agentloop.fleet import Fleet
+from agentloop.fleet.registry import Fleet
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
-from agentloop.scheduling import Balancer, Demand
+from agentloop.scheduling.balancer import Balancer
+from agentloop.scheduling.placement import Demand
 from agentloop.scheduling.residency import ReplicaKV
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from tests.benchmarks import report

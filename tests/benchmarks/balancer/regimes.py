@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from agentloop.scheduling import StepTimes
+from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.policy import FleetShape
 from tests.benchmarks.balancer.simulate import Disturbance
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, working_set_tokens

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.scheduling import StepTimes
+from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
 from tests.benchmarks.balancer.arms.dynamo import Dynamo, is_installed
 from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups

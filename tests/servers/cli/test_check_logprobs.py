@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentloop.errors import InvalidRequest
 from agentloop.sampling import ConstraintKind, LogprobsMode, TurnSampling
-from agentloop.storage import STORE_NAME
+from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import FinishReason, TokenPath, Turn, WeightVersionSpan
 from agentloop_servers.cli.check_logprobs import LogprobCheck, check_logprobs, load_reference, parse_versions
 from agentloop_servers.cli.commands import app

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agentloop import codec
-from agentloop.api import MAX_CALL_BYTES, LeaseReport, RolloutTerms
+from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, RolloutTerms
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import (

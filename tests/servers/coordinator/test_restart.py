@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop.api import HeldLease, LeaseReport, TurnBegun, session_holder
+from agentloop.api.coordinator import HeldLease, LeaseReport, TurnBegun, session_holder
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import ServiceUnavailable, StorageFull
 from agentloop.storage.trajectory_store import TrajectoryStore

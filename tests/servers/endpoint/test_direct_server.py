@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from agentloop_servers.endpoint import direct_server
 from agentloop_servers.endpoint.direct_server import DirectServer
-from agentloop_servers.http import HttpGuard, HttpLimits
+from agentloop_servers.http.guard import HttpGuard, HttpLimits
 
 
 async def waiting_app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentloop.chat import ChatCall, ChatModel, TokensBody, vllm_tokens
-from agentloop.generation import LeaseReporter, SessionLeases
+from agentloop.chat import vllm_tokens
+from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.vllm_tokens import TokensBody
+from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import SessionLeases
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from agentloop.rollout import tool
+from agentloop.rollout.tool import tool
 from agentloop.types import Message
 
 

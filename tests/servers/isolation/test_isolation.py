@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from agentloop.api import TurnEnded
+from agentloop.api.coordinator import TurnEnded
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
 from agentloop_servers.config import KeysConfig
-from agentloop_servers.isolation import IsolationConfig
+from agentloop_servers.isolation.processes import IsolationConfig
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from agentloop.api import ReplicaRegistration, ServiceStatus, UpdateReport
-from agentloop.client import PushOptions
+from agentloop.api.coordinator import ReplicaRegistration, ServiceStatus, UpdateReport
+from agentloop.client.push import PushOptions
 from agentloop.clock import RealClock
 from agentloop.engine import PushSource, StageReport, WeightUpdate
 from agentloop.errors import EngineLost
-from agentloop.fleet import Fleet, LateReplicas, ReplicaState, ReplicaSync, WeightConfig
-from agentloop.simulation import SimulatedEngine, SimulatedSpec
+from agentloop.fleet.late_replicas import LateReplicas
+from agentloop.fleet.registry import Fleet, ReplicaState
+from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import WeightConfig
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import KVPolicy
 from agentloop_servers.weight_transfer.simulated import ReceivedWeights
 from agentloop_servers.weight_transfer.trainer import TensorPusher

@@ -20,13 +20,17 @@ from safetensors.torch import load_file, save_file
 
 from agentloop import codec
 from agentloop.engine import CommitReport, TensorInfo
-from agentloop_servers.weight_transfer import CheckedFolder, StageOrder, StageProgress, StageState, StagingSetup
 from agentloop_servers.weight_transfer.sglang_worker import SchedulerExtension
 from agentloop_servers.weight_transfer.worker_calls import (
     SCHEDULER_METHOD,
+    CheckedFolder,
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
+    StageOrder,
+    StageProgress,
+    StageState,
+    StagingSetup,
 )
 
 HIDDEN, VOCAB = 8, 12

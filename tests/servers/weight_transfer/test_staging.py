@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from agentloop.engine import CommitReport, PushSource, TensorInfo
 from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
-from agentloop_servers.weight_transfer import CheckedFolder, StageProgress, StageState
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.receiver import AttemptRestarted, receive
@@ -22,6 +21,7 @@ from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.verify import Read
+from agentloop_servers.weight_transfer.worker_calls import CheckedFolder, StageProgress, StageState
 
 ROWS, COLUMNS = 12, 8
 NAMES = ("left.weight", "right.weight", "norm.weight")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from agentloop import codec
-from agentloop.api import RolloutTerms, assignment_id
+from agentloop.api.coordinator import RolloutTerms, assignment_id
 from agentloop.errors import Conflict, NotFound
 from agentloop.storage.trajectory_store import encoded_groups, groups_digest
 from agentloop.types import RolloutGroup, Trajectory

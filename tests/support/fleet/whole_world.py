@@ -21,7 +21,7 @@ from agentloop.api.coordinator import FrontPort, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import VirtualClock
 from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, ServiceUnavailable
-from agentloop.generation import LeaseConfig
+from agentloop.generation.leases import LeaseConfig
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.toolbox import Toolbox
@@ -32,7 +32,7 @@ from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedSpec
 from agentloop.simulation.policy import Malformation
-from agentloop.storage import RetentionPolicy
+from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import (
     Limits,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.engine import Engine
-from agentloop.generation import LeaseReporter
+from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool
@@ -20,7 +20,8 @@ from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.isolation import IsolatedRuns, Setup
+from agentloop_servers.isolation.frames import Setup
+from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC
 from tests.support.fleet.fake_coordinator import FakeCoordinator

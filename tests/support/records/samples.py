@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentloop.storage import TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,
     Message,

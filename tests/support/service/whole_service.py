@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.api import FrontPort
+from agentloop.api.coordinator import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
-from agentloop.fleet import FleetConfig
+from agentloop.fleet.registry import FleetConfig
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
@@ -24,9 +24,12 @@ from agentloop_servers.app import (
     user_table,
 )
 from agentloop_servers.balancing import balancer_config
-from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
+from agentloop_servers.coordinator.client import CoordinatorClient
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.deadlines import replica_config
 from agentloop_servers.engine_parts import build_engine, initial_weights
 from agentloop_servers.replica.client import EngineClients

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from agentloop import codec
-from agentloop_servers.weight_transfer import StageOrder
 from agentloop_servers.weight_transfer.verify import Read
 from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWorker
+from agentloop_servers.weight_transfer.worker_calls import StageOrder
 
 EXTENSION = f"{__name__}.StockReload"
 STOCK = "reload_as_stock_vllm"  # load as `collective_rpc("reload_weights")` does

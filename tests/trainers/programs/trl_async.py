@@ -20,8 +20,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl_on_cpu import use_cpu
 
-from agentloop.client import load_tasks
-from agentloop.trainers import TrainingRow
+from agentloop.client.rollout import load_tasks
+from agentloop.trainers.batches import TrainingRow
 from agentloop.trainers.trl import AsyncRollouts, BufferedRow
 
 ROOT = Path(__file__).parents[3]

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from agentloop.client import load_tasks
+from agentloop.client.rollout import load_tasks
 from agentloop.errors import InvalidRequest
-from agentloop.trainers import TrainingRow
+from agentloop.trainers.batches import TrainingRow
 from agentloop.trainers.trl import SyncRollouts
 
 ROOT = Path(__file__).parents[3]

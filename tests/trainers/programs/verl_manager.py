@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
 
-from agentloop.client import load_tasks
+from agentloop.client.rollout import load_tasks
 
 ROOT = Path(__file__).parents[3]
 NUM_PROMPTS, NUM_SAMPLES = 4, 2

@@ -9,7 +9,8 @@ import weakref
 from pathlib import Path
 
 from agentloop.errors import EngineError
-from agentloop_servers.weight_transfer import check_adapter, inspect_checkpoint, read_through, write_zero_adapter
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_through
+from agentloop_servers.weight_transfer.lora import check_adapter, write_zero_adapter
 
 
 class AdapterFolder:

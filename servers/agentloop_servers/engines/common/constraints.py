@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from agentloop.errors import InvalidRequest, Overloaded
-from agentloop.parsers import MAX_JSON_WHITESPACE_CHARS
+from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS
 from agentloop.types import JSON, Constraint, ConstraintKind
 from agentloop_servers.engines.common.process import one_line
 

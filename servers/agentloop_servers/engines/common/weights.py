@@ -20,9 +20,9 @@ from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
 from agentloop_servers.engines.common.config import ProcessEngineConfig
-from agentloop_servers.weight_transfer import (
+from agentloop_servers.weight_transfer.checkpoint import ServedForm
+from agentloop_servers.weight_transfer.worker_calls import (
     CheckedFolder,
-    ServedForm,
     StageOrder,
     StageProgress,
     StageState,

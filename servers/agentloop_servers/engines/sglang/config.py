@@ -10,7 +10,8 @@ from typing import Any
 
 from agentloop.capabilities import PRIORITY_POLICY
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoint
+from agentloop_servers.engines.common.config import ProcessEngineConfig
+from agentloop_servers.engines.common.kv_feed import replay_endpoint
 
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""

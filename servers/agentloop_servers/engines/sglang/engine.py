@@ -26,7 +26,9 @@ from agentloop.errors import AgentLoopError
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest, Generation
-from agentloop_servers.engines.common import Call, EngineWeights, ProcessEngine
+from agentloop_servers.engines.common.calls import Call
+from agentloop_servers.engines.common.engine import ProcessEngine
+from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.sglang import convert as values
 from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.sglang.process import SglangProcess, sglang_call

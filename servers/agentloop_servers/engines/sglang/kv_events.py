@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop_servers.engines.common import KVBatch
+from agentloop_servers.engines.common.kv_feed import KVBatch
 
 
 class _PageStored(msgspec.Struct, tag="BlockStored", array_like=True):

@@ -36,19 +36,18 @@ from agentloop import codec
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
-from agentloop_servers.engines.common import (
-    EngineStats,
-    KVEventFeed,
-    engine_call,
-    kv_endpoint,
-    one_line,
-    replay_endpoint,
-)
+from agentloop_servers.engines.common.kv_feed import KVEventFeed, kv_endpoint, replay_endpoint
+from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
 from agentloop_servers.engines.sglang.convert import translate
 from agentloop_servers.engines.sglang.kv_events import SglangKVEvents
 from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
-from agentloop_servers.weight_transfer import SCHEDULER_METHOD, RequestCounts, SchedulerAnswers, SchedulerCall
+from agentloop_servers.weight_transfer.worker_calls import (
+    SCHEDULER_METHOD,
+    RequestCounts,
+    SchedulerAnswers,
+    SchedulerCall,
+)
 
 RUN_SCHEDULER = "agentloop_servers.weight_transfer.sglang_worker:run_scheduler"
 INSTALL = "agentloop_servers.engines.sglang.scheduler:install"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentloop import codec
 from agentloop.sampling import Constraint, LogprobsMode, SamplingParams
-from agentloop_servers.engines.common import structural_tag
+from agentloop_servers.engines.common.constraints import structural_tag
 
 RAW_TOKEN_ID = -1
 """The id under which a raw logprob travels, first among the alternatives."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from agentloop.images import MAX_IMAGES
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoint
+from agentloop_servers.engines.common.config import ProcessEngineConfig
+from agentloop_servers.engines.common.kv_feed import replay_endpoint
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 

@@ -29,7 +29,8 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
-from agentloop_servers.engines.common import one_line, structural_tag
+from agentloop_servers.engines.common.constraints import structural_tag
+from agentloop_servers.engines.common.process import one_line
 
 RAW_TOKEN_ID = -1
 """The id under which a raw logprob travels, beside that of the sampled token: vLLM merges what has one id."""

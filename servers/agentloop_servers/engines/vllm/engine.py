@@ -17,7 +17,8 @@ from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation
-from agentloop_servers.engines.common import Call, ProcessEngine
+from agentloop_servers.engines.common.calls import Call
+from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.images import VllmImages

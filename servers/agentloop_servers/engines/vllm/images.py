@@ -20,7 +20,7 @@ from typing import Any
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest
-from agentloop_servers.engines.common import one_line
+from agentloop_servers.engines.common.process import one_line
 
 MAX_PROCESSED_BYTES = 1 << 30
 """What processed images may take up: pixels as the model reads them, some 20 bytes for one of the file's."""

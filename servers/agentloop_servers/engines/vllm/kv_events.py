@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop_servers.engines.common import KVBatch
+from agentloop_servers.engines.common.kv_feed import KVBatch
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):

@@ -14,7 +14,8 @@ from typing import Any
 import structlog
 
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.parsers import MAX_CALLS, DecodedText, Marks, ParsedTurn, ThoughtMarks, loads
+from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn, ThoughtMarks
+from agentloop.parsers.grammar import loads
 from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
 
 _log = structlog.stdlib.get_logger(__name__)

@@ -16,15 +16,8 @@ from typing import Any
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common import (
-    EngineStats,
-    KVEventFeed,
-    engine_call,
-    kv_endpoint,
-    kv_endpoints,
-    one_line,
-    replay_endpoint,
-)
+from agentloop_servers.engines.common.kv_feed import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
+from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.engines.vllm.kv_events import VllmKVEvents

@@ -21,10 +21,11 @@ from typing import Any
 
 from agentloop.engine import CommitReport
 from agentloop.errors import EngineError
-from agentloop_servers.engines.common import AdapterFolder, EngineWeights
+from agentloop_servers.engines.common.adapters import AdapterFolder
+from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
-from agentloop_servers.weight_transfer import ADAPTER_ID
+from agentloop_servers.weight_transfer.lora import ADAPTER_ID
 
 ADAPTER_NAME = "adapter"
 

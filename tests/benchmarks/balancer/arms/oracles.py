@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from agentloop.scheduling import StepTimes
+from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.spread import Counting
 from tests.benchmarks.balancer.arms.sticky import StickySessions

@@ -6,11 +6,12 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from agentloop.api import ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Fleet
-from agentloop.scheduling import Balancer, BalancerConfig, Demand
+from agentloop.fleet.registry import Fleet
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.placement import Demand
 from agentloop.types import Lease
 from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload

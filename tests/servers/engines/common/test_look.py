@@ -14,8 +14,8 @@ from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.request_watch import ReportPace, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
-from agentloop_servers.engines.common import Call
 from agentloop_servers.engines.common import engine as process_engine
+from agentloop_servers.engines.common.calls import Call
 from tests.servers.engines.common.test_streams import STEP_S, Stepping
 
 OLD, NEW = 3, 4

@@ -14,7 +14,10 @@ from agentloop.request_watch import ReportPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
-from agentloop_servers.engines.common import Call, EngineStats, KVEventFeed, ProcessEngine
+from agentloop_servers.engines.common.calls import Call
+from agentloop_servers.engines.common.engine import ProcessEngine
+from agentloop_servers.engines.common.kv_feed import KVEventFeed
+from agentloop_servers.engines.common.process import EngineStats
 
 STEP_S = 0.002
 NUM_TOKENS = 40

@@ -19,9 +19,8 @@ from agentloop.errors import (
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop.types import FinishReason, GenerateRequest, Load, WeightVersionSpan
-from agentloop_servers.engines.sglang import SglangConfig
 from agentloop_servers.engines.sglang import convert as values
-from agentloop_servers.engines.sglang.config import server_arguments
+from agentloop_servers.engines.sglang.config import SglangConfig, server_arguments
 from agentloop_servers.engines.sglang.kv_events import SglangKVEvents
 from agentloop_servers.engines.sglang.requests import (
     RAW_TOKEN_ID,

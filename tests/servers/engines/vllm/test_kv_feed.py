@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop_servers.engines.common import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
+from agentloop_servers.engines.common.kv_feed import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
 from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM takes seconds to import

@@ -16,7 +16,7 @@ import pytest
 from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
-from agentloop_servers.engines.common import kv_endpoint, kv_endpoints
+from agentloop_servers.engines.common.kv_feed import kv_endpoint, kv_endpoints
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, graph_sizes, prepare_environment
 from tests.support.records.vision_folder import write_vision_folder
 

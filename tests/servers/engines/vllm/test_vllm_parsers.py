@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.parsers import DecodedText, ParsedTurn, Parser, get_parser
+from agentloop.parsers.base import DecodedText, ParsedTurn, Parser
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import ToolCallStatus
 from agentloop_servers.engines.vllm.parsers import vllm_parser
 from tests.parsers.writing import WRITE, dumps
