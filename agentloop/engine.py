@@ -17,9 +17,6 @@ proves every engine:
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -198,103 +195,6 @@ OnProgress = Callable[[Progress], None]
 """A caller's ear. What it raises ends the request, and is raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks whose KV is now reusable, or is so once more: each copy is told, and removed by itself.
-
-    Hashes are the engine's own and chain from `parent_hash`. Blocks that show images are not told, because their
-    ids do not name them; blocks that follow them are, and so have a parent that nobody was told of.
-    """
-
-    block_hashes: tuple[int, ...]
-    parent_hash: int | None
-    token_ids: tuple[int, ...]
-    kv_version: int | None = None  # of the first block of a context; None further on
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks whose KV is gone."""
-
-    block_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """The end of all reuse: no KV of any finished request is reusable any more."""
-
-
-KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
-
-_MAX_BUFFERED_EVENTS = 4096
-
-
-class KVSubscription:
-    """The events of one subscriber, as an async iterator; ends when the engine closes.
-
-    The bound is for a subscriber that lags: the engine never waits for it. What it missed is replaced by
-    AllBlocksCleared: it may believe too little is cached, never too much.
-    """
-
-    def __init__(self, max_buffered: int = _MAX_BUFFERED_EVENTS) -> None:
-        self._max_buffered = max_buffered
-        self._events: deque[KVEvent] = deque()
-        self._has_news = asyncio.Event()
-        self._is_closed = False
-
-    def put(self, event: KVEvent) -> None:
-        """Append an event. Never blocks."""
-        if len(self._events) >= self._max_buffered:
-            self._events.clear()
-            self._events.append(AllBlocksCleared())
-        self._events.append(event)
-        self._has_news.set()
-
-    def close(self) -> None:
-        """End the iteration after what is buffered."""
-        self._is_closed = True
-        self._has_news.set()
-
-    def __aiter__(self) -> KVSubscription:
-        return self
-
-    async def __anext__(self) -> KVEvent:
-        while not self._events:
-            if self._is_closed:
-                raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
-        return self._events.popleft()
-
-
-class KVEventPublisher:
-    """The subscribers of one engine's KV events."""
-
-    def __init__(self) -> None:
-        # Weak: a subscriber that is dropped without being closed leaves by itself.
-        self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
-
-    @property
-    def has_subscribers(self) -> bool:
-        return len(self._subscriptions) > 0
-
-    def subscribe(self) -> KVSubscription:
-        """Return a new subscription: every event from now on."""
-        subscription = KVSubscription()
-        self._subscriptions.add(subscription)
-        return subscription
-
-    def publish(self, event: KVEvent) -> None:
-        """Give an event to every subscriber."""
-        for subscription in self._subscriptions:
-            subscription.put(event)
-
-    def close(self) -> None:
-        """End every subscription: a reader must not take silence for a full cache."""
-        for subscription in self._subscriptions:
-            subscription.close()
-
-
 class TokenEngine(Protocol):
     """Token ids in, token ids out."""
 
@@ -411,6 +311,3 @@ class Engine(TokenEngine, EngineControl, Protocol):
 
     async def check_health(self) -> None:
         """Raises EngineLost if the engine is dead; works while paused."""
-
-    def kv_events(self) -> AsyncIterator[KVEvent]:
-        """Iterate over what enters and leaves the prefix cache, from now on."""

@@ -298,8 +298,6 @@ class Lease:
     lease_id: str
     replica_id: str
     url: str
-    epoch: int = 0  # of the lease table when it was granted: an update of weights begins another
-    block_size: int = 0  # tokens of a KV block of the replica; 0: it does not say
     engine: str = ""  # the replica's, as `EngineInfo.name`
     can: Capabilities = ANYTHING  # what that engine can do
 

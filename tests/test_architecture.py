@@ -43,7 +43,6 @@ COMMON = (
     "aio",
     "plugins",
     "engine",
-    "kv_hashes",
     "sampled_tokens",
     "engine_lifecycle",
     "request_watch",

@@ -38,20 +38,6 @@ class ReplicaRegistration:
 
 
 @dataclass(frozen=True, slots=True)
-class KVChanges:
-    """The change of a replica's prefix cache since its last report. Hashes are little-endian uint64s.
-
-    They are the hashes of `kv_hashes.py`; blocks that show images are not named. Reports that carry changes are
-    numbered: a repeat of the last one changes nothing, and a gap asks for everything. So does a replica that is not
-    known yet: its first changes have `resident`.
-    """
-
-    sequence: int
-    removed: bytes = b""  # blocks that it held, and holds no more
-    resident: bytes | None = None  # all blocks that it holds: after a registration, a clear, and lost events
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """A replica's engine at one moment."""
 
@@ -60,7 +46,6 @@ class ReplicaReport:
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
-    kv: KVChanges | None = None  # None: nothing changed, or the engine does not say
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
 
 
@@ -89,19 +74,12 @@ class TurnBegun(msgspec.Struct, frozen=True, tag=True):
 
 
 class TurnEnded(msgspec.Struct, frozen=True, tag=True):
-    """The news that a holder's turn has ended.
-
-    `block_hashes` are those of the full blocks of the context's KV from index `first_block` on, as `kv_hashes.py`
-    packs them: they follow what was reported before, and replace what was from there on. The last sampled token has
-    no KV yet. A turn that failed has no tokens.
-    """
+    """The news that a holder's turn has ended. A turn that failed has no tokens."""
 
     lease_id: str
     num_context_tokens: int  # of the prompt and the sampled ones
     num_sampled_tokens: int
     num_cached_tokens: int | None  # of the prompt, as the engine said; None: it did not come to that
-    first_block: int
-    block_hashes: bytes
     tool: str = ""  # the first that runs now; empty: none, or not known
 
 
@@ -113,7 +91,6 @@ class HeldLease:
     holder_id: str  # an assignment's id, or `session_holder`
     group_id: str  # siblings have one in common; empty: it has none
     num_context_tokens: int  # of the last turn
-    block_hashes: bytes  # as in `TurnEnded`, all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +258,6 @@ class ReplicaStatus:
     kv_predicted_tokens: int = 0  # that those with leases hold, and will grow by in their next turns
     kv_limit_tokens: int = 0  # up to which trajectories begin
     kv_hit_rate: float | None = None  # of the context of turns that returned: the share found cached, lately
-    kv_agreement: float | None = None  # between the cached tokens that were predicted and reported; 1: the same
     is_thrashing: bool = False  # turns that return compute most of their contexts again
     entry: str = ""  # its kind of replicas in the config
     features: tuple[Feature, ...] = ()  # what requests may ask of it

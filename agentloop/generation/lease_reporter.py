@@ -1,22 +1,20 @@
 """The one reporter of a process, and the leases that the process holds.
 
-A `LeaseHolder` is one trajectory's or session's lease as its process has it: what is held, what the coordinator
-ordered, and the hashes of its context's KV blocks. The `LeaseReporter` gathers the news of all holders and sends
-them at most every `coalesce_s` and at least every `heartbeat_s`, which renews the leases; it gives the orders that
-come back to the holders. A turn only notes: it waits for no report, and no failure of one reaches it.
+A `LeaseHolder` is one trajectory's or session's lease as its process has it: what is held, and what the coordinator
+ordered. The `LeaseReporter` gathers the news of all holders and sends them at most every `coalesce_s` and at least
+every `heartbeat_s`, which renews the leases; it gives the orders that come back to the holders. A turn only notes:
+it waits for no report, and no failure of one reaches it.
 
 Invariants: one report is on its way at a time, and the same one is sent until it is answered; a holder begins a
-turn under no lease but the one it was last granted or ordered to; what a holder has hashed, it hashes again only
-where its context changed, or was computed under another weight version or for another block size. News that nobody
-takes are bounded: beyond `max_news` they are dropped, and all leases are told anew.
+turn under no lease but the one it was last granted or ordered to. News that wait are bounded: beyond `max_news`
+they are dropped, and all leases are told anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -25,13 +23,9 @@ import structlog
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after
 from agentloop.api.coordinator import HeldLease, LeaseOrders, LeaseReport, TurnBegun, TurnEnded
 from agentloop.errors import AgentLoopError
-from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
 
 _log = structlog.stdlib.get_logger(__name__)
-
-_NUM_WITNESSES = 8
-_SMALL_INTS = 256  # up to here equal ints are one object, whoever made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +210,12 @@ class LeaseHolder:
     """
 
     __slots__ = (
-        "_context",
         "_ended",
         "_group_id",
         "_has_failed",
         "_holder_id",
         "_must_ask",
+        "_num_context_tokens",
         "_num_in_flight",
         "_order",
         "_reporter",
@@ -240,7 +234,7 @@ class LeaseHolder:
         self._must_ask = False
         self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
         self._num_in_flight = 0
-        self._context = _ContextBlocks()
+        self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
         self._ended = 0  # number of the news of the last turn's end
 
     @property
@@ -267,7 +261,6 @@ class LeaseHolder:
         if self.lease is not None:
             self._reporter.forget(self.lease)
         self.lease, self._order, self.is_in_turn = lease, None, False
-        self._context.begin_lease(lease.block_size)
         self._reporter.hold(self, lease)
 
     def fail(self, lease: Lease) -> bool:
@@ -331,21 +324,14 @@ class LeaseHolder:
         self._num_in_flight -= 1
         if lease is None or lease != self.lease or not self.is_in_turn:
             return  # it never ran, or the holder has moved meanwhile
-        context = self._context
+        num_sampled, num_cached = 0, None
         if generation is not None:
-            context.take(request, generation)
-        first_block, hashes = context.unreported()
+            num_sampled = len(generation.token_ids)
+            self._num_context_tokens = len(request.token_ids) + num_sampled
+            if generation.finish_reason is not FinishReason.ABORT:
+                num_cached = generation.cached_tokens
         self._ended = self._reporter.tell(
-            TurnEnded(
-                self.lease.lease_id,
-                context.num_tokens,
-                len(generation.token_ids) if generation is not None else 0,
-                None
-                if generation is None or generation.finish_reason is FinishReason.ABORT
-                else generation.cached_tokens,
-                first_block,
-                hashes,
-            )
+            TurnEnded(self.lease.lease_id, self._num_context_tokens, num_sampled, num_cached)
         )
         self.is_in_turn = False
         if self._num_in_flight:
@@ -359,128 +345,10 @@ class LeaseHolder:
         """Return all that is known, which counts as reported."""
         if self.lease is None:
             return None
-        hashes = self._context.all_hashes()
-        return HeldLease(self.lease, self._holder_id, self._group_id, self._context.num_tokens, hashes)
+        return HeldLease(self.lease, self._holder_id, self._group_id, self._num_context_tokens)
 
     def _let_go(self) -> Lease | None:
         lease, self.lease = self.lease, None
         self._has_failed = self._must_ask = self.is_in_turn = False
         self._order = None
         return lease
-
-
-class _ContextBlocks:
-    """The ids of a holder's last context, and the hashes of its KV blocks.
-
-    A context that grows costs what is new. To see that it grew without reading all of it again, some of the last
-    prompt's ints are kept as witnesses: a path that only grows hands on the same objects. Other callers make new
-    ones; then the ids are compared, and hashed from the block on where they differ.
-    """
-
-    __slots__ = ("_chain", "_digests", "_ids", "_num_prompt", "_num_reported", "_witnesses")
-
-    def __init__(self) -> None:
-        self._ids: array[int] = array("I")
-        self._num_prompt = 0
-        self._witnesses: tuple[tuple[int, int], ...] = ()  # places in the prompt, and the ints there
-        self._chain: BlockChain | None = None  # None: no turn yet, or the replica does not tell its block size
-        self._digests = b""
-        self._num_reported = 0  # blocks
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the last turn's context: its prompt and what was sampled."""
-        return len(self._ids)
-
-    def begin_lease(self, block_size: int) -> None:
-        """Have everything reported again, for a replica of this block size; 0: it does not tell."""
-        self._num_reported = 0
-        root = self._chain.root if self._chain is not None else None
-        if block_size == 0:
-            self._chain = None
-        elif self._chain is None or self._chain.block_size != block_size:
-            self._chain = BlockChain(block_size, root_hash(0) if root is None else root)
-            self._extend_chain()
-
-    def take(self, request: GenerateRequest, generation: Generation) -> None:
-        """Take in a turn. Its last sampled token has no KV yet, and is hashed with the next turn."""
-        self._take_prompt(request.token_ids)
-        self._ids.extend(array("I", generation.token_ids))  # twice as fast as one after the other
-        chain = self._chain
-        if chain is None:
-            return
-        root = _root_of(request, generation, chain.root)
-        if root != chain.root:
-            self._chain, self._num_reported = BlockChain(chain.block_size, root), 0
-        self._extend_chain()
-
-    def unreported(self) -> tuple[int, bytes]:
-        """Return the hashes not reported so far, and the index of the first; they count as reported."""
-        if self._chain is None:
-            return 0, b""
-        first, hashes = self._num_reported, self._chain.hashes
-        self._num_reported = len(hashes)
-        return first, hashes[first:].tobytes()
-
-    def all_hashes(self) -> bytes:
-        """Return all hashes, which count as reported."""
-        self._num_reported = 0
-        return self.unreported()[1]
-
-    def _take_prompt(self, prompt: Sequence[int]) -> None:
-        """Make the ids those of the prompt, and take back the hashes of what it does not begin with."""
-        num_known = len(self._ids)
-        if not self._is_grown(prompt):
-            ids = array("I", prompt)
-            num_same = _num_same(self._ids, ids)
-            self._ids = ids
-            if num_same < num_known:
-                self._cut_chain(num_same)
-        else:
-            self._ids.extend(array("I", prompt[num_known:]))
-        self._num_prompt = len(prompt)
-        places = range(len(prompt) - 1, -1, -max(1, len(prompt) // _NUM_WITNESSES))
-        self._witnesses = tuple((place, prompt[place]) for place in places if prompt[place] > _SMALL_INTS)
-
-    def _is_grown(self, prompt: Sequence[int]) -> bool:
-        """Tell if a prompt surely begins with the last context. False: it has to be compared."""
-        num_prompt, num_known = self._num_prompt, len(self._ids)
-        if len(prompt) < num_known or not self._witnesses:
-            return False
-        if not all(prompt[place] is witness for place, witness in self._witnesses):
-            return False
-        return array("I", prompt[num_prompt:num_known]) == self._ids[num_prompt:]
-
-    def _cut_chain(self, num_same: int) -> None:
-        if self._chain is not None:
-            self._chain.cut(min(num_same // self._chain.block_size, len(self._chain.hashes)))
-            self._num_reported = min(self._num_reported, len(self._chain.hashes))
-
-    def _extend_chain(self) -> None:
-        chain = self._chain
-        if chain is not None:
-            end = max(chain.num_tokens, num_reusable_blocks(len(self._ids), chain.block_size) * chain.block_size)
-            chain.extend(self._ids[chain.num_tokens : end])
-
-
-def _root_of(request: GenerateRequest, generation: Generation, known: int) -> int:
-    """Return the root of a turn's KV: that of the version asked for, or else of the one that the engine served."""
-    spans, version = generation.weight_versions, request.kv_version
-    if version is None and spans:
-        version = spans[0 if request.keeps_kv else -1].version
-    if version is None:
-        return known
-    digests = b"".join(bytes.fromhex(image.sha256) for image in request.images)
-    return root_hash(version, digests)
-
-
-def _num_same(one: array[int], other: array[int]) -> int:
-    """Return the length of the longest beginning that two lists of ids have in common. Linear, in C."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least

@@ -139,11 +139,6 @@ class Admission:
         line = self._lines.get(replica_id)
         return line is None or not line.is_closed or line.first == holder_id
 
-    def is_next(self, holder_id: str) -> bool:
-        """Tell if a replica is kept for a holder that has waited long enough."""
-        line = self._lines.get(self._line_of.get(holder_id, ""))
-        return line is not None and line.is_closed and line.first == holder_id
-
     def placed(self, replica_id: str) -> None:
         """Note that somebody begins or goes on, who passes whoever waits for that replica."""
         line = self._lines.get(replica_id)

@@ -1,7 +1,7 @@
 """The balancer: which replica a trajectory runs on, for all its turns, and how many run at a time.
 
 Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
-and owns the lease table, the books of the replicas, the models of their KV, and what it has learned of lengths and
+and owns the lease table, the books of the replicas, their cache hits, and what it has learned of lengths and
 tools. A trajectory is charged to its replica from its lease to its release with the seconds of work and the KV that
 it is still expected to need (`expected_work.py`, `kv_forecast.py`): requests in flight would make a replica full of
 trajectories that wait for tools look idle.
@@ -16,14 +16,12 @@ charges of the leases counted on it; whoever waits for room waits behind a bound
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import (
     HeldLease,
-    KVChanges,
     LeaseOrders,
     LeaseReport,
     TurnBegun,
@@ -33,14 +31,13 @@ from agentloop.api.coordinator import (
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet.registry import Fleet
-from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.admission import Admission, AdmissionConfig
+from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.charges import Charges
 from agentloop.scheduling.expected_work import WorkPriors
 from agentloop.scheduling.lease_table import Holding, LeaseTable
 from agentloop.scheduling.placement import Charge, Demand, Placement
 from agentloop.scheduling.rebalance import Rebalance, RebalanceConfig
-from agentloop.scheduling.replica_caches import ReplicaCaches
 from agentloop.scheduling.retention import Retention
 from agentloop.scheduling.step_times import StepTimes
 from agentloop.types import Lease
@@ -69,7 +66,6 @@ class KVUse:
     predicted_tokens: int
     limit_tokens: int
     hit_rate: float | None  # of the contexts of turns that returned
-    agreement: float | None  # of predicted and reported hits
     is_thrashing: bool
 
 
@@ -86,7 +82,7 @@ class Balancer:
         self._retention = Retention(self._times, self._config.retention_factor)
         self.admission = Admission(self._config.admission)
         self._rebalance = Rebalance(self._placement, self._times, self._config.rebalance)
-        self._caches = ReplicaCaches(fleet)
+        self._hits: dict[str, CacheHits] = {}  # by replica
         self._leaders: dict[str, float] = {}  # group -> when its first prompt is prefilled, by our count
 
     # --- what others see ---
@@ -107,14 +103,13 @@ class Balancer:
 
     def kv_use(self, replica_id: str) -> KVUse:
         """Return how much of a replica's KV is spoken for, and how its turns find theirs."""
-        replica, hits = self._fleet.get(replica_id), self._caches.hits
+        replica, hits = self._fleet.get(replica_id), self._hits.get(replica_id, CacheHits())
         limit_tokens = 0.0 if replica is None else self.admission.rho * replica.capacity_tokens
         return KVUse(
             predicted_tokens=round(self._placement.book(replica_id).forecast.soon_tokens),
             limit_tokens=round(limit_tokens),
-            hit_rate=hits.hit_rate(replica_id),
-            agreement=hits.agreement(replica_id),
-            is_thrashing=hits.is_thrashing(replica_id),
+            hit_rate=hits.rate,
+            is_thrashing=hits.is_thrashing,
         )
 
     def lease_of(self, holder_id: str) -> Lease | None:
@@ -130,11 +125,6 @@ class Balancer:
     def hoped_tokens(self, group_id: str) -> float:
         """Return the growth that a group's next sample may well have: who may have most begins first."""
         return self._charges.hoped(group_id)
-
-    def tokens_left(self, holder_id: str) -> float:
-        """Return the tokens that a trajectory was expected to grow by at its last turn; 0: it has no lease."""
-        holding = self._table.of_holder(holder_id)
-        return 0.0 if holding is None else holding.charge.left_tokens
 
     # --- leases ---
 
@@ -254,13 +244,9 @@ class Balancer:
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
-        self._caches.drop(replica_id)
+        self._hits.pop(replica_id, None)
         self.admission.dissolve(replica_id)
         self._placement.forget(replica_id)
-
-    def kv_changed(self, replica_id: str, changes: KVChanges) -> bool:
-        """Take in what a replica tells of its prefix cache. False: it has to tell all that it holds."""
-        return self._caches.changed(replica_id, changes)
 
     # --- news of processes ---
 
@@ -279,20 +265,17 @@ class Balancer:
             if holding is None or not self._table.heard(holding, process_id, now):
                 unknown.append((lease_id, None))
         for turn in report.turns:
-            if (turn.lease_id, None) not in unknown:
-                self._take_turn(turn, now)
+            if (turn.lease_id, None) in unknown:
+                continue
+            if isinstance(turn, TurnBegun):
+                self.turn_begun(turn.lease_id, now)
+            else:
+                self.turn_ended(turn, now)
         for lease_id in report.released:
             holding = self._table.of_lease(lease_id)
             if holding is not None and holding.demand.process_id == process_id:
                 self._end(holding, None)
         return LeaseOrders((*unknown, *self._table.orders(process_id)))
-
-    def _take_turn(self, turn: TurnBegun | TurnEnded, now: float) -> None:
-        if isinstance(turn, TurnBegun):
-            self.turn_begun(turn.lease_id, now)
-            return
-        counts = turn.num_context_tokens, turn.num_sampled_tokens, turn.num_cached_tokens
-        self.turn_ended(turn.lease_id, *counts, turn.first_block, hashes_of(turn.block_hashes), turn.tool, now)
 
     def _compare(self, process_id: str, leases: Sequence[HeldLease], now: float) -> None:
         """Have the table agree with all that a process holds: leases that an earlier coordinator granted are
@@ -303,8 +286,8 @@ class Balancer:
             demand = Demand(held.holder_id, process_id, held.group_id, num_tokens, is_session=is_session)
             self.adopt(demand, held.lease, now)
             holding = self._table.of_lease(held.lease.lease_id)
-            if holding is not None and self._table.heard(holding, process_id, now):
-                holding.hashes = hashes_of(held.block_hashes)
+            if holding is not None:
+                self._table.heard(holding, process_id, now)
         kept = {held.lease.lease_id for held in leases}
         for holding in self._table.of_process(process_id):
             demand, names = holding.demand, {holding.lease.lease_id, *holding.earlier}
@@ -328,44 +311,31 @@ class Balancer:
                 self._recount(holding, is_kept=True)
         self._set_at_tool(holding, is_at_tool=False)
 
-    def turn_ended(
-        self,
-        lease_id: str,
-        num_context_tokens: int,
-        num_sampled_tokens: int,
-        num_cached_tokens: int | None,
-        first_block: int,
-        block_hashes: array[int],
-        tool: str,
-        now: float,
-    ) -> None:
-        """Take in a turn (`api.TurnEnded` tells what each is), and decide where the next one runs."""
-        holding = self._table.of_lease(lease_id)
+    def turn_ended(self, turn: TurnEnded, now: float) -> None:
+        """Take in a turn, and decide where the next one runs. Unknown leases: no-op."""
+        holding = self._table.of_lease(turn.lease_id)
         if holding is None:
             return
-        if num_context_tokens <= 0:  # it failed, and is begun again
+        if turn.num_context_tokens <= 0:  # it failed, and is begun again
             self._set_at_tool(holding, is_at_tool=True)
             holding.tool, holding.ended_at = "", now
             return
-        demand, is_here = holding.demand, lease_id == holding.lease.lease_id
+        demand, is_here = holding.demand, turn.lease_id == holding.lease.lease_id
         if not demand.is_session:
-            self._charges.turn(holding, num_context_tokens, num_sampled_tokens)
-            self._rebalance.prompted(num_context_tokens - num_sampled_tokens)
-            if is_here and num_cached_tokens is not None:
-                self._count_lost(holding, num_sampled_tokens, num_cached_tokens)
+            self._charges.turn(holding, turn.num_context_tokens, turn.num_sampled_tokens)
+            self._rebalance.prompted(turn.num_context_tokens - turn.num_sampled_tokens)
+            if is_here and turn.num_cached_tokens is not None:
+                self._count_lost(holding, turn.num_sampled_tokens, turn.num_cached_tokens)
         num_left = holding.context_tokens if holding.is_warm else 0.0
-        holding.context_tokens = float(num_context_tokens)
+        holding.context_tokens = float(turn.num_context_tokens)
         holding.num_turns += 1
-        if first_block <= len(holding.hashes):
-            del holding.hashes[first_block:]
-            holding.hashes.extend(block_hashes)
         self._set_at_tool(holding, is_at_tool=True)
-        holding.tool, holding.ended_at = tool, now
+        holding.tool, holding.ended_at = turn.tool, now
         self._leaders.pop(demand.group_id, None)  # its prompt is there
         if not is_here or demand.is_session or not holding.is_counted:
             return
-        num_prompt_tokens = num_context_tokens - num_sampled_tokens
-        self._caches.turn(holding, num_left, num_prompt_tokens, num_cached_tokens)
+        if num_left > 0 and turn.num_cached_tokens is not None:
+            self._hits.setdefault(holding.lease.replica_id, CacheHits()).take(num_left, turn.num_cached_tokens)
         holding.is_warm = True
         if not self._keeps_kv(holding, now):
             self._table.have_ask(holding)
@@ -379,10 +349,9 @@ class Balancer:
 
         Those that are not moved ask for room before they go on: there is nothing to come back to.
         """
-        self._table.epoch += 1
         if not is_flushed:
             return
-        self._caches.flushed()
+        self._hits.clear()
         waiting: list[Holding] = []
         lost_s = 0.0
         for holding in self._table:
@@ -476,7 +445,9 @@ class Balancer:
     def _count_lost(self, holding: Holding, sampled_tokens: int, cached_tokens: int) -> None:
         """Tell admission of a turn: seconds computed again if its KV was to be there, its part of fixed times."""
         num_lost = holding.context_tokens - cached_tokens
-        is_lost = holding.is_warm and num_lost > 2 * max(holding.lease.block_size, 1)
+        replica = self._fleet.get(holding.lease.replica_id)
+        block_size = 0 if replica is None else replica.registration.info.block_size
+        is_lost = holding.is_warm and num_lost > 2 * max(block_size, 1)
         lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens)) if is_lost else 0.0
         num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
         self.admission.turn(lost_s, self._times.step_s * sampled_tokens / num_sampling, self._placement.num_counted)

@@ -11,9 +11,8 @@ exactly the holdings that `hold` put in and `drop` has not taken out.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from agentloop.engine import EngineInfo
@@ -34,7 +33,6 @@ class Holding:
     prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
     context_tokens: float = 0.0  # at the end of its last turn
     num_turns: int = 0  # that have ended
-    hashes: array[int] = field(default_factory=lambda: array("Q"))  # its context's full blocks
     is_at_tool: bool = False
     is_sampling: bool = False  # a turn of it runs
     tool: str = ""
@@ -48,7 +46,6 @@ class LeaseTable:
     """All holdings, by holder, lease, process and replica."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # of the leases granted from now on
         self._by_holder: dict[str, Holding] = {}
         self._by_lease: dict[str, Holding] = {}
         self._by_process: dict[str, set[Holding]] = {}
@@ -87,10 +84,10 @@ class LeaseTable:
         return tuple(self._by_replica.get(replica_id, ()))
 
     def grant(self, replica_id: str, url: str, info: EngineInfo) -> Lease:
-        """Return a lease of a new id, of this epoch, on a replica with this engine."""
+        """Return a lease of a new id on a replica with this engine."""
         self._num_granted += 1
         lease_id = f"{self._prefix}-{self._num_granted}"
-        return Lease(lease_id, replica_id, url, self.epoch, info.block_size, info.name, info.can)
+        return Lease(lease_id, replica_id, url, info.name, info.can)
 
     def hold(self, holding: Holding, now: float) -> None:
         """Enter a holding; its holder must have none."""

@@ -25,8 +25,6 @@ from agentloop.engine import (
     CommitReport,
     Delta,
     EngineInfo,
-    KVEvent,
-    KVEventPublisher,
     MemoryTag,
     OnProgress,
     PushSource,
@@ -122,8 +120,7 @@ class SimulatedEngine:
         self._clock = clock if clock is not None else RealClock()
         self._policy = policy if policy is not None else HashPolicy(spec.vocab_size, spec.seed)
         self.faults = faults if faults is not None else Faults()
-        self._events = KVEventPublisher()
-        self._kv = KVCache(spec.num_blocks, spec.block_size, self._events)
+        self._kv = KVCache(spec.num_blocks, spec.block_size)
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._scheduler.has_begun)
         self._scheduler = Scheduler(self._kv, spec.max_running, self._lifecycle.kv_version)
         self._weight_source = weight_source if weight_source is not None else NoPushes()
@@ -171,7 +168,6 @@ class SimulatedEngine:
         if not self._lifecycle.close(reason):
             return
         self._fail_all(EngineLost, reason)
-        self._events.close()
         if self._task is not None:
             self._task.cancel()
 
@@ -330,9 +326,6 @@ class SimulatedEngine:
             num_preemptions=self._scheduler.num_preemptions,
             num_prefill_tokens=self._scheduler.num_prefill_tokens,
         )
-
-    def kv_events(self) -> AsyncIterator[KVEvent]:
-        return self._events.subscribe()
 
     async def check_health(self) -> None:
         self._lifecycle.require_alive()

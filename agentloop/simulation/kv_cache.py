@@ -1,18 +1,47 @@
-"""The KV cache of a simulated engine: blocks, prefix reuse, least-recently-used eviction, events. Synchronous.
+"""The KV cache of a simulated engine: blocks, prefix reuse, least-recently-used eviction. Synchronous.
 
-A full block is known by its name (`kv_hashes.py`), and it holds the policy's state after its last token.
+A full block is known by its name, a hash of its ids and of the name before it. It holds the policy's state after
+its last token.
 Invariants: a block that any request holds is never evicted; a block in the cache has its parent in the cache;
 blocks held, cached and free sum to `num_blocks`.
 """
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEventPublisher
-from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
+import xxhash
+
+
+class BlockChain:
+    """The names of one context's full blocks; it grows at its end, and costs O(new tokens) a time.
+
+    The first block follows the KV version, so that contexts of two versions share no block.
+    """
+
+    __slots__ = ("_block_size", "_kv_version", "_tail", "names", "num_tokens")
+
+    def __init__(self, block_size: int, kv_version: int) -> None:
+        self._block_size = block_size
+        self._kv_version = kv_version
+        self.names: array[int] = array("Q")
+        self.num_tokens = 0
+        self._tail = b""  # packed ids after the last full block
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append ids, each in [0, 2**32), and name the blocks that are full now."""
+        packed = array("I", token_ids)
+        self.num_tokens += len(packed)
+        data, size = self._tail + packed.tobytes(), 4 * self._block_size
+        end = len(data) - len(data) % size
+        digest, parent = xxhash.xxh3_64_intdigest, self.names[-1] if self.names else self._kv_version
+        blocks = struct.iter_unpack(f"{size}s", data[:end])
+        self.names.extend(array("Q", [parent := digest(block, parent) for (block,) in blocks]))
+        self._tail = data[end:]
 
 
 @dataclass(slots=True)
@@ -34,15 +63,14 @@ class _Block:
 
 
 class KVCache:
-    """All blocks of one engine; `events` hears what becomes of them."""
+    """All blocks of one engine."""
 
-    def __init__(self, num_blocks: int, block_size: int, events: KVEventPublisher) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks: dict[int, _Block] = {}  # full blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # held by no request, least recently used first
         self._num_tails = 0  # partial blocks; each belongs to one sequence
-        self._events = events
 
     @property
     def num_held_blocks(self) -> int:
@@ -51,7 +79,7 @@ class KVCache:
 
     def sequence(self, kv_version: int) -> KVSequence:
         """Return the KV of a request that holds nothing yet and may share that of `kv_version`."""
-        return KVSequence(kv_version, BlockChain(self.block_size, root_hash(kv_version)))
+        return KVSequence(kv_version, BlockChain(self.block_size, kv_version))
 
     def admit(
         self, sequence: KVSequence, token_ids: Sequence[int], advance: Callable[[int, Sequence[int]], int]
@@ -61,34 +89,29 @@ class KVCache:
         Returns how many tokens were cached (never all: the last one is always computed, as sampling needs its
         output), or None if blocks do not suffice; then nothing changed.
         """
-        size, hashes = self.block_size, sequence.chain.hashes
+        size, names = self.block_size, sequence.chain.names
         sequence.chain.extend(token_ids[sequence.chain.num_tokens :])
         num_full = len(token_ids) // size
-        num_cached, num_reusable = 0, num_reusable_blocks(len(token_ids), size)
-        while num_cached < num_reusable and hashes[num_cached] in self._blocks:
+        num_cached, num_reusable = 0, (len(token_ids) - 1) // size
+        while num_cached < num_reusable and names[num_cached] in self._blocks:
             num_cached += 1
         num_needed = -(-len(token_ids) // size) - num_cached
-        num_idle_reused = sum(hashes[index] in self._idle for index in range(num_cached))
+        num_idle_reused = sum(names[index] in self._idle for index in range(num_cached))
         if num_needed > self.num_blocks - self.num_held_blocks - num_idle_reused:
             return None
-        for block_hash in hashes[:num_cached]:
-            self._hold(block_hash)
-        state = self._blocks[hashes[num_cached - 1]].state if num_cached else 0
+        for name in names[:num_cached]:
+            self._hold(name)
+        state = self._blocks[names[num_cached - 1]].state if num_cached else 0
         sequence.num_held, sequence.state = num_cached, state
-        stored: list[int] = []
         for index in range(num_cached, num_full):
             sequence.state = advance(sequence.state, token_ids[index * size : (index + 1) * size])
             self._take()
-            if self._store(sequence, hashes[index]):
-                stored.append(index)
+            self._store(sequence, names[index])
         sequence.tail = list(token_ids[num_full * size :])
         if sequence.tail:
             self._take()
             sequence.state = advance(sequence.state, sequence.tail)
         sequence.num_tokens = len(token_ids)
-        if stored:
-            ids = token_ids[stored[0] * size : (stored[-1] + 1) * size]
-            self._announce_stored(sequence, stored[0], stored[-1] + 1, ids)
         return num_cached * size
 
     def append(self, sequence: KVSequence, token_id: int, state: int) -> bool:
@@ -100,34 +123,32 @@ class KVCache:
         sequence.num_tokens += 1
         if len(sequence.tail) == self.block_size:
             index, chain = sequence.num_held, sequence.chain
-            if index == len(chain.hashes):
+            if index == len(chain.names):
                 chain.extend(sequence.tail[chain.num_tokens - index * self.block_size :])
-            ids, sequence.tail = sequence.tail, []
-            if self._store(sequence, chain.hashes[index]):
-                self._announce_stored(sequence, index, index + 1, ids)
+            sequence.tail = []
+            self._store(sequence, chain.names[index])
         return True
 
     def release(self, sequence: KVSequence) -> None:
         """Take back all a sequence holds. Full blocks stay cached, its last one first to be evicted. Idempotent."""
         if sequence.tail:
             self._num_tails -= 1
-        for block_hash in reversed(sequence.chain.hashes[: sequence.num_held]):
-            block = self._blocks[block_hash]
+        for name in reversed(sequence.chain.names[: sequence.num_held]):
+            block = self._blocks[name]
             block.num_holders -= 1
             if block.num_holders == 0:
-                self._idle[block_hash] = None
+                self._idle[name] = None
         sequence.tail, sequence.num_held, sequence.num_tokens, sequence.state = [], 0, 0, 0
 
     def clear(self) -> None:
         """Forget every block that no request holds."""
-        for block_hash in self._idle:
-            del self._blocks[block_hash]
+        for name in self._idle:
+            del self._blocks[name]
         self._idle.clear()
-        self._events.publish(AllBlocksCleared())
 
-    def _hold(self, block_hash: int) -> None:
-        self._blocks[block_hash].num_holders += 1
-        self._idle.pop(block_hash, None)
+    def _hold(self, name: int) -> None:
+        self._blocks[name].num_holders += 1
+        self._idle.pop(name, None)
 
     def _take(self) -> bool:
         """Take a free block as a partial one, evicting if none is free. False if all are held."""
@@ -136,23 +157,13 @@ class KVCache:
                 return False
             evicted, _ = self._idle.popitem(last=False)
             del self._blocks[evicted]
-            self._events.publish(BlocksRemoved((evicted,)))
         self._num_tails += 1
         return True
 
-    def _store(self, sequence: KVSequence, block_hash: int) -> bool:
-        """Turn the sequence's partial block into a full one. False if an equal one was there and is shared now."""
+    def _store(self, sequence: KVSequence, name: int) -> None:
+        """Turn the sequence's partial block into a full one, or share an equal one that is there."""
         self._num_tails -= 1
-        is_new = block_hash not in self._blocks
-        if is_new:
-            self._blocks[block_hash] = _Block(sequence.state, 0)
-        self._hold(block_hash)
+        if name not in self._blocks:
+            self._blocks[name] = _Block(sequence.state, 0)
+        self._hold(name)
         sequence.num_held += 1
-        return is_new
-
-    def _announce_stored(self, sequence: KVSequence, start: int, end: int, token_ids: Sequence[int]) -> None:
-        if self._events.has_subscribers:
-            known = sequence.chain.hashes
-            parent = known[start - 1] if start else None
-            hashes = tuple(known[start:end])
-            self._events.publish(BlocksStored(hashes, parent, tuple(token_ids), sequence.kv_version))

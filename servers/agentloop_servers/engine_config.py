@@ -84,8 +84,14 @@ class EngineConfig(_EngineModel):
     num_threads: Annotated[int, Field(ge=1)] | None = None  # None: on CPU 1; on CUDA many while it loads, then 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
-    tells_cache: bool | None = None  # of vLLM: its KV events, 1 to 5 % of its steps; None: in a fleet of several
     attention_backend: str | None = None  # of SGLang, as it calls them; None: its own choice
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, given: object) -> object:
+        if isinstance(given, dict) and "tells_cache" in given:
+            raise ValueError("tells_cache is gone, without a successor: engines publish no KV events any more")
+        return given
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

@@ -85,7 +85,6 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         **_common_fields(config, entry),
         data_parallel_size=entry.data_parallel_size,
         expert_parallel=entry.expert_parallel,
-        tells_cache=config.num_replicas > 1 if entry.tells_cache is None else entry.tells_cache,
         num_threads=entry.num_threads or 1,
         max_step_tokens=entry.step_tokens,
         max_graph_tokens=entry.graph_tokens,

@@ -179,9 +179,8 @@ class PlainVllm(PlainEngine):
         from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        arguments = engine_arguments(self._config, "")
-        for ours in ("kv_events_config", "worker_extension_cls"):
-            del arguments[ours]
+        arguments = engine_arguments(self._config)
+        del arguments["worker_extension_cls"]
         if self._config.device == "cuda":
             arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

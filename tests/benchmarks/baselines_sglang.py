@@ -51,8 +51,7 @@ class PlainSglang(PlainEngine):
         prepare_environment(self._config)
         from sglang import Engine  # noqa: PLC0415
 
-        arguments = server_arguments(self._config, "")
-        del arguments["kv_events_config"]
+        arguments = server_arguments(self._config)
         before = set(psutil.Process().children(recursive=True))
         self._engine = Engine(**arguments)
         self._children = [one for one in psutil.Process().children(recursive=True) if one not in before]

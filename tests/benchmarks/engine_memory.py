@@ -3,10 +3,9 @@
     python -m tests.benchmarks.engine_memory --minutes 10
     python -m tests.benchmarks.engine_memory --arms ours --kv-mib 256
 
-Arms: `bare` is AsyncLLM alone; `events` the same with KV events, which nobody reads; `ours` is `VllmEngine` with a
-reader of its events and reports on what runs, as in a replica. The load: 32 requests at a time, prompts of random
-ids, 64 tokens each. On CPU the pages of the KV cache are taken as blocks are first used, so a small cache is whole
-within seconds, and what grows later is something else.
+Arms: `bare` is AsyncLLM alone; `ours` is `VllmEngine` with reports on what runs, as in a replica. The load: 32
+requests at a time, prompts of random ids, 64 tokens each. On CPU the pages of the KV cache are taken as blocks are
+first used, so a small cache is whole within seconds, and what grows later is something else.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,13 +29,12 @@ import psutil
 from agentloop.engine import Progress
 from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest
-from agentloop_servers.engines.common.kv_feed import kv_endpoint
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.benchmarks import report
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
-ARMS = ("bare", "events", "ours")
+ARMS = ("bare", "ours")
 NUM_AT_ONCE = 32
 NUM_TOKENS = 64
 SAMPLE_S = 10.0
@@ -58,16 +55,12 @@ class Load:
 def run_arm(arm: str, load: Load) -> tuple[list[Sample], int]:
     """Return the sizes over time, and the requests that were answered."""
     run = _ours if arm == "ours" else _bare
-    return asyncio.run(run(arm, load))
+    return asyncio.run(run(load))
 
 
-async def _ours(_: str, load: Load) -> tuple[list[Sample], int]:
+async def _ours(load: Load) -> tuple[list[Sample], int]:
     engine = VllmEngine(_config(load.kv_mib))
     await engine.start()
-
-    async def read_events() -> None:
-        async for _event in events:
-            pass
 
     async def ask(number: int, prompt: list[int]) -> None:
         sampling = SamplingParams(max_tokens=NUM_TOKENS)
@@ -76,41 +69,35 @@ async def _ours(_: str, load: Load) -> tuple[list[Sample], int]:
     def tell(progress: Progress) -> None:
         """Take a report, as the data plane does."""
 
-    events = engine.kv_events()
-    reading = asyncio.create_task(read_events())
     try:
         return await _under_load(ask, load)
     finally:
-        reading.cancel()
         await engine.close()
 
 
-async def _bare(arm: str, load: Load) -> tuple[list[Sample], int]:
+async def _bare(load: Load) -> tuple[list[Sample], int]:
     config = _config(load.kv_mib)
     prepare_environment(config)
     vllm = importlib.import_module("vllm")  # it reads its environment then
 
-    with TemporaryDirectory() as folder:
-        arguments = engine_arguments(config, kv_endpoint(folder))
-        del arguments["worker_extension_cls"]
-        if arm == "bare":
-            del arguments["kv_events_config"]
-        llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**arguments))
-        params = vllm.SamplingParams(
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=0,
-            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        )
+    arguments = engine_arguments(config)
+    del arguments["worker_extension_cls"]
+    llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+    params = vllm.SamplingParams(
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )
 
-        async def ask(number: int, prompt: list[int]) -> None:
-            async for _output in llm.generate({"prompt_token_ids": prompt}, params, f"r{number}"):
-                pass
+    async def ask(number: int, prompt: list[int]) -> None:
+        async for _output in llm.generate({"prompt_token_ids": prompt}, params, f"r{number}"):
+            pass
 
-        try:
-            return await _under_load(ask, load)
-        finally:
-            llm.shutdown()
+    try:
+        return await _under_load(ask, load)
+    finally:
+        llm.shutdown()
 
 
 async def _under_load(ask: Callable[[int, list[int]], Awaitable[None]], load: Load) -> tuple[list[Sample], int]:

@@ -32,8 +32,6 @@ from agentloop_servers.engines.vllm.convert import sampling_params
 from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import PromptSizes, Turn, Workload
 
-OURS = ("kv_events_config", "worker_extension_cls")
-
 
 @dataclass(frozen=True, slots=True)
 class BareRun:
@@ -76,9 +74,8 @@ class BareVllm(BareEngine):
         self._make = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args
 
     async def start(self) -> None:
-        arguments = vllm.engine_arguments(self._config, "ipc:///unused")
-        for name in OURS:
-            del arguments[name]
+        arguments = vllm.engine_arguments(self._config)
+        del arguments["worker_extension_cls"]
         self._llm = await asyncio.to_thread(self._make, self._args(**arguments))
 
     async def sample(self, request_id: str, prompt_ids: list[int], num_tokens: int) -> list[int]:
@@ -102,8 +99,7 @@ class BareSglang(BareEngine):
         self._make = importlib.import_module("sglang").Engine
 
     async def start(self) -> None:
-        arguments = sglang.server_arguments(self._config, "ipc:///unused")
-        del arguments["kv_events_config"]
+        arguments = sglang.server_arguments(self._config)
         self._engine = self._make(**arguments)
 
     async def sample(self, request_id: str, prompt_ids: list[int], num_tokens: int) -> list[int]:

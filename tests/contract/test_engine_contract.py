@@ -16,7 +16,7 @@ import pytest
 
 from agentloop.capabilities import Feature
 from agentloop.checks import check_checkpoint, check_generation
-from agentloop.engine import ALL_MEMORY, AllBlocksCleared, BlocksStored, HeldIn, MemoryTag, Progress, PushSource
+from agentloop.engine import ALL_MEMORY, HeldIn, MemoryTag, Progress, PushSource
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -818,26 +818,6 @@ async def test_no_trajectory_gets_kv_that_an_update_has_ended(case: EngineCase, 
     await commit_next(case, KVPolicy.KEEP)  # which ends nothing
     again = replace(case.request(prompt, 4), kv_version=version)
     assert (await generated(case, again)).cached_tokens > 0
-
-
-async def test_kv_events_tell_what_is_reusable(case: EngineCase) -> None:
-    events = case.engine.kv_events()
-    prompt = case.prompt()
-    size = case.engine.info.block_size
-    await generated(case, case.request(prompt, 4))
-    stored: dict[int, tuple[int, ...]] = {}  # hash of a block: all ids up to its end
-    async with asyncio.timeout(TIMEOUT_S):
-        while prompt[: 2 * size] not in stored.values():
-            event = await anext(events)
-            if isinstance(event, BlocksStored):
-                assert len(event.token_ids) == size * len(event.block_hashes)
-                ids = stored.get(event.parent_hash, ()) if event.parent_hash is not None else ()
-                for index, block_hash in enumerate(event.block_hashes):
-                    ids += event.token_ids[index * size : (index + 1) * size]
-                    stored[block_hash] = ids
-        await commit_next(case, KVPolicy.RECOMPUTE)
-        while not isinstance(await anext(events), AllBlocksCleared):
-            pass
 
 
 async def test_load_shows_the_prompts_that_wait_for_a_token(case: EngineCase) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnEnded
 from agentloop.capabilities import NO_NEEDS, Needs
@@ -18,8 +15,6 @@ from agentloop.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.generation.leases import AssignedLease
-from agentloop.images import ImageSpan
-from agentloop.kv_hashes import BlockChain, hashes_of, root_hash
 from agentloop.types import (
     Assignment,
     FinishReason,
@@ -32,9 +27,6 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from tests.support.fleet.fake_coordinator import FakeCoordinator
-
-BLOCK = 4
-Ids = tuple[int, ...]
 
 
 @dataclass
@@ -53,8 +45,8 @@ class Site:
         return holder
 
 
-def lease_of(lease_id: str, block_size: int = BLOCK) -> Lease:
-    return Lease(lease_id, "a", "url-a", block_size=block_size)
+def lease_of(lease_id: str) -> Lease:
+    return Lease(lease_id, "a", "url-a")
 
 
 def virtually(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -101,26 +93,17 @@ def turn(
     holder.leave(holder.lease, asked(prompt, **fields), replied(reply, *(versions or (0,)), cached_tokens=3))
 
 
-def chain_of(
-    context: tuple[int, ...], version: int = 0, block_size: int = BLOCK, digests: bytes = b""
-) -> list[int]:
-    chain = BlockChain(block_size, root_hash(version, digests))
-    chain.extend(context[:-1])  # the last sampled token has no KV
-    return list(chain.hashes)
-
-
-def known(reports: list[LeaseReport], lease_id: str) -> list[int]:
-    """What a reader of all reports knows of a lease's blocks in the end."""
-    blocks: list[int] = []
+def known(reports: list[LeaseReport], lease_id: str) -> int:
+    """What a reader of all reports knows in the end of the length of a lease's context."""
+    num_tokens = 0
     for report in reports:
         for held in report.leases or ():
             if held.lease.lease_id == lease_id:
-                blocks = list(hashes_of(held.block_hashes))
+                num_tokens = held.num_context_tokens
         for news in report.turns:
             if isinstance(news, TurnEnded) and news.lease_id == lease_id:
-                assert news.first_block <= len(blocks), "news are missing"
-                blocks[news.first_block :] = hashes_of(news.block_hashes)
-    return blocks
+                num_tokens = news.num_context_tokens
+    return num_tokens
 
 
 @virtually
@@ -135,10 +118,7 @@ async def test_news_are_gathered_and_silence_is_a_heartbeat(site: Site) -> None:
     await site.clock.sleep(0.5)
     news = site.reports[-1]
     assert (news.leases, news.taken, len(news.turns), len(site.reports)) == (None, (), 6, 2)
-    assert news.turns[:2] == (
-        TurnBegun("L0"),
-        TurnEnded("L0", 25, 5, 3, 0, array("Q", chain_of(ids_of(("prompt", 20), ("reply", 5)))).tobytes()),
-    )
+    assert news.turns[:2] == (TurnBegun("L0"), TurnEnded("L0", 25, 5, 3))
     await site.clock.sleep(10.0)
     assert [report.turns for report in site.reports[2:]] == [()] * 10, "a heartbeat a second"
     assert [report.sequence for report in site.reports] == list(range(1, 13))
@@ -146,23 +126,6 @@ async def test_news_are_gathered_and_silence_is_a_heartbeat(site: Site) -> None:
         holder.drop()
     await site.clock.sleep(10.0)
     assert len(site.reports) == 12, "who holds nothing says nothing"
-
-
-@virtually
-async def test_a_turn_tells_its_new_blocks_alone(site: Site) -> None:
-    holder = site.holder()
-    path = list(ids_of(("prompt", 4000)))
-    contexts = []
-    for number in range(4):
-        reply = ids_of((f"reply {number}", 10))
-        turn(holder, tuple(path), reply)
-        path += list(reply)  # the same int objects, as a path that grows has them
-        contexts.append(tuple(path))
-        path += list(ids_of((f"tool {number}", 7)))
-        await site.clock.sleep(1.0)
-    ends = [news for report in site.reports for news in report.turns if isinstance(news, TurnEnded)]
-    assert [len(news.block_hashes) // 8 for news in ends] == [4, 4, 5]
-    assert known(site.reports, "L0") == chain_of(contexts[-1])
 
 
 @virtually
@@ -175,71 +138,6 @@ async def test_the_tool_that_runs_goes_with_the_turn_unless_that_is_told(site: S
     holder.run_tool("late")
     assert isinstance(news := site.reports[-1].turns[-1], TurnEnded)
     assert news.tool == "search"
-
-
-@pytest.mark.parametrize("change", ["version", "asked version", "kept version", "images", "block size"])
-def test_what_was_computed_otherwise_is_hashed_anew(change: str) -> None:
-    @virtually
-    async def run(site: Site) -> None:
-        holder = site.holder()
-        turn(holder, ids_of(("prompt", 30)), ids_of(("reply", 5)))
-        await site.clock.sleep(1.0)
-        context, lease_id = ids_of(("prompt", 30), ("reply", 5), ("tool", 9), ("again", 6)), "L0"
-        fields: dict[str, Any] = {}
-        versions, expected = (0,), chain_of(context)
-        if change == "version":
-            versions, expected = (0, 1), chain_of(context, 1)
-        if change == "asked version":
-            versions, fields, expected = (0, 1), {"kv_version": 7}, chain_of(context, 7)
-        if change == "kept version":
-            versions, fields, expected = (5, 6), {"keeps_kv": True}, chain_of(context, 5)
-        if change == "images":
-            digest = "ab" * 32
-            fields, expected = (
-                {"images": (ImageSpan(digest, 2, 5),)},
-                chain_of(context, digests=bytes.fromhex(digest)),
-            )
-        if change == "block size":
-            holder.hold(lease_of(lease_id := "bigger", 8))
-            expected = chain_of(context, block_size=8)
-        turn(holder, context[:-6], context[-6:], *versions, **fields)
-        await site.clock.sleep(1.0)
-        assert known(site.reports, lease_id) == expected
-
-    run()
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(1, 9)), max_size=8), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_a_context_that_forks_goes_back_to_what_is_common(
-    turns: list[tuple[int, int, int]], is_growing: bool
-) -> None:
-    @virtually
-    async def run(site: Site) -> None:
-        holder, context = site.holder(), ids_of(("start", 12))
-        for number, (num_kept, num_new, num_reply) in enumerate(turns):
-            kept = context if is_growing else context[:num_kept]
-            prompt = kept + ids_of((f"new {number}", num_new)) or (5000,)
-            reply = ids_of((f"reply {number}", num_reply))
-            turn(holder, prompt, reply)
-            context = prompt + reply
-            await site.clock.sleep(0.3)
-        await site.clock.sleep(1.0)
-        if turns:
-            assert known(site.reports, "L0") == chain_of(context)
-
-    run()
-
-
-@virtually
-async def test_a_context_with_a_change_in_its_middle_is_seen(site: Site) -> None:
-    holder, path = site.holder(), list(ids_of(("prompt", 400)))
-    turn(holder, tuple(path), ())
-    path = [int(str(number)) for number in path]  # of other objects, as whoever decodes a prompt has them
-    path[150] += 1
-    turn(holder, tuple(path), (1, 2))
-    await site.clock.sleep(1.0)
-    assert known(site.reports, "L0") == chain_of((*path, 1, 2))
 
 
 @virtually
@@ -260,7 +158,7 @@ async def test_calls_side_by_side_are_one_turn_until_the_last_has_ended(site: Si
     await site.clock.sleep(0.5)
     kinds = [type(news).__name__ for news in site.reports[-1].turns]
     assert kinds == ["TurnBegun", "TurnEnded", "TurnBegun", "TurnEnded", "TurnBegun", "TurnEnded"]
-    assert known(site.reports, "L0") == chain_of(prompt + other)
+    assert known(site.reports, "L0") == len(prompt + other)
     holder.enter()
     assert holder.usable == lease_of("L1")
 
@@ -279,7 +177,7 @@ async def test_a_report_is_repeated_until_it_is_answered(site: Site) -> None:
     assert [report.sequence for report in site.reports] == list(range(1, len(site.reports) + 1))
     turns = [news for report in site.reports for news in report.turns]
     assert len(turns) == 4, "each counts once"
-    assert known(site.reports, "L0") == chain_of(ids_of(("prompt", 20), ("reply", 5), ("more", 8), ("again", 5)))
+    assert known(site.reports, "L0") == 38
 
 
 @virtually
@@ -296,7 +194,6 @@ async def test_a_coordinator_that_asks_for_all_gets_all_with_who_is_in_a_turn(si
     assert full.leases is not None
     assert [held.num_context_tokens for held in full.leases] == [25, 25]
     assert full.turns == (TurnBegun("L1"),)
-    assert known([full], "L0") == chain_of(ids_of(("prompt", 20), ("reply", 5)))
     holders[1].leave(holders[1].lease, asked(ids_of(("prompt", 20))), None)
     await site.clock.sleep(1.0)
     assert known(site.reports, "L1") == known(site.reports, "L0")
@@ -315,7 +212,7 @@ async def test_news_that_nobody_takes_are_bounded_and_told_whole_later(site: Sit
     await site.clock.sleep(20.0)
     assert all(len(report.turns) <= 50 for report in site.reports)
     assert [report.leases is not None for report in site.reports].count(True) == 2
-    assert known(site.reports, "L0") == chain_of(path[:-2])
+    assert known(site.reports, "L0") == len(path[:-2])
 
 
 @virtually
@@ -325,7 +222,7 @@ async def test_a_report_that_is_refused_is_not_repeated(site: Site) -> None:
     site.coordinator.report_errors = [InvalidRequest("no report")]
     turn(holder, ids_of(("prompt", 20)), ids_of(("reply", 5)))
     await site.clock.sleep(2.0)
-    assert known(site.reports, "L0") == chain_of(ids_of(("prompt", 20), ("reply", 5)))
+    assert known(site.reports, "L0") == 25
     assert site.reports[1].leases is not None
 
 
@@ -369,7 +266,7 @@ async def test_an_order_counts_from_the_next_turn_and_late_ones_not_at_all(site:
     source.holder.enter()
     assert source.held() == lease_of("new")
     await site.clock.sleep(1.0)
-    assert known(site.reports, "new") == chain_of(prompt + ids_of(("again", 5))), "all of it, for the new lease"
+    assert known(site.reports, "new") == 25
     assert moves.asked == []
     source.close()
     assert site.reporter.num_held == 0

@@ -408,16 +408,6 @@ PARTS = (
         is_default=False,
     ),
     Part(
-        "residency",
-        "the residency model foretells the cached tokens",
-        module("tests.gpu.residency", "--device", "{device}", out="residency"),
-        500,
-        last_line,
-        is_alone=True,
-        is_default=False,
-        lanes=("vllm",),
-    ),
-    Part(
         "step-times",
         "the seconds of prefills and decode steps, for the balancer",
         module("tests.gpu.step_times", out="step-times"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentloop.engine import Delta, KVEvent, WeightUpdate
+from agentloop.engine import Delta, WeightUpdate
 from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
 from agentloop_servers.engines.sglang.config import SglangConfig
@@ -144,23 +144,6 @@ async def constrained(site: Site) -> str:
     return f"{generation.finish_reason}, ids {generation.token_ids}"
 
 
-async def events(site: Site) -> str:
-    heard: list[KVEvent] = []
-    stream = site.engine.kv_events()
-
-    async def listen() -> None:
-        async for event in stream:
-            heard.append(event)
-
-    listener = asyncio.create_task(listen())
-    await site.engine.generate(site.request(40, prompt=tuple(range(900, 1000))))
-    second = await site.engine.generate(site.request(4, prompt=tuple(range(900, 1000))))
-    await asyncio.sleep(0.5)
-    listener.cancel()
-    site.record("KV events", heard)
-    return f"{len(heard)} events; a second prompt had {second.cached_tokens} cached tokens"
-
-
 async def load(site: Site) -> str:
     tasks = [asyncio.create_task(site.engine.generate(site.request(300))) for _ in range(8)]
     await asyncio.sleep(0.3)
@@ -181,7 +164,7 @@ async def sleep(site: Site) -> str:
     return f"{len(generation.token_ids)} tokens across a sleep"
 
 
-PARTS = (generate, abort, keep, recompute, abort_in_a_pause, constrained, events, load)
+PARTS = (generate, abort, keep, recompute, abort_in_a_pause, constrained, load)
 
 
 async def run(arguments: argparse.Namespace) -> Site:

@@ -78,8 +78,8 @@ def test_parts_are_chosen_by_name_and_by_what_the_host_has(run: Run):
         return [one.name for one in chosen(argparse.Namespace(only=only, skip=skip), run)]
 
     assert "contract" in names()
-    assert "residency" not in names()
-    assert names("residency,contract") == ["contract", "residency"]
+    assert "step-times" not in names()
+    assert names("step-times,contract") == ["contract", "step-times"]
     assert "contract" not in names(skip="contract")
     assert names("continuation-nccl") == [], "one GPU"
     with pytest.raises(SystemExit, match="no such part: contrakt"):

@@ -226,11 +226,6 @@ def test_a_process_that_takes_a_trajectory_over_keeps_its_lease_alive():
     assert balancer.expire(119.0) == 1
 
 
-def test_a_lease_names_its_epoch_and_the_block_size_of_its_replica():
-    lease = Balancer(fleet_of("a")).acquire(demand("r/g/0", "r/g", 1), NOW)
-    assert (lease.epoch, lease.block_size) == (0, 16)
-
-
 def test_placement_follows_every_change_of_the_fleet():
     fleet = fleet_of("a", "b")
     balancer = Balancer(fleet, NO_SLACK)

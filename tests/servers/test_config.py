@@ -138,6 +138,8 @@ CPU = {"device": "cpu", "kv_cache_mib": 64}
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
         ({"engine": {"weight_staging": "disk"}}, "'auto', 'device', 'host' or 'none'"),
+        ({"engine": {"tells_cache": False}}, "tells_cache is gone, without a successor"),
+        ({"engines": [{"kind": "vllm", "tells_cache": True}]}, "tells_cache is gone, without a successor"),
     ],
 )
 def test_what_cannot_go_together_is_one_clear_line(tmp_path, changed, message):

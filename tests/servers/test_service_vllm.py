@@ -97,7 +97,7 @@ def assert_complete(run: Watched, num_groups: int, num_samples: int) -> None:
     assert all(one.is_complete for one in run.records)
 
 
-async def test_more_begin_than_were_expected_to_fit_and_hits_are_those_predicted(client):
+async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
     """At first contexts are expected to grow by 256 tokens; they grow by about 90, and the balancer learns that."""
     run = await watched(client, await client.submit(tasks(NUM_GROUPS, "t"), num_samples=NUM_SAMPLES))
     assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
@@ -111,9 +111,9 @@ async def test_more_begin_than_were_expected_to_fit_and_hits_are_those_predicted
     groups = by_group(run.records)
     share = sum(max(group.values()) for group in groups) / sum(group.total() for group in groups)
     assert share >= 0.75, groups  # a group is parted where its replica is full
-    ends = [(one.kv_hit_rate, one.kv_agreement) for one in run.statuses[-1].replicas]
-    print(f"\nmost at a time {most}, on their group's replica {share:.3f}, hit rate and agreement {ends}")
-    assert all(hit_rate >= 0.9 and agreement >= 0.95 for hit_rate, agreement in ends)
+    rates = [one.kv_hit_rate for one in run.statuses[-1].replicas]
+    print(f"\nmost at a time {most}, on their group's replica {share:.3f}, hit rates {rates}")
+    assert all(rate is not None and rate >= 0.9 for rate in rates)
 
 
 async def test_while_there_is_room_a_group_has_one_replica(client):

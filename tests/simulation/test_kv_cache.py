@@ -9,14 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.engine import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    KVEvent,
-    KVEventPublisher,
-    KVSubscription,
-)
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 
 BLOCK = 2
@@ -96,30 +88,6 @@ class Model:
         self.idle += [block for block in reversed(holder) if block is not None and block not in still_held]
 
 
-class Mirror(KVEventPublisher):
-    """What a subscriber believes to be cached."""
-
-    has_subscribers = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefixes: dict[int, Prefix] = {}
-
-    def publish(self, event: KVEvent) -> None:
-        if isinstance(event, BlocksStored):
-            version = event.kv_version if event.kv_version is not None else -1
-            ids = self.prefixes[event.parent_hash][1] if event.parent_hash is not None else ()
-            for index, block_hash in enumerate(event.block_hashes):
-                ids += event.token_ids[index * BLOCK : (index + 1) * BLOCK]
-                assert block_hash not in self.prefixes
-                self.prefixes[block_hash] = (version, ids)
-        elif isinstance(event, BlocksRemoved):
-            for block_hash in event.block_hashes:
-                del self.prefixes[block_hash]
-        else:
-            self.prefixes.clear()
-
-
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), st.integers(0, 1), st.lists(st.integers(0, 1), min_size=1, max_size=9)),
@@ -134,8 +102,7 @@ operations = st.lists(
 @given(operations)
 @settings(max_examples=400)
 def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:
-    model, mirror = Model(), Mirror()
-    kv = KVCache(NUM_BLOCKS, BLOCK, mirror)
+    model, kv = Model(), KVCache(NUM_BLOCKS, BLOCK)
     live: list[tuple[KVSequence, tuple[int, ...], list[Prefix | None]]] = []
     for kind, number, token_ids in steps:
         if kind == "admit":
@@ -156,22 +123,5 @@ def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int
                 assert has_room == model.append(holder, sequence.kv_version, longer)
                 live.append((sequence, longer if has_room else ids, holder))
         assert kv.num_held_blocks == model.num_held <= NUM_BLOCKS
-        assert set(mirror.prefixes.values()) == model.cached
         for sequence, ids, _ in live:
             assert (sequence.num_tokens, sequence.state) == (len(ids), sum(ids))
-
-
-async def test_a_late_subscriber_hears_that_all_is_cleared() -> None:
-    subscription = KVSubscription(max_buffered=3)
-    for number in range(5):
-        subscription.put(BlocksRemoved((number,)))
-    subscription.close()
-    heard = [event async for event in subscription]
-    assert heard == [AllBlocksCleared(), BlocksRemoved((3,)), BlocksRemoved((4,))]
-
-
-async def test_a_closed_subscription_ends() -> None:
-    subscription = KVSubscription()
-    subscription.close()
-    with pytest.raises(StopAsyncIteration):
-        await anext(subscription)

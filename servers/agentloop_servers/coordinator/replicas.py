@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
@@ -157,16 +157,12 @@ class Replicas:
         self._fleet_changed()
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
-        before, kv = self.fleet.get(replica_id), report.kv
-        report = replace(report, kv=None)  # the registry keeps the last one
+        before = self.fleet.get(replica_id)
         is_known = self.fleet.heartbeat(replica_id, report, self._clock.now(), self.sync.ordered_pause)
         after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
             self._log.info("replica_state", replica=replica_id, state=after.state, before=before.state)
             self._fleet_changed()
-        if is_known and kv is not None and not self.balancer.kv_changed(replica_id, kv):
-            self._log.info("replica_kv_unknown", replica=replica_id, sequence=kv.sequence)
-            return False  # it registers again, and tells all that it holds
         return is_known
 
     async def deregister(self, replica_id: str, reason: str = "") -> None:
@@ -204,7 +200,6 @@ class Replicas:
                 kv_predicted_tokens=uses[replica.replica_id].predicted_tokens,
                 kv_limit_tokens=uses[replica.replica_id].limit_tokens,
                 kv_hit_rate=uses[replica.replica_id].hit_rate,
-                kv_agreement=uses[replica.replica_id].agreement,
                 is_thrashing=uses[replica.replica_id].is_thrashing,
                 entry=replica.registration.entry,
                 features=features_of(replica.registration.info.can.features),

@@ -113,9 +113,8 @@ def _ending(status: int) -> str:
 
 
 def _blank(lease: Lease) -> Lease:
-    """Return a lease as a trajectory's process has it: it knows no address, hashes nothing, and asks the worker for
-    anything."""
-    return replace(lease, url="", block_size=0, can=Capabilities())
+    """Return a lease as a trajectory's process has it: it knows no address, and asks the worker for anything."""
+    return replace(lease, url="", can=Capabilities())
 
 
 class IsolatedRuns:

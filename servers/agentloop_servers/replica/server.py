@@ -9,9 +9,6 @@ replica's own: an engine that has requests and takes no step for `stall_timeout_
 (`StallWatch`). Its requests then fail as lost, the replica leaves the fleet, and its health check fails, so that
 Serve starts another process.
 
-It also tells what is in the engine's prefix cache (`CachedBlocks`): all of it after a registration, then what was
-removed. What is stored the coordinator knows from the turns themselves.
-
 A long prefill is many steps, each of a bounded chunk, so it does not look like a hang. An engine that compiles at
 its first request takes no step for minutes: until its first step there is more time (`first_step_timeout_s`).
 """
@@ -20,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,14 +29,13 @@ from aiohttp import web
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
-from agentloop.engine import Engine, KVEvent, MemoryTag, Progress, WeightUpdate
+from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
 from agentloop.images import Image
 from agentloop.noise import NoiseWatch
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, token_of
-from agentloop_servers.replica.cached_blocks import CachedBlocks
 from agentloop_servers.replica.protocol import (
     FRAMES,
     PROBE_ID,
@@ -295,7 +291,6 @@ class Replica:
         self._server = DataPlaneServer(engine, replica_id, secret, host)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_known = False  # to the coordinator
-        self._cached: CachedBlocks | None = None  # None while the engine tells no events
         self._hung: str | None = None
         self._was_noise = False  # in the last report
         self._log = structlog.get_logger("replica").bind(replica=replica_id)
@@ -313,7 +308,6 @@ class Replica:
         try:
             with self._starting():
                 await self._engine.start()
-            events = self._engine.kv_events()  # from the first request on
             await self._server.start()
         finally:
             asking.cancel()
@@ -321,7 +315,6 @@ class Replica:
         self._tasks = [
             asyncio.create_task(self._heartbeat_for_ever(), name=f"heartbeat-{self.replica_id}"),
             asyncio.create_task(self._watch(), name=f"watch-{self.replica_id}"),
-            asyncio.create_task(self._follow_cache(events), name=f"kv-events-{self.replica_id}"),
         ]
         self._log.info("replica_started", url=self.url, version=self._engine.weight_version)
 
@@ -368,9 +361,7 @@ class Replica:
                 if not self._is_known:
                     await self._coordinator.register(self._registration())
                     self._is_known = True
-                    self._tell_whole_cache()
             except AgentLoopError as error:
-                self._tell_whole_cache()  # whether it arrived is not known
                 self._log.warning("heartbeat_failed", code=error.code, error=str(error))
             await asyncio.sleep(self._config.heartbeat_interval_s)
 
@@ -393,27 +384,9 @@ class Replica:
         if is_noise and not self._was_noise:
             self._log.warning("samples_noise", version=engine.weight_version)
         self._was_noise = is_noise
-        changes = None if self._cached is None else self._cached.take_changes()
         return ReplicaReport(
-            engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered, changes, is_noise
+            engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered, is_noise
         )
-
-    # --- the prefix cache ---
-
-    async def _follow_cache(self, events: AsyncIterator[KVEvent]) -> None:
-        """Keep the names of the engine's cached blocks; where its events end, the replica says no more of them."""
-        info = self._engine.info
-        if info.kv_capacity_tokens >= info.block_size > 0:
-            self._cached = CachedBlocks(info.block_size, info.kv_capacity_tokens // info.block_size)
-            async for event in events:
-                self._cached.take_in(event)
-            self._cached = None
-            self._log.info("kv_events_ended")
-        await asyncio.Event().wait()  # until it is closed, as the watch
-
-    def _tell_whole_cache(self) -> None:
-        if self._cached is not None:
-            self._cached.tell_all()
 
     # --- the watch ---
 

@@ -251,7 +251,6 @@ class SchedulerExtension(StagingCalls):
             is_cleared = self.flush_cache(empty_cache=False)  # type: ignore[attr-defined]
         if not is_cleared:
             raise RuntimeError("SGLang did not clear its cache")
-        self.kv_events_publisher.publish_kv_events()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _queues_put_away(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.benchmarks import report
-from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
+from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms
 from tests.benchmarks.balancer.arms.ours import ours
 from tests.benchmarks.balancer.compare import (
     Entry,
@@ -51,8 +51,6 @@ def main() -> None:
     scale = replace(scale, step_times=options.step_times)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     source = partial(arms, options.arms, options.grid)
-    for name, why in missing_arms().items():
-        print(f"{name}: {why}")
     num_runs = len(regimes) * len(seeds) * len(source())
     print(f"{num_runs} runs in {options.processes} processes")
     started = time.monotonic()
@@ -111,14 +109,12 @@ def _options() -> argparse.Namespace:
 
 
 def _settings(scale: Scale, options: argparse.Namespace, wall_s: float) -> str:
-    missing = "".join(f" {name}: {why}." for name, why in missing_arms().items())
     return (
         f"{scale.num_replicas} replicas of {scale.step_times}, blocks of {scale.block_size} tokens, "
         f"{scale.num_trajectories:,} trajectories, places for {scale.num_live:,}; mean of {options.seeds} seeds "
         f"from {options.first_seed} on ± their standard deviation. Reuse is the share of prompt tokens that the "
         f"engine had cached, beside the bound of one cache for the fleet that never evicts. {wall_s / 60:.1f} "
-        f"minutes in {options.processes} processes. CPU is that of Python's thread: what Dynamo's own threads "
-        f"compute is not in it.{missing}"
+        f"minutes in {options.processes} processes."
     )
 
 

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.balancer.cost [--out FILE]
 
 A turn is followed from the ids that the engine answered to the coordinator's state, through the parts that a
-service has: a worker's `LeaseHolder` hashes and notes it, its `LeaseReporter` gathers reports, `codec` writes and
+service has: a worker's `LeaseHolder` notes it, its `LeaseReporter` gathers reports, `codec` writes and
 reads them, and the `Balancer` takes them. What travels between processes is written and read here in one; the
 network is not counted. CPU seconds are those of this process, the best of several rounds.
 """
@@ -16,7 +16,6 @@ import gc
 import random
 import time
 import tracemalloc
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from agentloop.fleet.registry import Fleet
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.placement import Demand
-from agentloop.scheduling.residency import ReplicaKV
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from tests.benchmarks import report
 
@@ -52,14 +50,14 @@ class TurnCost:
     """CPU seconds of some turns, by the part that spends them."""
 
     num_turns: int = 0
-    hash_s: float = 0.0  # a worker's: ids to names, and the news of them
+    note_s: float = 0.0  # a worker's: the news of a turn
     report_s: float = 0.0  # a worker's: gathering and writing
     take_s: float = 0.0  # the coordinator's: reading
-    balance_s: float = 0.0  # the coordinator's: residency, work and orders
+    balance_s: float = 0.0  # the coordinator's: work and orders
 
     @property
     def parts_us(self) -> list[float]:
-        parts = (self.hash_s, self.report_s, self.take_s, self.balance_s)
+        parts = (self.note_s, self.report_s, self.take_s, self.balance_s)
         return [1e6 * part / self.num_turns for part in parts]
 
 
@@ -174,11 +172,11 @@ async def measure_turns(num_tokens: int) -> TurnCost:
         begun = time.process_time()
         await service.reported()
         cost = service.cost
-        cost.hash_s = worker_s
+        cost.note_s = worker_s
         cost.report_s = time.process_time() - begun - cost.take_s - cost.balance_s
         rounds.append(cost)
     await reporter.close()
-    return min(rounds[1:], key=lambda cost: sum(cost.parts_us))  # the first one hashes whole prompts
+    return min(rounds[1:], key=lambda cost: sum(cost.parts_us))  # the first one warms up
 
 
 def measure_placement(num_replicas: int) -> tuple[float, float, float]:
@@ -229,25 +227,6 @@ async def measure_memory(num_tokens: int) -> float:
         return (used() - empty) / NUM_LIVE
 
 
-def measure_block_memory() -> float:
-    """Return the bytes of a block in the residency model of a full replica: contexts of 8k tokens, groups of 8."""
-    capacity = KV_TOKENS // BLOCK_SIZE
-    num_blocks, num_shared = 8192 // BLOCK_SIZE, 2048 // BLOCK_SIZE
-    rng = random.Random(0)
-    with _traced() as used:
-        before = used()
-        kv, number = ReplicaKV(capacity), 0
-        while kv.num_blocks < capacity:
-            prompt = array("Q", (rng.getrandbits(64) for _ in range(num_shared)))
-            for _ in range(GROUP_SIZE):
-                own = array("Q", (rng.getrandbits(64) for _ in range(num_blocks - num_shared)))
-                kv.store(str(number), prompt + own)
-                kv.release(str(number))
-                number += 1
-        del prompt, own
-        return (used() - before) / kv.num_blocks
-
-
 @contextmanager
 def _traced() -> Iterator[Callable[[], int]]:
     def used() -> int:
@@ -263,7 +242,7 @@ def _traced() -> Iterator[Callable[[], int]]:
 
 def turn_table(costs: dict[int, TurnCost]) -> str:
     """Show the parts of a turn's cost, and its goal."""
-    columns = ["context tokens", "hash µs", "report µs", "read µs", "balance µs", "in all µs", "goal", "is met"]
+    columns = ["context tokens", "note µs", "report µs", "read µs", "balance µs", "in all µs", "goal", "is met"]
     rows = []
     for num_tokens, cost in costs.items():
         total, goal = sum(cost.parts_us), CONTEXTS[num_tokens]
@@ -279,7 +258,6 @@ def main() -> None:
     turns = {num_tokens: asyncio.run(measure_turns(num_tokens)) for num_tokens in CONTEXTS}
     placements = {num: measure_placement(num) for num in (NUM_REPLICAS, 8 * NUM_REPLICAS)}
     memory = {num_tokens: asyncio.run(measure_memory(num_tokens)) for num_tokens in CONTEXTS}
-    block_bytes = measure_block_memory()
     small, large = (placements[num][0] for num in placements)
     tables = {
         f"A turn of {NUM_SAMPLED} + {NUM_OBSERVED} new tokens, {NUM_REPLICAS} replicas": turn_table(turns),
@@ -300,16 +278,10 @@ def main() -> None:
         + f"\n\nA placement at 512 replicas costs {large / small:.2f} times one at 64; the goal is at most 2.",
         "Memory of the coordinator": report.table(
             ["of", "bytes"],
-            [
-                *(
-                    (f"a live trajectory of {num_tokens} tokens", num_bytes)
-                    for num_tokens, num_bytes in memory.items()
-                ),
-                (f"a block of {BLOCK_SIZE} tokens of a full replica", block_bytes),
-            ],
+            [(f"a live trajectory of {num_tokens} tokens", num_bytes) for num_tokens, num_bytes in memory.items()],
         ),
     }
-    results = {"turns": turns, "placements": placements, "memory": memory, "block_bytes": block_bytes}
+    results = {"turns": turns, "placements": placements, "memory": memory}
     report.finish("Costs of the balancer", tables, results, args.out)
 
 

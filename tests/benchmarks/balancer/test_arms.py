@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.scheduling.step_times import StepTimes
-from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
-from tests.benchmarks.balancer.arms.dynamo import Dynamo, is_installed
+from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms
 from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree, RadixTree, Texts
 from tests.benchmarks.balancer.arms.programs import Programs
@@ -25,8 +24,6 @@ from tests.benchmarks.balancer.workload import Trajectory, Workload, WorkloadPar
 
 BLOCK = 16
 TIMES = StepTimes(0.01, 1e-5, 0.0, 0.01, 1e-5, 1e-8)
-
-needs_dynamo = pytest.mark.skipif(not is_installed(), reason="ai-dynamo-runtime is not installed")
 
 
 def fleet(num_replicas: int, capacity_blocks: int = 1000) -> FleetShape:
@@ -320,65 +317,6 @@ def test_the_latest_to_pause_resumes_first() -> None:
     assert sorted(waiting, key=lambda turn: policy.rank(turn, 9.0)) == [waiting[1], waiting[0], waiting[2]]
 
 
-# --- Dynamo ---
-
-
-@needs_dynamo
-def test_dynamo_weighs_uncached_prompt_against_active_load() -> None:
-    """By its formula: active prefill + prompt - overlap, in blocks, plus decode blocks."""
-    policy = Dynamo(fleet(2), 0)
-    try:
-        names = range(1, 41)
-        policy.kv_changed(1, KVChange(stored=array("Q", names)), 0.0)
-        turn = ask(0, names)
-        assert begin(policy, turn) == 1  # 1 token to prefill there, 641 elsewhere
-        policy.prefilled(turn, 1, 0.0)
-        short = ask(1, range(100, 110))
-        assert begin(policy, short) == 0  # 40 decode blocks there, none elsewhere
-        end(policy, short, 0)
-        end(policy, turn, 1)
-        policy.kv_changed(1, KVChange(removed=array("Q", names)), 0.0)
-        policy.kv_changed(0, KVChange(stored=array("Q", names)), 0.0)
-        assert begin(policy, ask(0, names, turn=1)) == 0
-    finally:
-        policy.close()
-
-
-@needs_dynamo
-@pytest.mark.parametrize(("scale", "replica"), [(1.0, 1), (16.0, 0)])
-def test_dynamo_heeds_its_settings(scale: float, replica: int) -> None:
-    """40 cached blocks against 60 decode blocks."""
-    policy = Dynamo(fleet(2), 0, settings={"prefill scale": scale})
-    try:
-        busy, names = ask(0, range(100, 160)), range(1, 41)
-        policy.kv_changed(0, KVChange(stored=busy.hashes), 0.0)
-        policy.kv_changed(0, KVChange(stored=array("Q", names)), 0.0)
-        assert begin(policy, busy) == 0
-        policy.prefilled(busy, 0, 0.0)
-        assert begin(policy, ask(1, names)) == replica
-    finally:
-        policy.close()
-
-
-@needs_dynamo
-def test_dynamo_with_sessions_stays_until_its_replica_is_lost() -> None:
-    policy = Dynamo(fleet(2), 0, has_sessions=True)
-    try:
-        first = begin(policy, ask(0, range(1, 41)))
-        end(policy, ask(0), first)
-        for number in range(1, 4):
-            begin(policy, ask(number, range(100 * number, 100 * number + 60)), None)
-        policy.kv_changed(1 - first, KVChange(stored=array("Q", range(1, 41))), 0.0)
-        turn = ask(0, range(1, 41), turn=1)
-        assert begin(policy, turn) == first
-        policy.replica_lost(first, 0.0)
-        assert begin(policy, turn) == 1 - first
-        policy.replica_added(2, 0.0)
-        assert {begin(policy, ask(number, range(1000 * number, 1000 * number + 9))) for number in (5, 6)} == {2}
-    finally:
-        policy.close()
-
-
 # --- oracles ---
 
 
@@ -445,10 +383,8 @@ def test_known_tools_say_whether_a_context_counts_while_they_run() -> None:
 # --- all ---
 
 
-def test_arms_that_cannot_run_say_how_to_get_them() -> None:
+def test_arms_and_their_variants_are_told_apart() -> None:
     names = {arm.name for arm in default_arms()}
-    assert {"Dynamo", "Dynamo, sessions"} <= names | set(missing_arms())
-    assert not names & set(missing_arms())
     variants = [(arm.name, tuple(arm.parameters.items())) for arm in (*default_arms(), *grid_arms())]
     assert len(set(variants)) == len(variants)
     assert {arm.name for arm in grid_arms()} <= names

@@ -166,10 +166,10 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         assert await front.join_endpoint(3, "http://there") == {3: "http://there"}
         assert not await site.client.replicas.heartbeat("unknown", ReplicaReport(Load(), True))
         lease = await front.lease("s", 100, "ingress")
-        held = HeldLease(lease, session_holder("s"), "", 9, b"12345678")
+        held = HeldLease(lease, session_holder("s"), "", 9)
         assert (await front.report_leases(LeaseReport("ingress", 1))).send_all
         assert not (await front.report_leases(LeaseReport("ingress", 2, leases=(held,)))).send_all
-        turns = TurnBegun(lease.lease_id), TurnEnded(lease.lease_id, 9, 4, None, 0, b"12345678", "search")
+        turns = TurnBegun(lease.lease_id), TurnEnded(lease.lease_id, 9, 4, None, "search")
         orders = await front.report_leases(LeaseReport("ingress", 3, (*turns, TurnBegun("other"))))
         assert orders.moves == (("other", None),)
         await front.report_leases(LeaseReport("ingress", 4, released=(lease.lease_id,)))

@@ -1,11 +1,12 @@
 """The coordinator towards replicas: real store, fake engines, virtual time."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import KVChanges, LeaseReport, ReplicaRegistration
+from agentloop.api.coordinator import LeaseReport, ReplicaRegistration, TurnBegun, TurnEnded
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -45,30 +46,6 @@ async def test_a_lost_replicas_trajectories_move(site, coordinator):
     await site.clock.sleep(2.0)
     assert (await site.states())[lost] == "ready"
     await coordinator.rollouts.finish("w", record(assignment))
-
-
-@service("a")
-async def test_a_report_that_went_lost_makes_the_replica_tell_all_it_holds(site, coordinator):
-    replicas, report = coordinator.replicas, site.engines["a"].report()
-
-    async def tell(**changes):
-        return await replicas.heartbeat("a", replace(report, kv=KVChanges(**changes)))
-
-    assert not await tell(sequence=1)  # it has not said yet what it holds
-    assert await tell(sequence=2, resident=b"")
-    assert await tell(sequence=3, removed=bytes(8))
-    assert await tell(sequence=3, removed=bytes(8))  # sent twice
-    assert not await tell(sequence=5, removed=bytes(8))
-    await replicas.register(site.engines["a"].registration())
-    assert not await tell(sequence=6, removed=bytes(8))  # still not all
-    assert await tell(sequence=7, resident=bytes(16))
-    assert await tell(sequence=8, removed=bytes(8))
-    assert await replicas.heartbeat("a", report)  # nothing changed
-    assert replicas.fleet.get("a").report.kv is None
-    await replicas.deregister("a")
-    assert not await tell(sequence=9, removed=bytes(8))
-    await site.join("a")
-    assert not await tell(sequence=10, removed=bytes(8))
 
 
 @service("a", "b")
@@ -556,29 +533,37 @@ async def test_a_pause_that_waits_for_requests_is_no_disobedience(site, coordina
     assert site.engines["a"].calls == ["resume", "pause:wait:keep"]
 
 
-@service("a", "b", info=SLEEPER)
-async def test_an_update_and_a_wake_each_begin_an_epoch_of_leases(site, coordinator):
-    """A repeat of an update, and one that nobody took, begin none."""
+@service("a", info=SLEEPER)
+async def test_an_update_and_a_wake_each_have_a_trajectory_at_its_tool_ask_for_room(site, coordinator):
+    """A repeat of an update, and one that nobody took, change nothing."""
+    rollouts, numbers = coordinator.rollouts, itertools.count(1)
+    await rollouts.submit("r", (make_group("g", 1),))
+    (assignment,) = (await rollouts.take(report("w", 1), 1.0)).start
+    lease_id = assignment.lease.lease_id
+    to_ask = ((lease_id, None),)
 
-    async def epoch(name):
-        return (await coordinator.rollouts.lease(name, 10, "ingress")).epoch
+    async def orders(*turns):
+        return (await rollouts.report_leases(LeaseReport("w", next(numbers), turns))).moves
 
-    first = await epoch("before")
+    async def turn():
+        assert await orders(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0)) == ()
+
+    await rollouts.report_leases(LeaseReport("w", next(numbers), leases=()))
+    await turn()
     await coordinator.replicas.update_weights(push(1), None)
-    assert await epoch("updated") == first + 1
+    assert await orders() == to_ask
+    await turn()
     await coordinator.replicas.update_weights(push(1), None)
-    assert await epoch("repeated") == first + 1
-    for engine in site.engines.values():
-        engine.failures["stage"] = CheckpointUnreadable("no")
+    assert await orders() == ()
+    site.engines["a"].failures["stage"] = CheckpointUnreadable("no")
     with pytest.raises(CheckpointUnreadable):
         await coordinator.replicas.update_weights(push(2), None)
-    assert await epoch("failed") == first + 1
-    for engine in site.engines.values():
-        engine.failures.clear()
+    assert await orders() == ()
+    site.engines["a"].failures.clear()
     await site.clock.sleep(5.0)
     await coordinator.replicas.sleep(1)
     await coordinator.replicas.wake(ALL_MEMORY)
-    assert await epoch("woken") == first + 2
+    assert await orders() == to_ask
 
 
 @service("a", "b")

@@ -160,8 +160,8 @@ async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coo
         late = LeaseReport(process_id, 7, turns=tuple(TurnBegun(placed[name].lease_id) for name in holders))
         assert (await coordinator.rollouts.report_leases(late)).send_all
         assert (await coordinator.rollouts.report_leases(late)).send_all, "the answer was lost"
-        held = tuple(HeldLease(placed[name], name, "", 10, b"") for name in holders)
-        unknown = HeldLease(Lease("old", "a", "sim://a"), "r/g/9", "r/g", 10, b"")  # it has its record
+        held = tuple(HeldLease(placed[name], name, "", 10) for name in holders)
+        unknown = HeldLease(Lease("old", "a", "sim://a"), "r/g/9", "r/g", 10)  # it has its record
         orders = await coordinator.rollouts.report_leases(LeaseReport(process_id, 8, leases=(*held, unknown)))
         assert not orders.send_all
     balancer = coordinator.replicas.balancer

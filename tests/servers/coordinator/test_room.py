@@ -172,7 +172,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
     await worker.report(leases=())
     for one in gone:
         lease_id = one.lease.lease_id
-        await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0, 0, b"", "slow")))
+        await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0, "slow")))
     asked = {(one.lease.lease_id, None) for one in gone}
     while not asked <= set((await worker.report()).moves):  # until their KV is let go of
         await coordinator.rollouts.take(report("w", 0, *assignment_ids(begun)), 0.0)

@@ -14,7 +14,6 @@ from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import (
     ALL_MEMORY,
-    BlocksStored,
     Delta,
     HeldIn,
     MemoryTag,
@@ -35,7 +34,6 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightsRefused,
 )
-from agentloop.kv_hashes import BlockChain, hashes_of, num_reusable_blocks, root_hash
 from agentloop.request_watch import ReportPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
@@ -526,100 +524,6 @@ async def test_a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_
                 break
         await replica.close()
         await clients.close()
-
-
-class KVBeliefs(Directory):
-    """Keeps what a replica tells of its cache, and misses what it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.told = []
-        self.held = set()  # by what turns say and the replica tells
-        self.num_missed = 0  # reports still to be lost
-        self.num_forgotten = 0  # reports still to be answered with: register again
-
-    async def heartbeat(self, replica_id, report):
-        changes = report.kv
-        if changes is not None and self.num_missed:
-            self.num_missed -= 1
-            raise ServiceUnavailable("lost")
-        if changes is not None:
-            assert changes.resident is not None or changes.sequence == self.told[-1].sequence + 1
-            self.told.append(changes)
-            self.held -= set(hashes_of(changes.removed))
-            if changes.resident is not None:
-                self.held &= set(hashes_of(changes.resident))
-        if self.num_forgotten:
-            self.num_forgotten -= 1
-            return False
-        return await super().heartbeat(replica_id, report)
-
-
-async def test_heartbeats_tell_what_the_engine_evicts_and_all_of_it_where_a_report_was_lost():
-    spec = SimulatedSpec(vocab_size=1000, max_context_tokens=256, num_blocks=16)
-    engine, directory = SimulatedEngine(spec, clock=RealClock()), KVBeliefs()
-    replica = Replica(
-        "r", engine, directory, "secret", "127.0.0.1", config=ReplicaConfig(heartbeat_interval_s=0.02)
-    )
-    raw, num_known = set(), 0  # the simulated engine's own hashes are the names
-
-    async def turn(number):
-        nonlocal num_known
-        ids = tuple(range(number, number + 100))
-        generation = await engine.generate(GenerateRequest(f"t{number}", ids, SamplingParams(max_tokens=4)))
-        chain = BlockChain(16, root_hash(0))
-        chain.extend((*ids, *generation.token_ids))
-        names = set(chain.hashes[: num_reusable_blocks(chain.num_tokens, 16)])
-        directory.held |= names
-        num_known += len(names)
-
-    async def follow(events):
-        async for event in events:
-            change = raw.update if isinstance(event, BlocksStored) else raw.difference_update
-            change(event.block_hashes)
-
-    async def until_all_is_told():
-        while directory.num_missed or directory.num_forgotten or directory.held != raw:
-            await asyncio.sleep(0.02)
-
-    async with asyncio.timeout(30):
-        await replica.start()
-        following = asyncio.create_task(follow(engine.kv_events()))
-        for number in range(6):
-            await turn(1 + 100 * number)
-            await until_all_is_told()
-        assert len(raw) <= 16 < num_known
-        assert all(changes.resident is None for changes in directory.told[1:])  # one resync: the first
-        for lost in ("num_missed", "num_forgotten"):
-            num_told = len(directory.told)
-            setattr(directory, lost, 2)
-            await turn(700 + num_told)
-            await turn(800 + num_told)
-            await until_all_is_told()
-            assert any(changes.resident is not None for changes in directory.told[num_told:])
-        await replica.close()
-        following.cancel()
-
-
-async def test_a_replica_whose_events_end_says_no_more_of_its_cache():
-    engine, directory = SimulatedEngine(SPEC, clock=RealClock()), KVBeliefs()
-    replica = Replica(
-        "r", engine, directory, "secret", "127.0.0.1", config=ReplicaConfig(heartbeat_interval_s=0.02)
-    )
-    async with asyncio.timeout(30):
-        await replica.start()
-        while not directory.told:
-            await asyncio.sleep(0.02)
-        with capture_logs() as logs:
-            engine.kill()
-            while not any(entry["event"] == "kv_events_ended" for entry in logs):
-                await asyncio.sleep(0.02)
-        num_told, directory.num_forgotten = len(directory.told), 1
-        while directory.num_forgotten:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
-        assert len(directory.told) == num_told
-        await replica.close()
 
 
 async def test_noise_is_refused_by_name_over_the_wire(tmp_path):

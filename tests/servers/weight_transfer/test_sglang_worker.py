@@ -145,7 +145,6 @@ class Loop:
         self.result_queue: deque[Any] = deque()
         self._engine_paused = False
         self.tree_cache = Cache()
-        self.kv_events_publisher = SimpleNamespace(publish_kv_events=lambda: None)
         self.sent: list[Any] = []
         self.ipc_channels = SimpleNamespace(
             send_to_tokenizer=SimpleNamespace(send_output=lambda output, req: self.sent.append(output.rid))

@@ -1,1 +1,1 @@
-"""The part that adapters of engines share: the gate, pauses, weight updates, constraints, the event feed."""
+"""The part that adapters of engines share: the gate, pauses, weight updates and constraints."""

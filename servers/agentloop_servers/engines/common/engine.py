@@ -24,7 +24,6 @@ from agentloop.engine import (
     CommitReport,
     Delta,
     EngineInfo,
-    KVEvent,
     MemoryTag,
     OnProgress,
     PushSource,
@@ -442,7 +441,6 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             await self._served_weights.release()
             await self._process.sleep(level, self.asleep)
             self._lifecycle.slept(level)
-            self._process.feed.clear()
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
         async with self._lifecycle.control:
@@ -470,7 +468,3 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             num_preemptions=stats.num_preemptions,
             num_prefill_tokens=num_held_tokens + stats.num_prefill_tokens,
         )
-
-    def kv_events(self) -> AsyncIterator[KVEvent]:
-        self._lifecycle.require_alive()
-        return self._process.feed.subscribe()

@@ -11,7 +11,6 @@ from typing import Protocol
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop_servers.engines.common.calls import EngineRequests
-from agentloop_servers.engines.common.kv_feed import KVEventFeed
 
 Translate = Callable[[Exception], AgentLoopError]
 """Gives our error for one that an engine's own code raised."""
@@ -31,10 +30,6 @@ class EngineStats:
 
 class EngineProcess(EngineRequests, Protocol):
     """One engine's process or processes. Every method has its own deadline, and raises our errors."""
-
-    @property
-    def feed(self) -> KVEventFeed:
-        """The events of its prefix cache."""
 
     async def start(self) -> None:
         """Raises EngineError if the engine does not come up; nothing is left behind then."""

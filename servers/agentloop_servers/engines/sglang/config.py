@@ -11,7 +11,6 @@ from typing import Any
 from agentloop.capabilities import PRIORITY_POLICY
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.engines.common.config import ProcessEngineConfig
-from agentloop_servers.engines.common.kv_feed import replay_endpoint
 
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
@@ -62,10 +61,9 @@ def prepare_environment(config: SglangConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
+def server_arguments(config: SglangConfig) -> dict[str, Any]:
     """Return the keyword arguments of SGLang's `ServerArgs`."""
     is_cpu = config.device == "cpu"
-    events = {"publisher": "zmq", "endpoint": kv_endpoint, "replay_endpoint": replay_endpoint(kv_endpoint)}
     arguments: dict[str, Any] = {
         "model_path": config.model,
         "load_format": config.load_format,
@@ -86,7 +84,6 @@ def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
         "grammar_backend": "none",  # ours is put in its place
         # Token ids in, token ids out, straight from the scheduler; the tokenizer is for constraints only.
         "skip_tokenizer_init": True,
-        "kv_events_config": json.dumps(events),
         "log_level": "error",
         # A scheduler whose step hangs ends itself after this long; an update's commit is a step too.
         "watchdog_timeout": max(300.0, 2 * config.commit_timeout_s),

@@ -1,5 +1,4 @@
-"""The SGLang processes behind an engine: its tokenizer manager here, its schedulers, the calls into them, its
-events.
+"""The SGLang processes behind an engine: its tokenizer manager here, its schedulers, and the calls into them.
 
 SGLang's `Engine` starts the schedulers, and makes the tokenizer manager that sends them requests and collects
 their outputs. Of the rest of it nothing is used, because it acts on the whole process it is in: at its end it
@@ -36,11 +35,9 @@ from agentloop import codec
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
-from agentloop_servers.engines.common.kv_feed import KVEventFeed, kv_endpoint, replay_endpoint
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
 from agentloop_servers.engines.sglang.convert import translate
-from agentloop_servers.engines.sglang.kv_events import SglangKVEvents
 from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
 from agentloop_servers.weight_transfer.worker_calls import (
     SCHEDULER_METHOD,
@@ -70,7 +67,7 @@ class SglangProcess:
 
     def __init__(self, config: SglangConfig) -> None:
         self._config = config
-        self._socket_dir: str | None = None
+        self._facts_dir: str | None = None
         self._launched: _Launched | None = None
         self._facts: FactsFile | None = None
         self._calls = SchedulerCalls()
@@ -78,18 +75,16 @@ class SglangProcess:
         self._counts = RequestCounts({})
         self._is_paused = False
         self._lost: EngineLost | None = None
-        self.feed = KVEventFeed(SglangKVEvents(config.block_size).decode)
 
     # --- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Raises EngineError if SGLang does not come up; nothing is left behind then, or if it is cancelled."""
-        # Socket files: no port, and only this user can read them.
-        self._socket_dir = tempfile.mkdtemp(prefix="agentloop-")
-        facts_path = str(Path(self._socket_dir) / "facts")
+        # Only this user can read it.
+        self._facts_dir = tempfile.mkdtemp(prefix="agentloop-")
+        facts_path = str(Path(self._facts_dir) / "facts")
         self._facts = FactsFile(facts_path, is_new=True)
-        endpoint = kv_endpoint(self._socket_dir)
-        launch = _Launch(self._config, endpoint)
+        launch = _Launch(self._config)
         try:
             self._launched = await asyncio.shield(asyncio.wrap_future(launch.done))
             self._calls.start(self._launched.manager, self._launched.rpc_endpoint)
@@ -97,7 +92,6 @@ class SglangProcess:
                 asyncio.create_task(self._read_outputs(), name="sglang-outputs"),
                 asyncio.create_task(self._watch(), name="sglang-watch"),
             ]
-            self.feed.start([endpoint], [replay_endpoint(endpoint)])
             setup = SchedulerSetup(
                 facts_path, self._config.logprobs_mode, self._config.seed, self._config.can_constrain
             )
@@ -125,12 +119,11 @@ class SglangProcess:
         if launched is not None:
             launched.manager.recv_from_detokenizer.context.destroy(linger=0)  # on the loop that reads from it
             await asyncio.to_thread(launched.end)
-        await self.feed.close()
         if self._facts is not None:
             self._facts.close()
             self._facts = None
-        if self._socket_dir is not None:
-            await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
+        if self._facts_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._facts_dir, ignore_errors=True)
 
     @property
     def is_up(self) -> bool:
@@ -251,12 +244,9 @@ class SglangProcess:
         if ended:
             async with sglang_call("pause", self._config.control_timeout_s):
                 await self.on_workers("requests_end", codec.encode(ended))
-        if is_cache_cleared:
-            self.feed.clear()
 
     async def clear_cache(self) -> None:
         await self._pause(is_cache_cleared=True)
-        self.feed.clear()
 
     async def _pause(self, *, is_cache_cleared: bool) -> RequestCounts:
         async with sglang_call("pause", self._config.control_timeout_s):
@@ -421,10 +411,9 @@ class _Launch:
     In a thread, so that the loop (health checks, other tasks) goes on meanwhile; of its own, because the kernel
     ends a scheduler with the thread that started it."""
 
-    def __init__(self, config: SglangConfig, kv_events: str) -> None:
+    def __init__(self, config: SglangConfig) -> None:
         self.done: Future[_Launched] = Future()
         self._config = config
-        self._kv_events = kv_events
         threading.Thread(target=self._run, name="sglang-schedulers", daemon=True).start()
 
     def _run(self) -> None:
@@ -456,7 +445,7 @@ class _Launch:
             if self._config.can_constrain:
                 import xgrammar  # noqa: F401 - here, because the first constraint's trial has a deadline
 
-            arguments = ServerArgs(**server_arguments(self._config, self._kv_events))
+            arguments = ServerArgs(**server_arguments(self._config))
         schedulers: list[Any] = []
 
         class Launcher(Engine):  # type: ignore[misc, unused-ignore]

@@ -8,16 +8,12 @@
 - A model's own stop tokens end nothing: SGLang adds them to those that a request names.
 - SGLang makes no grammars where it has no tokenizer, and with one it would send all output through a process more.
   So it is started without, and its grammar backend is made here. The ids that end a text are each request's own.
-- Prefixes are kept apart by `extra_key`, our KV version, but SGLang's block hashes and events do not have it:
-  blocks of two versions would have one name. The version begins the hash of a context, and its first block's event
-  carries it in the field `lora_id`, which SGLang leaves empty.
 - Its counters are written to a file that the engine reads (`FactsFile`): a call for them would take a place between
   two steps.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -38,14 +34,13 @@ _PREFILL_INTERVAL_S = 0.05  # between two counts of queued prompts, which walk t
 
 
 def install(scheduler: Any, argument: str) -> None:
-    """Put our sampling, grammars, events and counters into a scheduler; `argument` is a `SchedulerSetup`."""
+    """Put our sampling, grammars and counters into a scheduler; `argument` is a `SchedulerSetup`."""
     setup = SchedulerSetup.from_text(argument)
     scheduler.model_config.hf_eos_token_id = None
     if setup.can_constrain:
         scheduler.grammar_manager.grammar_backend = _grammar_backend(scheduler)
     sampling = Sampling(scheduler, setup)
     sampling.install()
-    _salt_events(scheduler)
     if scheduler.ps.tp_rank == 0:
         Counters(scheduler, sampling, FactsFile(setup.facts_path)).install()
 
@@ -208,35 +203,6 @@ def _grammar_backend(scheduler: Any) -> Any:
     return Grammars(tokenizer, vocab_size)
 
 
-def _salt_events(scheduler: Any) -> None:
-    """Let the KV version into the hashes and events of the prefix cache."""
-    from sglang.srt.mem_cache import events
-    from sglang.srt.mem_cache.utils import get_hash_str
-
-    cache = scheduler.tree_cache
-    if not hasattr(cache, "kv_event_queue"):
-        return  # a cache of SGLang's that tells nothing
-    hashes_of, record = events.compute_node_hash_values, cache._record_store_event
-
-    def salted_hashes(node: Any, page_size: int) -> list[str]:
-        parent, salt = node.parent, node.key.extra_key
-        is_first = parent is None or parent.hash_value is None or not len(parent.key)
-        if salt is None or not is_first:
-            hashes: list[str] = hashes_of(node, page_size)
-            return hashes
-        return list(get_hash_str(node.key, hashlib.sha256(salt.encode()).hexdigest(), page_size=page_size))
-
-    def record_with_version(node: Any, *arguments: Any, **options: Any) -> None:
-        start = len(cache.kv_event_queue)
-        record(node, *arguments, **options)
-        for event in cache.kv_event_queue[start:]:
-            if event.parent_block_hash is None and node.key.extra_key is not None:
-                event.lora_id = int(node.key.extra_key)
-
-    events.compute_node_hash_values = salted_hashes
-    cache._record_store_event = record_with_version
-
-
 class Counters:
     """The scheduler's counters, written after every batch."""
 
@@ -256,8 +222,6 @@ class Counters:
         def processed(*arguments: Any, **options: Any) -> Any:
             result = process(*arguments, **options)
             self.write()
-            # SGLang publishes with a prefill, when idle, and every so many steps; without events it sends nothing.
-            scheduler.kv_events_publisher.publish_kv_events()
             return result
 
         def enqueued(req: Any, *arguments: Any, **options: Any) -> Any:

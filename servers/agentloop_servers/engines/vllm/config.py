@@ -11,7 +11,6 @@ from typing import Any
 from agentloop.images import MAX_IMAGES
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.config import ProcessEngineConfig
-from agentloop_servers.engines.common.kv_feed import replay_endpoint
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
@@ -27,7 +26,6 @@ class VllmConfig(ProcessEngineConfig):
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
-    tells_cache: bool = True  # by KV events
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
 
     def __post_init__(self) -> None:
@@ -76,9 +74,9 @@ def prepare_environment(config: VllmConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
+def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `AsyncEngineArgs`."""
-    from vllm.config import KVEventsConfig, StructuredOutputsConfig
+    from vllm.config import StructuredOutputsConfig
 
     is_cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
@@ -102,14 +100,6 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         # Under the distribution that was sampled from; raw ones are put beside them (`raw_logprobs.py`).
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        "kv_events_config": KVEventsConfig(
-            enable_kv_cache_events=True,
-            publisher="zmq",
-            endpoint=kv_endpoint,
-            replay_endpoint=replay_endpoint(kv_endpoint),
-        )
-        if config.tells_cache
-        else None,
         "worker_extension_cls": config.worker_extension,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics

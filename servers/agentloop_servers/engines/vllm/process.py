@@ -1,12 +1,10 @@
-"""The vLLM process behind an engine: AsyncLLM, its event feed and its statistics, started and ended as one."""
+"""The vLLM process behind an engine: AsyncLLM and its statistics, started and ended as one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
-import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Collection, Sequence
@@ -16,11 +14,9 @@ from typing import Any
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common.kv_feed import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
-from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 
@@ -63,24 +59,16 @@ class VllmProcess:
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
-        self._socket_dir: str | None = None
         self.llm: Any = None
         self.scheduler_stats = SchedulerStats()
-        self.feed = KVEventFeed(VllmKVEvents().decode)
         self._num_blocks_tokens = 0  # of its KV cache
 
     async def start(self) -> None:
         """Raises EngineError if vLLM does not come up; nothing is left behind then, or if it is cancelled."""
-        # A socket file: no port, and only this user can read it.
-        self._socket_dir = tempfile.mkdtemp(prefix="agentloop-")
-        endpoint = kv_endpoint(self._socket_dir)
         # In a thread, so that the loop (health checks, other tasks) goes on meanwhile.
-        construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
+        construction = asyncio.create_task(asyncio.to_thread(self._construct))
         try:
             self.llm = await asyncio.shield(construction)
-            if self._config.tells_cache:
-                sockets = endpoint, replay_endpoint(endpoint)
-                self.feed.start(*(kv_endpoints(socket, self._config.data_parallel_size) for socket in sockets))
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
                 await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)
@@ -107,9 +95,6 @@ class VllmProcess:
             llm.engine_core.resources.ctx.destroy(linger=0)  # which it leaves open
             # Its destructor shuts it down once more, and fails where the interpreter has ended by then.
             llm.shutdown = lambda *_: None
-        if self._socket_dir is not None:
-            await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
-        await self.feed.close()
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension in every worker; results in the order of their ranks.
@@ -150,8 +135,6 @@ class VllmProcess:
         """
         async with vllm_call("pause", self._config.control_timeout_s):
             await self.llm.engine_core.pause_scheduler_async("keep", is_cache_cleared)
-        if is_cache_cleared:
-            self.feed.clear()
 
     async def resume(self) -> None:
         async with vllm_call("resume", self._config.control_timeout_s):
@@ -163,7 +146,6 @@ class VllmProcess:
                 raise EngineError("vLLM did not clear its prefix cache")
             if self._config.has_vision:
                 await self.llm.reset_encoder_cache()
-        self.feed.clear()
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
         async with vllm_call("sleep", self._config.commit_timeout_s):
@@ -217,7 +199,7 @@ class VllmProcess:
             logprobs_mode=self._config.logprobs_mode,
         )
 
-    def _construct(self, endpoint: str) -> Any:
+    def _construct(self) -> Any:
         prepare_environment(self._config)
         # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
@@ -226,5 +208,5 @@ class VllmProcess:
 
             if self._config.can_constrain:
                 importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
-            arguments = AsyncEngineArgs(**engine_arguments(self._config, endpoint))
+            arguments = AsyncEngineArgs(**engine_arguments(self._config))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.scheduler_stats])

@@ -1,14 +1,11 @@
 """All arms but ours: each at its defaults, and the declared grid from which each may choose its best.
 
 Arms of one name are one competitor; `parameters` tell its variants apart. A policy that takes a session key gets
-the trajectory's number. An arm whose package is not installed is left out, and `missing_arms` tells how to get it.
+the trajectory's number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from tests.benchmarks.balancer.arms.dynamo import PACKAGE, Dynamo, is_installed
 from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree
 from tests.benchmarks.balancer.arms.programs import Programs
@@ -17,12 +14,9 @@ from tests.benchmarks.balancer.arms.spread import LeastInFlight, Random, RoundRo
 from tests.benchmarks.balancer.arms.sticky import ConsistentHash, StickyInFlight, StickySessions
 from tests.benchmarks.balancer.policy import Arm
 
-DYNAMO = "Dynamo"
-DYNAMO_SESSIONS = "Dynamo, sessions"
-
 
 def default_arms() -> list[Arm]:
-    """Return every installed arm at its defaults, oracles last."""
+    """Return every arm at its defaults, oracles last."""
     return [
         Arm("random", lambda shape, work, seed: Random(shape, seed)),
         Arm("round-robin", lambda shape, work, seed: RoundRobin(shape, seed)),
@@ -33,7 +27,6 @@ def default_arms() -> list[Arm]:
         prefix_tree(),
         weighted_scores(),
         programs(),
-        *([dynamo({}), dynamo({}, has_sessions=True)] if is_installed() else []),
         infinite_cache(slack=1),
         longest_first(fill=None, is_together=True),
         known_programs(fill=1.0, hold_s=10.0),
@@ -51,9 +44,6 @@ def grid_arms() -> list[Arm]:
     arms += [
         programs(fill, ttl_s) for fill, ttl_s in ((0.8, 10.0), (1.2, 10.0), (0.8, 2.0), (1.0, 2.0), (1.2, 2.0))
     ]
-    if is_installed():
-        arms += [dynamo({"prefill scale": scale}) for scale in (4.0, 16.0)]
-        arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 4.0}, has_sessions=True)]
     arms += [infinite_cache(slack) for slack in (4, 16)]
     arms += [
         longest_first(fill, is_together)
@@ -63,14 +53,6 @@ def grid_arms() -> list[Arm]:
     ]
     arms += [known_programs(fill, hold_s) for fill in (0.8, 1.0) for hold_s in (2.0, 5.0)]
     return arms
-
-
-def missing_arms() -> Mapping[str, str]:
-    """Return names of arms that cannot run here, and how to have them."""
-    if is_installed():
-        return {}
-    how = f"not installed: pip install --no-deps {PACKAGE}"
-    return {DYNAMO: how, DYNAMO_SESSIONS: how}
 
 
 def prefix_tree(
@@ -101,14 +83,6 @@ def programs(fill: float = 1.0, ttl_s: float = 10.0) -> Arm:
         "programs (vllm-router)",
         lambda shape, work, seed: Programs(shape, seed, fill, ttl_s),
         {"fill": fill, "ttl": ttl_s},
-    )
-
-
-def dynamo(settings: Mapping[str, float], has_sessions: bool = False) -> Arm:
-    return Arm(
-        DYNAMO_SESSIONS if has_sessions else DYNAMO,
-        lambda shape, work, seed: Dynamo(shape, seed, has_sessions, settings),
-        dict(settings),
     )
 
 

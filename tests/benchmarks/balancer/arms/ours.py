@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
@@ -15,6 +14,13 @@ from agentloop.scheduling.placement import Demand
 from agentloop.types import Lease
 from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload
+
+
+class _Balancer(Balancer):
+    def tokens_left(self, holder_id: str) -> float:
+        """Return the tokens that a trajectory was expected to grow by at its last turn; 0: it has no lease."""
+        holding = self._table.of_holder(holder_id)
+        return 0.0 if holding is None else holding.charge.left_tokens
 
 
 class OursPolicy(QuietPolicy):
@@ -27,10 +33,9 @@ class OursPolicy(QuietPolicy):
         self._num_added = 0
         for _ in range(shape.num_replicas):
             self._join(0.0)
-        self.balancer = Balancer(self._fleet, config)
+        self.balancer = _Balancer(self._fleet, config)
         self._leases: dict[int, Lease] = {}
         self._grown: dict[int, tuple[int, int]] = {}  # first prompt and last context
-        self._num_reported: dict[int, int] = {}  # blocks
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
         try:
@@ -41,43 +46,26 @@ class OursPolicy(QuietPolicy):
 
     def rank(self, turn: TurnAsk, now: float) -> float:
         if turn.turn:
-            holder_id = str(turn.trajectory)
-            return (
-                -math.inf if self.balancer.admission.is_next(holder_id) else -self.balancer.tokens_left(holder_id)
-            )
+            return self._rank_of_return(str(turn.trajectory))
         return -self.balancer.hoped_tokens(f"g{turn.group}")
 
     def began(self, turn: TurnAsk, replica: int, now: float) -> None:
         self.balancer.turn_begun(self._leases[turn.trajectory].lease_id, now)
 
     def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
-        first, number = self._num_reported.get(turn.trajectory, 0), turn.trajectory
-        num_full = (end.num_context_tokens - 1) // self._shape.block_size
-        if first > num_full or (first and turn.is_retry):
-            first = 0
+        number = turn.trajectory
         prompt = end.num_context_tokens - end.num_sampled_tokens
         self._grown[number] = self._grown.get(number, (prompt, 0))[0], end.num_context_tokens
-        self.balancer.turn_ended(
-            self._leases[number].lease_id,
-            end.num_context_tokens,
-            end.num_sampled_tokens,
-            end.num_cached_tokens,
-            first,
-            array("Q", turn.hashes[first:num_full]),
-            end.tool,
-            now,
-        )
-        self._num_reported[number] = num_full
+        lease_id = self._leases[number].lease_id
+        counts = end.num_context_tokens, end.num_sampled_tokens, end.num_cached_tokens
+        self.balancer.turn_ended(TurnEnded(lease_id, *counts, end.tool), now)
 
     def finished(self, trajectory: int, now: float) -> None:
         lease = self._leases.pop(trajectory)
         prompt, context = self._grown.pop(trajectory, (0, 0))
-        self._num_reported.pop(trajectory, None)
         self.balancer.release(lease, context - prompt, now)
 
     def updated(self, is_flushed: bool, now: float) -> None:
-        if is_flushed:
-            self._num_reported.clear()
         self.balancer.new_epoch(is_flushed, now)
 
     def replica_lost(self, replica: int, now: float) -> None:
@@ -89,6 +77,13 @@ class OursPolicy(QuietPolicy):
 
     def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
         self.balancer.look(now)
+
+    def _rank_of_return(self, holder_id: str) -> float:
+        """Put the holder that a replica is kept for first, then those with the most tokens to come."""
+        is_free = self.balancer.admission.is_free
+        if any(is_free(one.replica_id, holder_id) and not is_free(one.replica_id) for one in self._fleet.replicas):
+            return -math.inf
+        return -self.balancer.tokens_left(holder_id)
 
     def _lease(self, turn: TurnAsk, now: float) -> Lease | None:
         """Return the lease of a turn: the one held, the one ordered, or one asked for; None: no room."""

@@ -16,7 +16,6 @@ from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
-from agentloop_servers.engines.common.kv_feed import KVEventFeed
 from agentloop_servers.engines.common.process import EngineStats
 
 STEP_S = 0.002
@@ -32,7 +31,6 @@ class Process:
     """The part of an engine's process that streams touch: what is sampled so far, and what was aborted."""
 
     def __init__(self) -> None:
-        self.feed = KVEventFeed(lambda payload: None)  # type: ignore[arg-type, return-value]
         self.num_sampled: dict[str, int] = {}
         self.aborted: list[str] = []
 
@@ -43,7 +41,7 @@ class Process:
         self.aborted += request_ids
 
     async def close(self) -> None:
-        await self.feed.close()
+        return
 
 
 class Stepping(ProcessEngine):

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored
 from agentloop.errors import (
     EngineError,
     EngineLost,
@@ -21,7 +20,6 @@ from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop.types import FinishReason, GenerateRequest, Load, WeightVersionSpan
 from agentloop_servers.engines.sglang import convert as values
 from agentloop_servers.engines.sglang.config import SglangConfig, server_arguments
-from agentloop_servers.engines.sglang.kv_events import SglangKVEvents
 from agentloop_servers.engines.sglang.requests import (
     RAW_TOKEN_ID,
     FactsFile,
@@ -158,27 +156,6 @@ def test_spans_from_the_counts_of_commits() -> None:
     assert spans(unbegun, 2) == (WeightVersionSpan(4, 0, 2),)
 
 
-def test_events() -> None:
-    """An event is an array that begins with its tag; hashes are signed; a context's last block may be short."""
-    events = [
-        ["BlockStored", [-5], None, [1, 2], 2, 3, "GPU"],
-        ["BlockStored", [7], -5, [3, 4], 2, None, "GPU"],
-        ["BlockStored", [8], 7, [5], 1, None, "GPU"],
-        ["BlockStored", [9], None, [1, 2], 2, 4, "GPU"],
-        ["BlockStored", [10], 9, [1, 2], 2, None, "CPU_PINNED"],
-        ["BlockRemoved", [7, -5], "GPU"],
-        ["AllBlocksCleared"],
-    ]
-    batch = SglangKVEvents(2).decode(msgspec.msgpack.encode([1.5, events, 0]))
-    assert batch.rank == 0
-    assert list(batch.events) == [
-        BlocksStored((-5, 7), None, (1, 2, 3, 4), 3),
-        BlocksStored((9,), None, (1, 2), 4),
-        BlocksRemoved((7, -5)),
-        AllBlocksCleared(),
-    ]
-
-
 def test_the_facts_file(tmp_path: Path) -> None:
     path = str(tmp_path / "facts")
     reader = FactsFile(path, is_new=True)
@@ -202,18 +179,18 @@ def config(tmp_path: Path, **changed: Any) -> SglangConfig:
 
 
 def test_the_arguments(tmp_path: Path) -> None:
-    arguments = server_arguments(config(tmp_path, kv_cache_memory_bytes=128 * 1000, max_model_len=100), "ipc:///x")
+    arguments = server_arguments(config(tmp_path, kv_cache_memory_bytes=128 * 1000, max_model_len=100))
     assert arguments["max_total_tokens"] == 1000  # 2 layers, keys and values of 2 heads of 8 in bfloat16
     assert arguments["context_length"] > 100
     assert arguments["skip_tokenizer_init"]
     assert "enable_memory_saver" not in arguments
     assert not arguments["enable_deterministic_inference"]
     assert "enable_priority_scheduling" not in arguments
-    by_priority = server_arguments(config(tmp_path, scheduling_policy="priority"), "ipc:///x")
+    by_priority = server_arguments(config(tmp_path, scheduling_policy="priority"))
     assert by_priority["enable_priority_scheduling"]
     assert by_priority["schedule_low_priority_values_first"]  # as vLLM has it
-    assert server_arguments(config(tmp_path, can_sleep=True), "ipc:///x")["enable_memory_saver"]
-    assert server_arguments(config(tmp_path, batch_invariant=True), "ipc:///x")["enable_deterministic_inference"]
+    assert server_arguments(config(tmp_path, can_sleep=True))["enable_memory_saver"]
+    assert server_arguments(config(tmp_path, batch_invariant=True))["enable_deterministic_inference"]
 
 
 @pytest.mark.parametrize(

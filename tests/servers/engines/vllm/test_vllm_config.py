@@ -16,7 +16,6 @@ import pytest
 from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
-from agentloop_servers.engines.common.kv_feed import kv_endpoint, kv_endpoints
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, graph_sizes, prepare_environment
 from tests.support.records.vision_folder import write_vision_folder
 
@@ -24,7 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
 
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"
-ENDPOINT = "ipc:///run/inproc-kv"
 
 ALWAYS = {
     "model": str(MODEL),
@@ -123,30 +121,12 @@ def configured(changed: dict[str, object]) -> VllmConfig:
 
 @pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
 def test_the_arguments_are_exactly_these(changed, expected):
-    arguments = engine_arguments(configured(changed), ENDPOINT)
-    assert arguments.pop("kv_events_config") is None
+    arguments = engine_arguments(configured(changed))
     assert arguments.pop("structured_outputs_config").backend == "xgrammar"
     module, _, name = arguments.pop("worker_extension_cls").rpartition(".")
     assert module.startswith("agentloop_servers.weight_transfer.")
     assert name
     assert arguments == expected
-
-
-@pytest.mark.parametrize(
-    ("changed", "tells"),
-    [
-        ({}, False),
-        ({"replicas": 2}, True),
-        ({"engine": {"tells_cache": True}}, True),
-        ({"replicas": 2, "engine": {"tells_cache": False}}, False),
-    ],
-)
-def test_events_of_the_cache_are_told_where_there_is_a_choice_of_replicas(changed, tells):
-    events = engine_arguments(configured(changed), ENDPOINT)["kv_events_config"]
-    assert (events is not None) == tells
-    if tells:
-        assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
-        assert events.replay_endpoint == f"{ENDPOINT}-replay"
 
 
 def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph():
@@ -170,14 +150,14 @@ def test_the_logprobs_mode_reaches_either_engine(mode):
             assert build_engine(config).info.logprobs_mode == mode
         else:
             assert vllm_config(config).logprobs_mode == mode
-            assert engine_arguments(vllm_config(config), ENDPOINT)["logprobs_mode"] == "processed_logprobs"
+            assert engine_arguments(vllm_config(config))["logprobs_mode"] == "processed_logprobs"
 
 
 @pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
 def test_vllm_takes_them(changed, expected):
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - slow to import, and only wanted here
 
-    arguments = engine_arguments(configured(changed), ENDPOINT)
+    arguments = engine_arguments(configured(changed))
     assert set(arguments) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     built = AsyncEngineArgs(**arguments)
     assert {name: getattr(built, name) for name in expected} == expected
@@ -186,7 +166,7 @@ def test_vllm_takes_them(changed, expected):
 @pytest.mark.parametrize("name", ["hybrid", "judge", "moe", "standalone", "cpu"])
 def test_a_shipped_config_gives_arguments(name):
     config = ServiceConfig.load(ROOT / "servers" / f"{name}.yaml").model_copy(update={"model": str(MODEL)})
-    arguments = engine_arguments(vllm_config(config), ENDPOINT)
+    arguments = engine_arguments(vllm_config(config))
     assert arguments.get("enable_sleep_mode", False) == (name in ("hybrid", "judge"))
     assert arguments.get("enable_expert_parallel", False) == (name == "moe")
     assert vllm_config(config).num_workers == (2 if name == "moe" else 1)
@@ -213,11 +193,11 @@ def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_pat
 
     wanted = {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_processor_cache_gb": 0}
     seeing = ServiceConfig(model=str(write_vision_folder(tmp_path)))
-    arguments = engine_arguments(vllm_config(seeing), ENDPOINT)
+    arguments = engine_arguments(vllm_config(seeing))
     assert wanted.items() <= arguments.items()
     AsyncEngineArgs(**arguments)
     blind = configured({"mode": "debug"})
-    assert not wanted.keys() & engine_arguments(blind, ENDPOINT).keys()
+    assert not wanted.keys() & engine_arguments(blind).keys()
     assert takes_images(seeing)
     assert not takes_images(ServiceConfig(model=str(MODEL)))
     simulated = seeing.engine.model_copy(update={"kind": "simulated"})
@@ -228,16 +208,4 @@ def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
     with_one = configured({"mode": "standalone"})
     without = dataclasses.replace(with_one, model=str(tmp_path))
     assert (with_one.can_constrain, without.can_constrain) == (True, False)
-    assert engine_arguments(without, ENDPOINT)["skip_tokenizer_init"]
-
-
-def test_every_data_parallel_rank_has_a_socket_for_its_events():
-    """vLLM fails on endpoints of its own choosing: this is its function, on ours."""
-    from vllm.distributed.kv_events import ZmqEventPublisher  # noqa: PLC0415
-
-    endpoint = kv_endpoint("/tmp/agentloop-x")
-    ranks = tuple(ZmqEventPublisher.offset_endpoint_port(endpoint, rank) for rank in range(4))
-    assert kv_endpoints(endpoint, 4) == ranks
-    assert len(set(ranks)) == 4
-    with pytest.raises(ValueError, match="inproc"):
-        ZmqEventPublisher.offset_endpoint_port("ipc:///tmp/agentloop-x/kv", 1)
+    assert engine_arguments(without)["skip_tokenizer_init"]

@@ -6,7 +6,6 @@ template writes for an image, so nothing here could work by looking for that tok
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -30,12 +29,10 @@ from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.images import Image, ImageSpan, shown
-from agentloop.kv_hashes import BlockChain, hashes_of, root_hash
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.session import Session
 from agentloop.types import GenerateRequest, Generation, Message, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.engine import VllmEngine
-from agentloop_servers.replica.cached_blocks import CachedBlocks
 from tests.contract.vllm_case import vllm_config
 from tests.support.endpoint.sessions import key, make_session
 from tests.support.records.vision_folder import CONTEXT_TOKENS, PLACEHOLDER, picture, write_vision_folder
@@ -212,40 +209,14 @@ async def test_what_cannot_be_shown_is_refused(engine, renderer):
     assert (await sampled(engine, "after", ids, (span, RED))).token_ids
 
 
-async def test_blocks_that_show_an_image_or_follow_one_are_not_named(engine, renderer):
-    size, version = engine.info.block_size, engine.weight_version
-    cached = CachedBlocks(size, engine.info.kv_capacity_tokens // size)
-
-    async def follow() -> None:
-        async for event in engine.kv_events():
-            cached.take_in(event)
-
-    def names(ids: Sequence[int]) -> set[int]:
-        chain = BlockChain(size, root_hash(version))
-        chain.extend(ids)
-        return set(chain.hashes)
-
-    following = asyncio.create_task(follow())
-    await asyncio.sleep(0)  # it subscribes
-    text = [11 + number % 90 for number in range(2 * size)]
+async def test_what_stands_before_an_image_is_shared_and_the_image_is_not(engine, renderer):
+    text = [11 + number % 90 for number in range(2 * engine.info.block_size)]
     ids, span = await prompt_of(engine, renderer, RED)
     shown_at = replace(span, start=span.start + len(text), end=span.end + len(text))
     for number, image in enumerate((RED, BLUE)):
         seen = replace(shown_at, sha256=image.sha256)
-        whole = (*text, *ids, *text)
-        answer = await sampled(engine, f"seen {number}", whole, (seen, image), num_tokens=size)
-        assert answer.cached_tokens == number * len(text)  # what stands before them is shared
-    plain = [7, *text]
-    await sampled(engine, "plain", plain, num_tokens=1)
-    async with asyncio.timeout(30):
-        while True:
-            cached.tell_all()
-            changes = cached.take_changes()
-            if (told := set(hashes_of(changes.resident))) >= names(plain):
-                break
-            await asyncio.sleep(0.01)
-    assert told == names(text) | names(plain)
-    following.cancel()
+        answer = await sampled(engine, f"seen {number}", (*text, *ids, *text), (seen, image))
+        assert answer.cached_tokens == number * len(text)
 
 
 async def test_new_weights_see_with_their_own_vision(engine, renderer, folders):
