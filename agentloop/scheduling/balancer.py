@@ -1,23 +1,26 @@
 """The balancer: which replica a trajectory runs on, for all its turns, and how many run at a time.
 
+The rule. A trajectory or session that holds a lease goes where it was. A new one goes where its group, or the
+longest routed beginning of its prompt, is, unless the least loaded replica has less by a multiple of that prompt;
+then there. It begins if the KV of all that run there and their promised growth leave room within the share of KV
+that may be used (`kv_share.py`). While something waits for room, holders whose tools have run for some seconds are
+let go of: their KV counts no more, and each asks before its next turn, in order of arrival. In the tail, when few
+trajectories are left, a turn's end moves its trajectory to a replica that has much less.
+
 Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
-and owns the lease table, the books of the replicas, their cache hits, and what it has learned of lengths and
-tools. A trajectory is charged to its replica from its lease to its release with the seconds of work and the KV that
-it is still expected to need (`expected_work.py`, `kv_forecast.py`): requests in flight would make a replica full of
-trajectories that wait for tools look idle.
+and owns the lease table, the replicas' books, the share, and the index of routed prefixes.
 
 The life of a trajectory here: `has_room`, then `acquire`; `turn_begun` and `turn_ended` at each turn, told in
 batches by the process that runs it; perhaps an order to go elsewhere or to ask first, followed at the next turn
 (`move`); `release`.
 
 Invariants: a holder has at most one lease; lease ids are never used twice; a replica's book is the sum of the
-charges of the leases counted on it; whoever waits for room waits behind a bounded number of others.
+leases counted on it; a holder that waits for room on a replica goes before all that arrived later.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import (
@@ -31,37 +34,31 @@ from agentloop.api.coordinator import (
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet.registry import Fleet
-from agentloop.scheduling.admission import Admission, AdmissionConfig
-from agentloop.scheduling.cache_hits import CacheHits
-from agentloop.scheduling.charges import Charges
-from agentloop.scheduling.expected_work import WorkPriors
-from agentloop.scheduling.lease_table import Holding, LeaseTable
-from agentloop.scheduling.placement import Charge, Demand, Placement
-from agentloop.scheduling.rebalance import Rebalance, RebalanceConfig
-from agentloop.scheduling.retention import Retention
-from agentloop.scheduling.step_times import StepTimes
+from agentloop.scheduling.kv_share import KVShare, ShareBounds
+from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
+from agentloop.scheduling.replica_books import ReplicaBooks
+from agentloop.scheduling.routed_prefixes import RoutedPrefixes
 from agentloop.types import Lease
+
+_PREFIX_SLACK = 4.0  # times a common prefix, that its replica may have beyond the least loaded one
+_IDLE_S = 5.0  # at a tool, after which a holder is let go of while others wait
+_TAIL = 8  # trajectories a replica on average, below which balance counts more than KV
+_TAIL_GAIN = 2.0  # times what a trajectory has and is promised, that a move in the tail must find free
+_LOST_BLOCKS = 2  # of a context, that count as found: its end is no full block
 
 
 @dataclass(frozen=True, slots=True)
 class BalancerConfig:
-    """Settings of the leases, of the prediction of work, and of how far siblings may pull."""
+    """Settings of the leases and of how much of the KV may be used."""
 
     lease_ttl_s: float = 60.0  # silence of a process after which its leases end
-    group_slack_trajectories: float = 8.0  # extra load, in fresh trajectories, that shared prompt KV is worth
-    min_stagger_s: float = 0.5  # siblings wait for the leader's prefill if that saves at least so much
-    retention_factor: float = 3.0  # of the break-even, that KV is kept for while a tool runs
-    growth_turns: float = 4.0  # that each trajectory is given room to grow by
-    step_times: StepTimes = field(default_factory=StepTimes)
-    slowness: Mapping[str, float] = field(default_factory=dict)  # of kinds of replicas whose own times are known
-    priors: WorkPriors = field(default_factory=WorkPriors)
-    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
+    usual_growth_tokens: float = 8192.0  # of a trajectory beyond its prompt, before any has ended
+    share: ShareBounds = field(default_factory=ShareBounds)
 
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """A replica's KV: what is predicted to be held soon, what may be, and its hits."""
+    """A replica's KV: what its holders have and are promised, what they may have, and its hits."""
 
     predicted_tokens: int
     limit_tokens: int
@@ -70,20 +67,18 @@ class KVUse:
 
 
 class Balancer:
-    """Leases, and the predicted work and KV behind them."""
+    """Leases, and the KV behind them."""
 
     def __init__(self, fleet: Fleet, config: BalancerConfig | None = None) -> None:
         self._fleet = fleet
         self._config = config or BalancerConfig()
-        self._times = self._config.step_times
         self._table = LeaseTable()
-        self._placement = Placement(fleet, self._config.slowness)
-        self._charges = Charges(self._placement, self._times, self._config.priors, self._config.growth_turns)
-        self._retention = Retention(self._times, self._config.retention_factor)
-        self.admission = Admission(self._config.admission)
-        self._rebalance = Rebalance(self._placement, self._times, self._config.rebalance)
-        self._hits: dict[str, CacheHits] = {}  # by replica
-        self._leaders: dict[str, float] = {}  # group -> when its first prompt is prefilled, by our count
+        self._books = ReplicaBooks(fleet, self._config.usual_growth_tokens)
+        self._prefixes = RoutedPrefixes()
+        self.share = KVShare(self._config.share)
+        self._waits_for: dict[str, str] = {}  # holder -> the replica in whose line it is
+        self._is_refusing = False  # since the last look
+        self._is_freed = False  # since `next_up` was asked
 
     # --- what others see ---
 
@@ -99,17 +94,17 @@ class Balancer:
 
     def num_leases(self, replica_id: str) -> int:
         """Return how many leases count on a replica."""
-        return self._placement.book(replica_id).num_leases
+        return self._books.book(replica_id).num_leases
 
     def kv_use(self, replica_id: str) -> KVUse:
-        """Return how much of a replica's KV is spoken for, and how its turns find theirs."""
-        replica, hits = self._fleet.get(replica_id), self._hits.get(replica_id, CacheHits())
-        limit_tokens = 0.0 if replica is None else self.admission.rho * replica.capacity_tokens
+        """Return how much of a replica's KV is taken and promised, and how its turns find theirs."""
+        book, replica = self._books.book(replica_id), self._fleet.get(replica_id)
+        capacity_tokens = 0 if replica is None else replica.capacity_tokens
         return KVUse(
-            predicted_tokens=round(self._placement.book(replica_id).forecast.soon_tokens),
-            limit_tokens=round(limit_tokens),
-            hit_rate=hits.rate,
-            is_thrashing=hits.is_thrashing,
+            predicted_tokens=round(book.held_tokens + book.num_kept * self._books.promise.tokens),
+            limit_tokens=round(self.share.value * capacity_tokens),
+            hit_rate=book.hits.rate,
+            is_thrashing=book.hits.is_thrashing,
         )
 
     def lease_of(self, holder_id: str) -> Lease | None:
@@ -118,39 +113,30 @@ class Balancer:
         return None if holding is None else holding.lease
 
     def holder_of(self, lease_id: str) -> str | None:
-        """Return who holds a lease; None for one that is not known."""
+        """Return the holder of a lease; None for one that is not known."""
         holding = self._table.of_lease(lease_id)
         return None if holding is None else holding.demand.holder_id
 
-    def hoped_tokens(self, group_id: str) -> float:
-        """Return the growth that a group's next sample may well have: who may have most begins first."""
-        return self._charges.hoped(group_id)
+    def next_up(self) -> tuple[str, ...]:
+        """Return the first holder in each replica's line, if room may have become free since this was asked."""
+        if not self._is_freed:
+            return ()
+        self._is_freed = False
+        heads = {next(iter(self._books.book(name).line)): None for name in set(self._waits_for.values())}
+        return tuple(heads)
 
     # --- leases ---
 
-    def has_room(
-        self,
-        group_id: str = "",
-        num_prompt_tokens: int | None = None,
-        over: float = 0.0,
-        needs: Needs = NO_NEEDS,
-    ) -> bool:
-        """Tell if one more trajectory, of this group, may begin.
+    def has_room(self, demand: Demand, over: float = 0.0) -> bool:
+        """Tell if one more trajectory or session may begin; it may take `over` times the room beyond it.
 
-        It may take the share `over` of the room beyond it. Who comes back from a long tool goes first: nothing
-        begins on a replica that one of those waits for. Raises UnsupportedParameter as `acquire`.
+        Raises UnsupportedParameter as `acquire`.
         """
-        if self._placement.num_placeable == 0:
-            return False
-        prompt_tokens = self._charges.mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
-        charge = self._charges.fresh(group_id, prompt_tokens, 2)
         try:
-            homes, roomiest = self._placement.homes(group_id, needs), self._placement.roomiest(needs)
+            has_room = self._room_for(demand, over) is not None
         except NoHealthyReplica:
             return False
-        has_room = any(self._fits(name, group_id, charge, over=over) for name in (*homes, roomiest))
-        if not has_room:
-            self.admission.refused()
+        self._is_refusing |= not has_room
         return has_room
 
     def acquire(self, demand: Demand, now: float) -> Lease:
@@ -161,16 +147,14 @@ class Balancer:
         """
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
-            if holding.is_counted and self._placement.takes_traffic(holding.lease, demand.needs):
+            if holding.is_counted and self._books.takes_traffic(holding.lease, demand.needs):
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
-            self._end(holding, None)
-        charge = self._charges.first(demand)
-        chosen = self._choose_fresh(demand, charge)
-        self.admission.placed(chosen)
+            self._end(holding)
+        chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
+        self._prefixes.note(_prefixes_of(demand), chosen)
         lease = self._grant(chosen)
-        self._begin(Holding(demand, lease, charge, now, prompt_tokens=float(demand.num_prompt_tokens)), now)
-        self._lead(demand, chosen, now)
+        self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
         return lease
 
     def adopt(self, demand: Demand, lease: Lease, now: float) -> None:
@@ -178,38 +162,28 @@ class Balancer:
 
         No-op if the holder or the lease is known.
         """
-        if self._table.of_holder(demand.holder_id) is not None or self._table.of_lease(lease.lease_id) is not None:
-            return
-        prompt_tokens = float(demand.num_prompt_tokens)
-        charge = self._charges.fresh(demand.group_id, prompt_tokens, demand.group_size)
-        self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
+        if self._table.of_holder(demand.holder_id) is None and self._table.of_lease(lease.lease_id) is None:
+            self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
 
-    def move(self, lease: Lease, is_failed: bool, now: float, needs: Needs = NO_NEEDS) -> Lease:
+    def move(self, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         """Return another lease for the holder of `lease`, which ends.
 
-        After a failure it goes to another replica, and stays only if there is no other. Asked without a failure,
-        it stays where its KV is, unless that replica is overloaded or cannot serve what it `needs`, now and from
-        here on; one that was told to ask may have to wait for room. Raises NoHealthyReplica if it has to, or if no
-        replica takes traffic, and UnsupportedParameter if no engine can serve it: the holder keeps its lease.
-        Raises NotFound for a lease that is not known (`adopt` it first).
+        After a failure it goes to another replica, and stays only if there is no other. Asked without a failure, it
+        stays where its KV is if that replica can serve what it `needs`, now and from here on; one that was told to
+        ask may have to wait for room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and
+        UnsupportedParameter if no engine can serve it: the holder keeps its lease. Raises NotFound for a lease that
+        is not known (`adopt` it first).
         """
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             raise NotFound(f"lease {lease.lease_id} is not known", param="lease")
-        holding.demand = self._placement.needing(holding.demand, needs)
-        if lease.lease_id != holding.lease.lease_id and self._placement.takes_traffic(holding.lease, needs):
+        holding.demand = self._books.needing(holding.demand, needs)
+        if lease.lease_id != holding.lease.lease_id and self._books.takes_traffic(holding.lease, needs):
             self._table.obeyed(holding)  # it has moved already
             return holding.lease
         chosen = self._choose_again(holding, is_failed)
-        self.admission.leave(holding.demand.holder_id)
-        self.admission.placed(chosen)
-        is_elsewhere = chosen != holding.lease.replica_id or not holding.is_counted
-        self._uncount(holding)
-        self._table.change(holding, self._grant(chosen), now, is_told=True)
-        if is_elsewhere or not holding.charge.is_kept:
-            holding.is_warm = False
-        holding.is_counted = True
-        self._count(holding, self._charges.of(holding, is_kept=True))
+        self._leave_line(holding)
+        self._go(holding, chosen, is_told=True)
         return holding.lease
 
     def callers(self, lease: Lease) -> tuple[str, ...]:
@@ -226,7 +200,9 @@ class Balancer:
         holding = self._table.of_lease(lease.lease_id)
         if holding is not None:
             self._table.renew(holding.demand.process_id, now)
-            self._end(holding, num_tokens)
+            if num_tokens is not None and not holding.demand.is_session:
+                self._books.promise.end(num_tokens)
+            self._end(holding)
 
     def renew(self, process_id: str, now: float) -> None:
         """Keep the leases of a process that gave a sign of life."""
@@ -236,7 +212,7 @@ class Balancer:
         """End the leases whose time is over, and those of processes that fell silent. Returns how many."""
         over = self._table.expired(now, self._config.lease_ttl_s)
         for holding in over:
-            self._end(holding, None)
+            self._end(holding)
         return len(over)
 
     def drop_replica(self, replica_id: str) -> None:
@@ -244,9 +220,11 @@ class Balancer:
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
-        self._hits.pop(replica_id, None)
-        self.admission.dissolve(replica_id)
-        self._placement.forget(replica_id)
+        for holder_id in self._books.book(replica_id).line:
+            del self._waits_for[holder_id]
+        self._books.forget(replica_id)
+        self._prefixes.forget(replica_id)
+        self._is_freed = True
 
     # --- news of processes ---
 
@@ -259,23 +237,23 @@ class Balancer:
         self._table.renew(process_id, now)
         if report.leases is not None:
             self._compare(process_id, report.leases, now)
-        unknown: list[tuple[str, Lease | None]] = []
-        for lease_id in dict.fromkeys((*report.taken, *(turn.lease_id for turn in report.turns))):
+        unknown: dict[str, None] = {}
+        for lease_id in (*report.taken, *(turn.lease_id for turn in report.turns)):
             holding = self._table.of_lease(lease_id)
             if holding is None or not self._table.heard(holding, process_id, now):
-                unknown.append((lease_id, None))
+                unknown[lease_id] = None
         for turn in report.turns:
-            if (turn.lease_id, None) in unknown:
+            if turn.lease_id in unknown:
                 continue
             if isinstance(turn, TurnBegun):
-                self.turn_begun(turn.lease_id, now)
+                self.turn_begun(turn.lease_id)
             else:
                 self.turn_ended(turn, now)
         for lease_id in report.released:
             holding = self._table.of_lease(lease_id)
             if holding is not None and holding.demand.process_id == process_id:
-                self._end(holding, None)
-        return LeaseOrders((*unknown, *self._table.orders(process_id)))
+                self._end(holding)
+        return LeaseOrders((*((lease_id, None) for lease_id in unknown), *self._table.orders(process_id)))
 
     def _compare(self, process_id: str, leases: Sequence[HeldLease], now: float) -> None:
         """Have the table agree with all that a process holds: leases that an earlier coordinator granted are
@@ -292,232 +270,203 @@ class Balancer:
         for holding in self._table.of_process(process_id):
             demand, names = holding.demand, {holding.lease.lease_id, *holding.earlier}
             if demand.is_session and demand.expires_at is None and names.isdisjoint(kept):
-                self._end(holding, None)
+                self._end(holding)
 
     def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
         """Return what a process is to do from the next turns on: lease id -> another lease, or None: ask first."""
         return self._table.orders(process_id)
 
-    def turn_begun(self, lease_id: str, now: float) -> None:
-        """Take in that a holder is back from its tools, or begins its first turn. Unknown leases: no-op."""
+    def turn_begun(self, lease_id: str) -> None:
+        """Note that a holder is back from its tools, or begins its first turn. Unknown leases: no-op."""
         holding = self._table.of_lease(lease_id)
         if holding is None:
             return
         if lease_id == holding.lease.lease_id:
             self._table.obeyed(holding)
-        if holding.is_at_tool:
-            self._retention.times.returned(holding.tool, now - holding.ended_at)
-            if not holding.charge.is_kept:
-                self._recount(holding, is_kept=True)
-        self._set_at_tool(holding, is_at_tool=False)
+        holding.idle_since = None
+        if not holding.is_kept:  # it went on before it heard that it is to ask
+            self._recount(holding, is_kept=True)
 
     def turn_ended(self, turn: TurnEnded, now: float) -> None:
-        """Take in a turn, and decide where the next one runs. Unknown leases: no-op."""
+        """Take in a turn. Unknown leases: no-op."""
         holding = self._table.of_lease(turn.lease_id)
         if holding is None:
             return
+        holding.idle_since = now
         if turn.num_context_tokens <= 0:  # it failed, and is begun again
-            self._set_at_tool(holding, is_at_tool=True)
-            holding.tool, holding.ended_at = "", now
             return
-        demand, is_here = holding.demand, turn.lease_id == holding.lease.lease_id
-        if not demand.is_session:
-            self._charges.turn(holding, turn.num_context_tokens, turn.num_sampled_tokens)
-            self._rebalance.prompted(turn.num_context_tokens - turn.num_sampled_tokens)
-            if is_here and turn.num_cached_tokens is not None:
-                self._count_lost(holding, turn.num_sampled_tokens, turn.num_cached_tokens)
-        num_left = holding.context_tokens if holding.is_warm else 0.0
+        is_here = holding.is_counted and turn.lease_id == holding.lease.lease_id
+        if is_here and turn.num_cached_tokens is not None:
+            self._count_lost(holding, turn, turn.num_cached_tokens)
+        is_kept = holding.is_kept
+        self._uncount(holding)
+        if holding.num_turns == 0:
+            holding.prompt_tokens = float(turn.num_context_tokens - turn.num_sampled_tokens)
+        if not holding.demand.is_session:
+            self._books.promise.turn(max(0.0, turn.num_context_tokens - holding.num_tokens))
         holding.context_tokens = float(turn.num_context_tokens)
         holding.num_turns += 1
-        self._set_at_tool(holding, is_at_tool=True)
-        holding.tool, holding.ended_at = turn.tool, now
-        self._leaders.pop(demand.group_id, None)  # its prompt is there
-        if not is_here or demand.is_session or not holding.is_counted:
-            return
-        if num_left > 0 and turn.num_cached_tokens is not None:
-            self._hits.setdefault(holding.lease.replica_id, CacheHits()).take(num_left, turn.num_cached_tokens)
-        holding.is_warm = True
-        if not self._keeps_kv(holding, now):
-            self._table.have_ask(holding)
-            return
-        target = self._rebalance.target(holding, self.admission.rho, now)
-        if target is not None:
-            self._order(holding, target, now)
+        holding.is_warm, holding.is_flushed = is_here, False
+        self._count(holding, is_kept=is_kept)
+        if is_here:
+            self._balance_tail(holding)
 
-    def new_epoch(self, is_flushed: bool, now: float) -> None:
-        """Take in new weights. Flushed, no KV is left: whoever is at a tool is placed anew, the most work first.
+    def new_epoch(self, *, is_flushed: bool) -> None:
+        """Take in new weights. No new prompt shares KV of the old ones; flushed, no holder finds its own either.
 
-        Those that are not moved ask for room before they go on: there is nothing to come back to.
+        Holders at their tools then ask for room before they go on: there is nothing to come back to.
         """
+        self._prefixes.clear()
         if not is_flushed:
             return
-        self._hits.clear()
-        waiting: list[Holding] = []
-        lost_s = 0.0
         for holding in self._table:
-            if holding.is_warm or (holding.is_sampling and not holding.demand.is_session):
-                lost_s += self._times.prefill(max(holding.context_tokens, holding.prompt_tokens))
+            holding.is_flushed |= holding.is_warm or holding.idle_since is None
             holding.is_warm = False
-            if holding.is_at_tool and holding.is_counted and holding.charge.is_kept and not holding.earlier:
-                waiting.append(holding)
-        self.admission.flushed(lost_s)
-        for holding, target in self._rebalance.spread(waiting):
-            self._order(holding, target, now)
-        for holding in waiting:
-            if not holding.earlier and not holding.demand.is_session:  # somebody waits for its calls
-                self._let_go(holding)
+            self._let_go(holding)
 
     def look(self, now: float) -> None:
-        """Let go of the KV of tools that take long; about once a second."""
-        for holding in self._retention.due(now):
-            if holding.is_counted and holding.is_at_tool and holding.charge.is_kept and not holding.earlier:
+        """Let the share follow the engines' loads, and let go of holders at long tools; about once a second."""
+        replicas = self._fleet.placeable()
+        loads = [replica.report.load for replica in replicas]
+        idle = [one for one in self._table if one.is_counted and one.idle_since is not None]
+        is_waited_for, self._is_refusing = self._is_refusing or bool(self._waits_for), False
+        used_tokens = sum(load.kv_used_tokens for load in loads) + sum(one.context_tokens for one in idle)
+        if is_waited_for and not any(load.num_waiting for load in loads):
+            self._is_freed |= self.share.grow(used_tokens, sum(one.capacity_tokens for one in replicas))
+        for holding in idle if is_waited_for else ():
+            if holding.idle_since is not None and now - holding.idle_since > _IDLE_S:
                 self._let_go(holding)
 
     def check(self) -> None:
         """Raise InvariantBroken unless every count is what the leases add up to."""
         self._table.check()
-        counted = [one for one in self._table if one.is_counted]
-        homes = Counter((one.demand.group_id, one.lease.replica_id) for one in counted if one.demand.group_id)
-        self._placement.check(Counter(one.lease.replica_id for one in counted), homes)
-        if self.admission.num_waiting > len(self._table):
+        self._books.check(one for one in self._table if one.is_counted)
+        if not self._waits_for.keys() <= set(self._table.holders):
             raise InvariantBroken("a holder whose lease has ended waits for room")
 
     # --- choosing ---
 
-    def _choose_fresh(self, demand: Demand, charge: Charge) -> str:
-        """Return the replica of a new trajectory: with its siblings within the slack, else where there is least."""
-        placement, group_id, needs = self._placement, demand.group_id, demand.needs
-        least = placement.least(needs=needs)
-        bound = placement.work(least) + self._config.group_slack_trajectories * charge.work_s
-        homes = [name for name in placement.homes(group_id, needs) if placement.work(name) <= bound]
-        for name in (*homes, least, roomiest := placement.roomiest(needs)):
-            if self._fits(name, group_id, charge):
+    def _room_for(self, demand: Demand, over: float = 0.0) -> str | None:
+        """Return the replica of a new trajectory: with its prefix within the slack, else the least loaded one."""
+        books = self._books
+        least = books.least(needs=demand.needs)
+        share = self.share.value * (1.0 + over)
+        for name in (*self._homes(demand, least), least):
+            if books.fits(name, demand, float(demand.num_prompt_tokens), share):
                 return name
-        return homes[0] if homes else roomiest  # nobody asked for room: it is crowded anywhere
+        return None
+
+    def _homes(self, demand: Demand, least: str) -> Iterator[str]:
+        """Yield the replicas that its longest known prefix went to, within the slack, the least loaded first."""
+        books = self._books
+        for key, num_tokens in _prefixes_of(demand):
+            homes = books.by_load(self._prefixes.replicas(key), demand.needs)
+            if homes:
+                slack = _PREFIX_SLACK * num_tokens / books.placeable[least].capacity_tokens
+                yield from (name for name in homes if books.load(name) <= books.load(least) + slack)
+                return
 
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
         """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""
-        placement, here, needs = self._placement, holding.lease.replica_id, holding.demand.needs
+        books, here, demand = self._books, holding.lease.replica_id, holding.demand
         if is_failed:
-            return placement.least(here, needs)
-        is_here = holding.is_counted and placement.takes_traffic(holding.lease, needs)
-        charge = self._charges.of(holding, is_kept=True)
-        if not holding.must_ask:
-            bound = (
-                placement.work(placement.least(needs=needs)) + self._config.group_slack_trajectories * charge.work_s
-            )
-            stays = is_here and placement.work(here) <= bound
-            return here if stays else self._choose_fresh(holding.demand, charge)
-        candidates = [here] if is_here else []
-        holder_id, group_id = holding.demand.holder_id, holding.demand.group_id
-        for name in (*candidates, placement.least(needs=needs), placement.roomiest(needs)):
-            if self._fits(name, group_id, charge, holder_id):
+            return books.least(here, demand.needs)
+        is_here = holding.is_counted and books.takes_traffic(holding.lease, demand.needs)
+        if is_here and not holding.must_ask:
+            return here
+        least = books.least(needs=demand.needs)
+        if not is_here and not holding.must_ask:
+            return least
+        names = (here, least) if holding.is_warm else (least, here)
+        for name in names if is_here else (least,):
+            if books.fits(name, demand, holding.num_tokens, self.share.value):
                 return name
-        self.admission.wait(holder_id, here if is_here else placement.roomiest(needs), charge.left_tokens)
+        if demand.holder_id not in self._waits_for:
+            self._waits_for[demand.holder_id] = line = here if is_here else least
+            books.book(line).line[demand.holder_id] = None
         raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
-    def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "", over: float = 0.0) -> bool:
-        admission = self.admission
-        is_free = admission.is_free(replica_id, holder_id)
-        return is_free and self._placement.fits(replica_id, group_id, charge, admission.rho * (1.0 + over))
-
-    # --- siblings ---
-
-    def _lead(self, demand: Demand, replica_id: str, now: float) -> None:
-        """Note when the prompt of a group's first sample will be there, if siblings shall wait for it."""
-        book = self._placement.book(replica_id)
-        prefill_s = self._times.prefill(demand.num_prompt_tokens)
-        is_first = self._placement.num_siblings(demand.group_id) == 1
-        if is_first and (demand.group_size - 1) * prefill_s >= self._config.min_stagger_s:
-            book.prefilled_at = max(book.prefilled_at, now) + prefill_s
-            self._leaders[demand.group_id] = book.prefilled_at
-
-    def waits_for_leader(self, group_id: str, now: float) -> bool:
-        """Tell if a group's samples shall wait until the prompt of the first one is there, by our count."""
-        ready_at = self._leaders.get(group_id)
-        if ready_at is None or now >= ready_at:
-            self._leaders.pop(group_id, None)
-            return False
-        return True
+    def _balance_tail(self, holding: Holding) -> None:
+        """Move a trajectory whose turn has ended, if few are left and another replica has much less."""
+        books, here = self._books, holding.lease.replica_id
+        if len(self._table) >= _TAIL * len(books.placeable) or holding.earlier or holding.demand.is_session:
+            return
+        if not books.takes_traffic(holding.lease, holding.demand.needs):
+            return
+        least = books.least(here, holding.demand.needs)
+        gain_tokens = _TAIL_GAIN * (holding.num_tokens + books.promise.tokens)
+        if books.load(here) - books.load(least) > gain_tokens / books.placeable[here].capacity_tokens:
+            self._go(holding, least, is_told=False)
 
     # --- counting ---
 
-    def _count_lost(self, holding: Holding, sampled_tokens: int, cached_tokens: int) -> None:
-        """Tell admission of a turn: seconds computed again if its KV was to be there, its part of fixed times."""
-        num_lost = holding.context_tokens - cached_tokens
-        replica = self._fleet.get(holding.lease.replica_id)
-        block_size = 0 if replica is None else replica.registration.info.block_size
-        is_lost = holding.is_warm and num_lost > 2 * max(block_size, 1)
-        lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens)) if is_lost else 0.0
-        num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
-        self.admission.turn(lost_s, self._times.step_s * sampled_tokens / num_sampling, self._placement.num_counted)
-
-    def _keeps_kv(self, holding: Holding, now: float) -> bool:
-        """Charge anew a trajectory that goes to its tool, and tell if its KV stays spoken for."""
-        replica = self._fleet.get(holding.lease.replica_id)
-        capacity_tokens = 0 if replica is None else replica.registration.info.kv_capacity_tokens
-        is_kept = capacity_tokens <= 0 or self._retention.keeps(holding, capacity_tokens, now)
-        self._recount(holding, is_kept=is_kept)
-        held_tokens = self._placement.book(holding.lease.replica_id).forecast.now_tokens
-        if is_kept and 0 < self.admission.rho * capacity_tokens < held_tokens:
-            is_kept = False  # the replica has grown beyond its KV: who goes to a tool makes room
-            self._recount(holding, is_kept=False)
-        return is_kept
-
-    def _set_at_tool(self, holding: Holding, *, is_at_tool: bool) -> None:
-        """Count a turn that begins or ends on its replica."""
-        if holding.is_sampling == is_at_tool:
-            holding.is_sampling = not is_at_tool
-            if holding.is_counted:
-                self._placement.book(holding.lease.replica_id).num_sampling += -1 if is_at_tool else 1
-        holding.is_at_tool = is_at_tool
+    def _count_lost(self, holding: Holding, turn: TurnEnded, num_cached: int) -> None:
+        """Count the part of a turn's prompt that was computed again although its KV had been there."""
+        if holding.demand.is_session:
+            return  # its next prompt may have another beginning
+        prompt_tokens = turn.num_context_tokens - turn.num_sampled_tokens
+        lost_tokens = 0.0
+        if holding.is_flushed:
+            lost_tokens = holding.num_tokens
+        elif holding.is_warm:
+            self._books.book(holding.lease.replica_id).hits.take(holding.context_tokens, num_cached)
+            lost_tokens = holding.context_tokens - num_cached
+            replica = self._fleet.get(holding.lease.replica_id)
+            if replica is None or lost_tokens <= _LOST_BLOCKS * max(replica.registration.info.block_size, 1):
+                lost_tokens = 0.0
+        self.share.turn(prompt_tokens, lost_tokens, len(self._table))
 
     def _grant(self, replica_id: str) -> Lease:
-        self._placement.placed(replica_id)
-        replica = self._placement.record(replica_id)
-        return self._table.grant(replica_id, replica.url, replica.registration.info)
+        return self._table.grant(self._books.placed(replica_id))
+
+    def _go(self, holding: Holding, replica_id: str, *, is_told: bool) -> None:
+        """Give a holder another lease, by an answer or, not told so, by an order with its process's next report."""
+        holding.is_warm &= replica_id == holding.lease.replica_id
+        self._uncount(holding)
+        self._table.change(holding, self._grant(replica_id), is_told=is_told)
+        holding.is_counted = True
+        self._count(holding, is_kept=True)
+        self._is_freed = True
 
     def _begin(self, holding: Holding, now: float) -> None:
         self._table.hold(holding, now)
-        self._charges.begin(holding.demand.group_id)
-        if holding.is_counted:
-            self._placement.add(holding.lease.replica_id, holding.demand.group_id, holding.charge)
+        self._count(holding, is_kept=True)
 
-    def _end(self, holding: Holding, num_tokens: int | None) -> None:
-        self._set_at_tool(holding, is_at_tool=True)
+    def _end(self, holding: Holding) -> None:
+        self._leave_line(holding)
         self._uncount(holding)
-        holding.is_counted = holding.is_at_tool = False
         self._table.drop(holding)
-        self.admission.leave(holding.demand.holder_id)
-        self._charges.end(holding, num_tokens)
+        self._is_freed = True
+
+    def _leave_line(self, holding: Holding) -> None:
+        replica_id = self._waits_for.pop(holding.demand.holder_id, None)
+        if replica_id is not None:
+            del self._books.book(replica_id).line[holding.demand.holder_id]
+            self._is_freed = True
+
+    def _count(self, holding: Holding, *, is_kept: bool) -> None:
+        holding.is_kept = is_kept
+        if holding.is_counted:
+            self._books.book(holding.lease.replica_id).add(holding)
 
     def _uncount(self, holding: Holding) -> None:
         if holding.is_counted:
-            self.admission.freed(holding.lease.replica_id)
-            self._placement.book(holding.lease.replica_id).num_sampling -= holding.is_sampling
-            self._placement.remove(holding.lease.replica_id, holding.demand.group_id, holding.charge)
-
-    def _count(self, holding: Holding, charge: Charge) -> None:
-        holding.charge = charge
-        if holding.is_counted:
-            self._placement.add(holding.lease.replica_id, holding.demand.group_id, charge)
-            self._placement.book(holding.lease.replica_id).num_sampling += holding.is_sampling
-
-    def _recount(self, holding: Holding, *, is_kept: bool) -> None:
-        before, holding.charge = holding.charge, self._charges.of(holding, is_kept=is_kept)
-        if holding.is_counted:
-            replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
-            self._placement.change(replica_id, group_id, before, holding.charge)
-            self.admission.freed(replica_id)
+            self._books.book(holding.lease.replica_id).remove(holding)
 
     def _let_go(self, holding: Holding) -> None:
-        """Give the room of a trajectory that is at a tool to others: it asks before its next turn."""
-        self._recount(holding, is_kept=False)
-        self._table.have_ask(holding)
+        """Give the room of a holder that is at its tools to others: it asks before its next turn."""
+        if holding.is_counted and holding.is_kept and holding.idle_since is not None and not holding.earlier:
+            self._recount(holding, is_kept=False)
+            self._table.have_ask(holding)
+            self._is_freed = True
 
-    def _order(self, holding: Holding, replica_id: str, now: float) -> None:
-        """Move a trajectory that is at a tool; its process hears of it with its next report."""
-        holding.is_warm = False
+    def _recount(self, holding: Holding, *, is_kept: bool) -> None:
         self._uncount(holding)
-        self._table.change(holding, self._grant(replica_id), now, is_told=False)
-        self._count(holding, self._charges.of(holding, is_kept=True))
+        self._count(holding, is_kept=is_kept)
+
+
+def _prefixes_of(demand: Demand) -> Iterator[tuple[str, int]]:
+    """Yield a demand's prefixes, the longest first: its group's prompt, then what its prompt begins with."""
+    if demand.group_size > 1 and demand.group_id:
+        yield demand.group_id, demand.num_prompt_tokens
+    yield from demand.prefixes

@@ -15,31 +15,55 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from agentloop.engine import EngineInfo
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken
-from agentloop.scheduling.placement import Charge, Demand
+from agentloop.fleet.registry import ReplicaRecord
+from agentloop.scheduling.routed_prefixes import Prefix
 from agentloop.types import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A trajectory's or a session's need of a place."""
+
+    holder_id: str
+    process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it
+    group_id: str = ""  # siblings have one in common; empty: it has none
+    num_prompt_tokens: int = 0
+    group_size: int = 1
+    is_session: bool = False
+    expires_at: float | None = None  # its end, unless its process has said before that it holds it
+    needs: Needs = NO_NEEDS  # of an engine, as far as is known: what a turn has needed it may need again
+    prefixes: tuple[Prefix, ...] = ()  # of its prompt, the longest first
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One holder's lease, what it is charged with, and what is known of its trajectory."""
+    """One holder's lease, and what is known of its trajectory."""
 
     demand: Demand
     lease: Lease
-    charge: Charge
-    granted_at: float
-    is_counted: bool = True  # not so once its replica was dropped
     prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
     context_tokens: float = 0.0  # at the end of its last turn
+    counted_tokens: float = 0.0  # in its replica's book
     num_turns: int = 0  # that have ended
-    is_at_tool: bool = False
-    is_sampling: bool = False  # a turn of it runs
-    tool: str = ""
-    ended_at: float = 0.0  # its last turn
+    idle_since: float | None = None  # the end of its last turn, while its tools run
+    is_counted: bool = True  # not so once its replica was dropped
     is_warm: bool = False  # its last turn ran where its lease is now, and nothing was flushed since
+    is_flushed: bool = False  # an update took its KV, and its next turn computes that again
+    is_kept: bool = True  # its KV counts in its replica's book
     must_ask: bool = False  # its process was told to ask before the next turn
     earlier: tuple[str, ...] = ()  # leases that its process may still use
+
+    @property
+    def shares_prompt(self) -> bool:
+        """True if its prompt is that of a whole group."""
+        return self.demand.group_size > 1 and bool(self.demand.group_id)
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of its KV, as far as is known."""
+        return max(self.context_tokens, self.prompt_tokens)
 
 
 class LeaseTable:
@@ -83,11 +107,11 @@ class LeaseTable:
         """Return the holdings of a replica, those that count no more too."""
         return tuple(self._by_replica.get(replica_id, ()))
 
-    def grant(self, replica_id: str, url: str, info: EngineInfo) -> Lease:
-        """Return a lease of a new id on a replica with this engine."""
+    def grant(self, replica: ReplicaRecord) -> Lease:
+        """Return a lease of a new id on a replica."""
         self._num_granted += 1
-        lease_id = f"{self._prefix}-{self._num_granted}"
-        return Lease(lease_id, replica_id, url, info.name, info.can)
+        info = replica.registration.info
+        return Lease(f"{self._prefix}-{self._num_granted}", replica.replica_id, replica.url, info.name, info.can)
 
     def hold(self, holding: Holding, now: float) -> None:
         """Enter a holding; its holder must have none."""
@@ -111,7 +135,7 @@ class LeaseTable:
         holding.demand = demand
         self._join_process(holding, now)
 
-    def change(self, holding: Holding, lease: Lease, now: float, *, is_told: bool) -> None:
+    def change(self, holding: Holding, lease: Lease, *, is_told: bool) -> None:
         """Give a holder another lease. Unless its process is told by an answer, an order tells it (`ordered`)."""
         if is_told:
             self.obeyed(holding)
@@ -119,7 +143,7 @@ class LeaseTable:
         else:
             holding.earlier = (*holding.earlier, holding.lease.lease_id)
         self._leave_replica(holding)
-        holding.lease, holding.granted_at, holding.must_ask = lease, now, False
+        holding.lease, holding.must_ask = lease, False
         self._by_lease[lease.lease_id] = holding
         self._by_replica.setdefault(lease.replica_id, set()).add(holding)
         if not is_told:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.clock import VirtualClock
-from agentloop.scheduling.step_times import StepTimes
+from tests.benchmarks.balancer.step_curves import StepTimes
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, SamplingParams

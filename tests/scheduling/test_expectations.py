@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentloop.scheduling.expected_work import ExpectedWork, WorkPriors
 from agentloop.scheduling.kv_forecast import KVForecast, KVNeed
-from agentloop.scheduling.step_times import StepTimes
+from tests.benchmarks.balancer.step_curves import StepTimes
 from agentloop.scheduling.tool_times import ToolTimes
 
 TURN = 800.0  # tokens

@@ -10,7 +10,7 @@ from ray import serve
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.step_times import FITS, StepTimes
+from tests.benchmarks.balancer.step_curves import FITS, StepTimes
 from agentloop_servers.app import application, build, mode_rules
 from agentloop_servers.balancing import balancer_config
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from agentloop.scheduling.step_times import StepTimes
+from tests.benchmarks.balancer.step_curves import StepTimes
 
 if TYPE_CHECKING:
     from tests.benchmarks.balancer.workload import Workload

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.policy import FleetShape
 from tests.benchmarks.balancer.simulate import Disturbance
+from tests.benchmarks.balancer.step_curves import StepTimes
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, working_set_tokens
 
 STEP_TIMES = Path(__file__).parent / "step_times"

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms
 from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree, RadixTree, Texts
@@ -20,6 +19,7 @@ from tests.benchmarks.balancer.arms.spread import Counting, LeastInFlight, Rando
 from tests.benchmarks.balancer.arms.sticky import ConsistentHash, StickyInFlight, StickySessions
 from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, Policy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.simulate import Disturbance, run
+from tests.benchmarks.balancer.step_curves import StepTimes
 from tests.benchmarks.balancer.workload import Trajectory, Workload, WorkloadParameters, generate
 
 BLOCK = 16

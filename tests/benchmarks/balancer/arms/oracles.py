@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from agentloop.scheduling.step_times import StepTimes
 from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.spread import Counting
 from tests.benchmarks.balancer.arms.sticky import StickySessions
 from tests.benchmarks.balancer.policy import FleetShape, TurnAsk, TurnEnd, step_s
+from tests.benchmarks.balancer.step_curves import StepTimes
 from tests.benchmarks.balancer.workload import Trajectory, Workload
 
 

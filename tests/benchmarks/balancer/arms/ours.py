@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from agentloop.api.coordinator import ReplicaRegistration, TurnEnded
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.placement import Demand
-from agentloop.types import Lease
+from agentloop.scheduling.lease_table import Demand
+from agentloop.types import Lease, Load
 from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload
-
-
-class _Balancer(Balancer):
-    def tokens_left(self, holder_id: str) -> float:
-        """Return the tokens that a trajectory was expected to grow by at its last turn; 0: it has no lease."""
-        holding = self._table.of_holder(holder_id)
-        return 0.0 if holding is None else holding.charge.left_tokens
 
 
 class OursPolicy(QuietPolicy):
@@ -33,7 +25,7 @@ class OursPolicy(QuietPolicy):
         self._num_added = 0
         for _ in range(shape.num_replicas):
             self._join(0.0)
-        self.balancer = _Balancer(self._fleet, config)
+        self.balancer = Balancer(self._fleet, config)
         self._leases: dict[int, Lease] = {}
         self._grown: dict[int, tuple[int, int]] = {}  # first prompt and last context
 
@@ -44,13 +36,8 @@ class OursPolicy(QuietPolicy):
             return None
         return None if lease is None else int(lease.replica_id)
 
-    def rank(self, turn: TurnAsk, now: float) -> float:
-        if turn.turn:
-            return self._rank_of_return(str(turn.trajectory))
-        return -self.balancer.hoped_tokens(f"g{turn.group}")
-
     def began(self, turn: TurnAsk, replica: int, now: float) -> None:
-        self.balancer.turn_begun(self._leases[turn.trajectory].lease_id, now)
+        self.balancer.turn_begun(self._leases[turn.trajectory].lease_id)
 
     def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
         number = turn.trajectory
@@ -66,7 +53,7 @@ class OursPolicy(QuietPolicy):
         self.balancer.release(lease, context - prompt, now)
 
     def updated(self, is_flushed: bool, now: float) -> None:
-        self.balancer.new_epoch(is_flushed, now)
+        self.balancer.new_epoch(is_flushed=is_flushed)
 
     def replica_lost(self, replica: int, now: float) -> None:
         self._fleet.deregister(str(replica))
@@ -76,33 +63,30 @@ class OursPolicy(QuietPolicy):
         self._join(now)
 
     def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
+        for number, load in enumerate(loads):
+            if load is not None:
+                used_tokens = load.num_held_blocks * self._shape.block_size
+                report = ReplicaReport(
+                    Load(load.num_running, load.num_waiting, used_tokens, weight_version=0), True
+                )
+                self._fleet.heartbeat(str(number), report, now)
         self.balancer.look(now)
-
-    def _rank_of_return(self, holder_id: str) -> float:
-        """Put the holder that a replica is kept for first, then those with the most tokens to come."""
-        is_free = self.balancer.admission.is_free
-        if any(is_free(one.replica_id, holder_id) and not is_free(one.replica_id) for one in self._fleet.replicas):
-            return -math.inf
-        return -self.balancer.tokens_left(holder_id)
 
     def _lease(self, turn: TurnAsk, now: float) -> Lease | None:
         """Return the lease of a turn: the one held, the one ordered, or one asked for; None: no room."""
         balancer, number = self.balancer, turn.trajectory
         lease = self._leases.get(number)
         if lease is None:
-            group_id = f"g{turn.group}"
-            if balancer.waits_for_leader(group_id, now):
-                return None
-            if not balancer.has_room(group_id, turn.num_prompt_tokens):
-                return None
             demand = Demand(
-                str(number), str(number), group_id, turn.num_prompt_tokens, self._num_siblings[turn.group]
+                str(number), str(number), f"g{turn.group}", turn.num_prompt_tokens, self._num_siblings[turn.group]
             )
+            if not balancer.has_room(demand):
+                return None
             lease = balancer.acquire(demand, now)
         else:
             order = dict(balancer.orders(str(number))).get(lease.lease_id, lease)
             is_lost = self._fleet.get(lease.replica_id) is None
-            lease = balancer.move(lease, is_lost, now) if order is None or is_lost else order
+            lease = balancer.move(lease, is_lost) if order is None or is_lost else order
         self._leases[number] = lease
         return lease
 
@@ -117,13 +101,13 @@ class OursPolicy(QuietPolicy):
 
 
 def ours(name: str = "ours", config: BalancerConfig | None = None, **parameters: float | str) -> Arm:
-    """Return the arm, with the step times that the fleet was calibrated with."""
+    """Return the arm: what a service does that sets nothing."""
 
     def make(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
         num_siblings: dict[int, int] = {}
         for one in workload.trajectories:
             num_siblings[one.group] = num_siblings.get(one.group, 0) + 1
-        used = config or BalancerConfig(step_times=shape.step_times)
+        used = config or BalancerConfig()
         return OursPolicy(shape, num_siblings, used)
 
     return Arm(name, make, dict(parameters))

@@ -4,13 +4,10 @@
     step(B, C) = alpha + beta B + gamma C  B: sequences of a decode step; C: tokens of all their contexts
 
 The curves are fitted by `tests/gpu/step_times.py`; the defaults are those of an 8B model in bfloat16 on one H200.
-The balancer weighs costs against each other, so that it is the ratios that count: of prefill to decode, and of both
-to the time that a tool takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -40,10 +37,3 @@ class StepTimes:
         mean_context = num_context_tokens + (num_sampled + num_observed) / 2
         sampled_s = num_sampled * (self.step_sequence_s + self.step_token_s * mean_context)
         return sampled_s + num_observed * (self.prefill_token_s + 2 * self.prefill_pair_s * mean_context)
-
-
-FITS: Mapping[str, StepTimes] = {
-    "h200-qwen3-8b": StepTimes(),
-    "h200-qwen3-4b": StepTimes(8.796e-3, 9.122e-6, 6.406e-10, 3.565e-3, 1.358e-5, 3.255e-8),
-}
-"""Curves that were measured, in bfloat16, by GPU and model."""
