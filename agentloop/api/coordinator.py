@@ -6,7 +6,6 @@ Every call is idempotent or keyed, so a caller may repeat one whose answer was l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -205,13 +204,6 @@ class EncodedPage:
         return decode(encode(self), Page)
 
 
-class Consistency(StrEnum):
-    """The way in which replicas take new weights, at a weight update."""
-
-    REPLICA = "replica"  # each by itself: for a moment the fleet holds two versions
-    FLEET = "fleet"  # all together: nobody samples under the new weights while another does under the old ones
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate:
     """The outcome of one update for one replica. `error` is set if it did not come through."""
@@ -239,7 +231,6 @@ class UpdateReport:
     kv_policy: KVPolicy
     replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
     total_ms: float
-    consistency: Consistency = Consistency.REPLICA  # as it was: in one phase always FLEET
 
     @property
     def stall_ms(self) -> float:
@@ -480,7 +471,7 @@ class FleetPort(Protocol):
     """The fleet as operators and trainers command it."""
 
     async def update_weights(
-        self, update: WeightUpdate, kv_policy: KVPolicy | None, consistency: Consistency | None, force: bool
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
         """Bring every replica to a new version, or with `force` back to an older one, or to one that was refused.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import (
@@ -56,7 +56,6 @@ class BalancerConfig:
     retention_factor: float = 3.0  # of the break-even, that KV is kept for while a tool runs
     growth_turns: float = 4.0  # that each trajectory is given room to grow by
     step_times: StepTimes = field(default_factory=StepTimes)
-    slowness: Mapping[str, float] = field(default_factory=dict)  # of kinds of replicas whose own times are known
     priors: WorkPriors = field(default_factory=WorkPriors)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
@@ -81,7 +80,7 @@ class Balancer:
         self._config = config or BalancerConfig()
         self._times = self._config.step_times
         self._table = LeaseTable()
-        self._placement = Placement(fleet, self._config.slowness)
+        self._placement = Placement(fleet)
         self._charges = Charges(self._placement, self._times, self._config.priors, self._config.growth_turns)
         self._retention = Retention(self._times, self._config.retention_factor)
         self.admission = Admission(self._config.admission)

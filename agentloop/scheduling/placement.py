@@ -2,7 +2,7 @@
 
 Ownership: the Balancer alone. A replica is charged with the seconds of work and with the KV that its trajectories
 are expected to need; both are kept in an index, so that no placement walks over all replicas. Seconds are those of
-the largest replica: one with half its KV is taken to be half as fast, unless the times of its kind are known.
+the largest replica: one with half its KV is taken to be half as fast.
 
 Replicas whose engines can do the same are a class, with indexes of its own: who needs something is placed on the
 least of the classes that suit, so a fleet of one kind has one class and pays for no other.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -28,7 +27,6 @@ from agentloop.types import Lease
 
 LoadOrder: TypeAlias = tuple[float, int, int]  # load, leases, number of the last placement: the least is next
 
-NO_TIMES: Mapping[str, float] = {}
 _MAX_OLD_ENTRIES = 64  # beside three times the present ones, before a heap is made anew
 
 
@@ -134,10 +132,8 @@ class ReplicaClass:
 class Placement:
     """The books of all replicas, and the choice among those that take traffic."""
 
-    def __init__(self, fleet: Fleet, slowness: Mapping[str, float] = NO_TIMES) -> None:
-        """`slowness`: the time of a kind of replicas for work that takes others 1, where it was measured."""
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._slowness = slowness
         self._num_changes_seen = -1  # of the fleet's
         self._placeable: dict[str, ReplicaRecord] = {}
         self._largest_tokens = 1
@@ -336,8 +332,7 @@ class Placement:
         if replica is None:
             return
         book = self.book(replica_id)
-        slowness = self._slowness.get(replica.registration.entry)
-        work_s = book.work_s * (self._largest_tokens / replica.capacity_tokens if slowness is None else slowness)
+        work_s = book.work_s * self._largest_tokens / replica.capacity_tokens
         spoken_for = book.forecast.soon_tokens / replica.capacity_tokens
         of = self._class_of[replica_id]
         of.by_work.put(replica_id, (work_s, book.num_leases, book.placed_at))

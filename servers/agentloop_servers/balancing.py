@@ -9,7 +9,6 @@ from agentloop.scheduling.step_times import FITS, StepTimes
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import StepTimeName, StepTimeSettings
 
-USUAL_TURN = (4096, 256, 256)  # tokens of its context, sampled and observed: by it kinds of replicas compare
 PRIOR_GROWTHS = 4  # of a trajectory, that a whole context holds: what is expected before any has ended
 
 
@@ -25,11 +24,6 @@ def balancer_config(config: ServiceConfig) -> BalancerConfig:
         lease_ttl_s=settings.lease_ttl_s,
         retention_factor=own.retention_factor if settings.retention is None else settings.retention,
         step_times=_step_times(times),
-        slowness={
-            entry.name: _turn_s(entry.step_times) / _turn_s(times)
-            for entry in config.entries
-            if entry.step_times is not None
-        },
         priors=replace(own.priors, growth_tokens=growth_tokens),
         admission=replace(shares, least=least, most=most, initial=min(max(shares.initial, least), most)),
     )
@@ -37,7 +31,3 @@ def balancer_config(config: ServiceConfig) -> BalancerConfig:
 
 def _step_times(settings: StepTimeName | StepTimeSettings) -> StepTimes:
     return FITS[settings] if isinstance(settings, str) else StepTimes(*settings.prefill, *settings.step)
-
-
-def _turn_s(settings: StepTimeName | StepTimeSettings) -> float:
-    return _step_times(settings).turn_share(*USUAL_TURN)

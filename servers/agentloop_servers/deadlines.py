@@ -8,7 +8,6 @@ The first is the one that says what went wrong; where they do not nest, another 
 
 from __future__ import annotations
 
-from agentloop.api.coordinator import Consistency
 from agentloop.errors import InvalidRequest
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop_servers.config import ServiceConfig
@@ -31,7 +30,6 @@ def weight_config(config: ServiceConfig) -> WeightConfig:
     own_commit_s = max(entry.commit_timeout_s for entry in entries)
     commit_timeout_s = own_commit_s + CALL_MARGIN_S  # an engine's own sleep and wake have the same
     steps = WeightConfig(
-        consistency=Consistency(updates.consistency),
         straggler_grace_s=updates.straggler_grace_s,
         stage_timeout_s=own_stage_s + CALL_MARGIN_S,
         commit_timeout_s=commit_timeout_s,

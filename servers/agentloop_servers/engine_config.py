@@ -185,7 +185,6 @@ class EngineEntry(EngineConfig):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = ""
     replicas: Annotated[int, Field(ge=1)] = 1
     environment: EngineEnvironment | None = None  # None: the service's own
-    step_times: StepTimeName | StepTimeSettings | None = None  # None: as the balancer's
     withheld: list[Feature] = []  # what its engine can do and is not used for
 
     @model_validator(mode="before")

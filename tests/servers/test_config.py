@@ -189,6 +189,10 @@ def test_where_the_first_weights_come_from():
         (("replicas: 2", "replicas: 0"), "replicas"),
         (("workers:", "chat: {parsers: hermes}\n      workers:"), "chat.parsers"),
         (("model: examples", "modell: examples"), "model"),
+        (
+            ("workers:", "updates: {consistency: fleet}\n      workers:"),
+            "updates.consistency is no setting any more",
+        ),
         (("workers:", "workerz:"), "workerz: there is no such key: did you mean 'workers'"),
         (("capacity: 256", "capazity: 256"), "workers.capazity: there is no such key: did you mean 'capacity'"),
         (

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from agentloop.capabilities import Feature
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application
-from agentloop_servers.balancing import balancer_config
 from agentloop_servers.cli.doctor import app as doctor
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.deadlines import replica_config, weight_config
@@ -94,6 +93,7 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "simulated"}, {"kind": "vllm"}]}, "one is simulated"),
         ({"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]}, "one has a lora_rank"),
         ({"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]}, "engine sglang reports"),
+        ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times is no setting any"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),
         ({"engines": [{"kind": "vllm", "attention_backend": "fa3"}]}, "attention_backend is SGLang's"),
@@ -120,16 +120,6 @@ def test_entries_that_cannot_be_are_one_clear_line(tmp_path, changed, message):
         ServiceConfig.load(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_an_entry_with_step_times_of_its_own_is_weighed_by_them():
-    config = service(
-        {"kind": "simulated", "step_times": "h200-qwen3-4b"},
-        {"kind": "simulated", "name": "b"},
-        balancer={"step_times": "h200-qwen3-8b"},
-    )
-    slowness = balancer_config(config).slowness
-    assert slowness == {"simulated": pytest.approx(0.928, abs=0.001)}
 
 
 def test_what_ray_is_told_of_an_environment():

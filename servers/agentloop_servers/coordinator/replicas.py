@@ -17,7 +17,6 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api.coordinator import (
-    Consistency,
     LostReplica,
     ReplicaRegistration,
     ReplicaReport,
@@ -261,16 +260,12 @@ class Replicas:
 
     @to_its_end
     async def update_weights(
-        self,
-        update: WeightUpdate,
-        kv_policy: KVPolicy | None,
-        consistency: Consistency | None = None,
-        force: bool = False,
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
-                report = await self.sync.update_weights(update, policy, consistency, force)
+                report = await self.sync.update_weights(update, policy, force)
                 policy = report.kv_policy
                 return report
             finally:
