@@ -112,7 +112,11 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.host",
     },
     "agentloop_servers.private_http": {"agentloop_servers.tcp"},
-    "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
+    "agentloop_servers.replica": {
+        "agentloop.api",
+        "agentloop_servers.host",
+        "agentloop_servers.private_http",
+    },
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
@@ -145,6 +149,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.fleet",
         "agentloop.scheduling",
         "agentloop.storage",
+        "agentloop_servers.host",
         "agentloop_servers.private_http",
     },
     "agentloop_servers.endpoint": {
@@ -179,7 +184,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.engine_config",
         "agentloop_servers.replica",
     },
-    "agentloop_servers.environments": {"agentloop_servers.engine_config"},
     "agentloop_servers.engine_parts": {
         "agentloop.simulation",
         "agentloop_servers.config",
@@ -209,8 +213,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trainers",
         "agentloop_servers.chat_format",
         "agentloop_servers.config",
-        "agentloop_servers.engine_config",
-        "agentloop_servers.environments",
         "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",

@@ -286,7 +286,6 @@ class StartingReplica:
     """A replica that has not joined yet. `reason`: why it is held back from taking memory; empty: it loads."""
 
     replica_id: str
-    slot: int
     waiting_s: float
     reason: str
 
@@ -359,11 +358,11 @@ def is_session_holder(holder_id: str) -> bool:
 class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
 
-    async def starting(self, replica_id: str, slot: int) -> float:
-        """Ask to take memory. Returns the seconds after which to ask again; 0: it may.
+    async def starting(self, replica_id: str, software: str) -> bool:
+        """Ask to take memory; False: not now, ask again. A replica that may take it repeats the call until it
+        registers.
 
-        A replica that may take it repeats the call until it registers. `slot` is its place among the replicas,
-        which another process may have had before.
+        Raises InvalidRequest if its `software`, as `agentloop_servers.host` names it, is not the service's.
         """
 
     async def register(self, registration: ReplicaRegistration) -> None:

@@ -8,6 +8,8 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import shlex
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -73,7 +75,6 @@ from agentloop_servers.engine_parts import (
     initial_weights,
     takes_images,
 )
-from agentloop_servers.environments import check_environment
 from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits, error_response
@@ -194,7 +195,6 @@ class EngineReplicaDeployment:
             client.replicas,
             secret,
             private_host(config),
-            slot=context.rank.rank + sum(one.replicas for one in config.entries[:entry_index]),
             config=replica_config(config, entry),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
@@ -560,8 +560,9 @@ def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
     """Raise InvalidRequest, naming the entry, if its replicas could not start."""
-    if entry.environment is not None:
-        check_environment(entry)
+    python = None if entry.environment is None else entry.environment.py_executable
+    if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would try for ever
+        raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")
     if entry.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",

@@ -173,11 +173,6 @@ class EngineEnvironment(_EngineModel):
         variables = self.runtime_env.get("env_vars", {})
         return {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
 
-    @property
-    def is_made_by_ray(self) -> bool:
-        """Tell if Ray installs something at the start, so that nobody can look at it before."""
-        return bool(self.runtime_env.keys() & {"pip", "uv", "conda", "container", "image_uri", "working_dir"})
-
 
 class EngineEntry(EngineConfig):
     """One kind of replicas of a service, with its name, which their ids begin with."""

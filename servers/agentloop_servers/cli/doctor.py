@@ -25,12 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChosenFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
-from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.environments import check_environment
 from agentloop_servers.host import NICENESS
 from agentloop_tools import sandbox
 
@@ -94,9 +92,8 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
         )
         if model is not None:
             settings = settings.model_copy(update={"model": str(model)})
-        engines = [] if config is None else examine_engines(settings)
         changed_chat = settings.chat.model_copy(update=changed)
-        return [*engines, *examine_model(settings.model_copy(update={"chat": changed_chat}))]
+        return examine_model(settings.model_copy(update={"chat": changed_chat}))
     except AgentLoopError as error:
         return [Check("config", False, error.message)]
 
@@ -229,23 +226,6 @@ def _port() -> tuple[bool, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return True, f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def examine_engines(config: ServiceConfig) -> list[Check]:
-    """Look at the environment of each kind of replicas: its Python, its Ray and its engine's package."""
-    return [_environment(entry) for entry in config.entries]
-
-
-def _environment(entry: EngineEntry) -> Check:
-    name, count = f"engine {entry.name}", f"{entry.replicas} x {entry.kind}"
-    is_needed = entry.environment is not None  # the service's own may be another machine's
-    try:
-        found = check_environment(entry)
-    except InvalidRequest as error:
-        return Check(name, False, f"{count}: {error.message.removeprefix(f'engine {entry.name}: ')}", is_needed)
-    if found is None:
-        return Check(name, True, f"{count}: Ray makes its environment at the start; nothing to look at yet", False)
-    return Check(name, True, f"{count}: Python {found.python}, Ray {found.ray}", is_needed)
 
 
 def examine_model(config: ServiceConfig) -> list[Check]:

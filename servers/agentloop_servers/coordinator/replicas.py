@@ -32,7 +32,7 @@ from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import Connect, ReplicaSync
-from agentloop.fleet.starts import StartConfig, Starts
+from agentloop.fleet.starts import Starts
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.dispatch_order import GroupOrder
@@ -41,6 +41,7 @@ from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.room import Room, RoomConfig
+from agentloop_servers.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
 """Have the replica at a URL sample a token. Raises what keeps it from that."""
@@ -65,7 +66,6 @@ class CoordinatorConfig:
     probe_interval_s: float = 5.0  # between generations asked of replicas that failed
     probe_timeout_s: float = 10.0
     num_lost_shown: int = 16
-    starts: StartConfig = field(default_factory=StartConfig)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     retention_interval_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -118,7 +118,7 @@ class Replicas:
             on_change=self._fleet_changed,
             log=log,
         )
-        self.starts = Starts(config.starts)
+        self.starts = Starts()
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
@@ -141,9 +141,10 @@ class Replicas:
 
     # --- coming and going ---
 
-    async def starting(self, replica_id: str, slot: int) -> float:
-        is_asleep = bool(self.sync.desired.asleep)
-        return self.starts.ask(replica_id, slot, self._clock.now(), is_asleep=is_asleep)
+    async def starting(self, replica_id: str, software: str) -> bool:
+        if software != (own := software_of_process()):
+            raise InvalidRequest(f"replica {replica_id} has {software}, and the service {own}", param="software")
+        return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.asleep))
 
     async def register(self, registration: ReplicaRegistration) -> None:
         self.starts.ended(registration.replica_id)

@@ -134,7 +134,7 @@ async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
         await front.submit("r", (make_group("g", 1),))
         update = {"version": number, "directory": "/weights"}
         headers = {EPOCH_HEADER: "1", ORDER_HEADER: "1"}
-        body = encode((update, None, None, False))
+        body = encode((update, None, False))
         async with session.post(f"{site.server.url}/update_weights", headers=headers, data=body) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "version")
         for asked in (

@@ -109,7 +109,7 @@ async def whole_site(
         for index, entry in enumerate(kinds):
             engine = build(config) if config.engines is None else build_engine(config, entry)
             name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
-            replica = Replica(name, engine, client.replicas, SECRET, config.host, slot=index, config=bounds)
+            replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds)
             closing.push_async_callback(replica.close)
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
