@@ -481,7 +481,7 @@ async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lo
     clients = EngineClients("secret")
     async with asyncio.timeout(30):
         await replica.start()
-        assert directory.waits == []  # it asked, and waited
+        assert directory.num_waits < 0  # it asked, and waited
         remote = clients.connect(replica.url)
         await remote.generate(request("good"))
         await replica.check_health()
