@@ -96,21 +96,11 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_tools": {"agentloop.rollout"},
     "agentloop_servers.engine_config": set(),
     "agentloop_servers.config": {"agentloop_servers.engine_config"},
-    "agentloop_servers.balancing": {
-        "agentloop.scheduling",
-        "agentloop_servers.config",
-        "agentloop_servers.engine_config",
-    },
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.tcp": set(),
     "agentloop_servers.users": {"agentloop.api", "agentloop_servers.config", "agentloop_servers.http"},
     "agentloop_servers.locks": set(),
     "agentloop_servers.host": set(),
-    "agentloop_servers.sizing": {
-        "agentloop_servers.config",
-        "agentloop_servers.engine_config",
-        "agentloop_servers.host",
-    },
     "agentloop_servers.private_http": {"agentloop_servers.tcp"},
     "agentloop_servers.replica": {
         "agentloop.api",
@@ -177,11 +167,12 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
     "agentloop_servers.serve_process": set(),
-    "agentloop_servers.deadlines": {
-        "agentloop.api",
+    "agentloop_servers.settings": {
         "agentloop.fleet",
+        "agentloop.scheduling",
         "agentloop_servers.config",
         "agentloop_servers.engine_config",
+        "agentloop_servers.host",
         "agentloop_servers.replica",
     },
     "agentloop_servers.engine_parts": {

@@ -46,7 +46,6 @@ from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
-from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import (
     ServiceConfig,
@@ -61,7 +60,6 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.room import RoomConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
-from agentloop_servers.deadlines import CALL_MARGIN_S, replica_config, weight_config
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
@@ -88,7 +86,7 @@ from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_ope
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
-from agentloop_servers.sizing import sized
+from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
 from agentloop_tools import SHIPPED_TOOLS

@@ -95,7 +95,7 @@ ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
-    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `sizing.py` says
+    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `settings.py` says
     capacity: Annotated[int, Field(ge=1)] | None = None  # of each; None: 256, or on GPUs twice the engines' seats
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0  # without a replica, or frozen: one trajectory
@@ -234,7 +234,7 @@ class ServiceConfig(_Strict):
     engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None  # in place of `engine` and `replicas`
     chat: ChatSettings = ChatSettings()
     workers: WorkerSettings = WorkerSettings()
-    # Each has its share of the sessions, by their ids. None: what the run began with, else as `sizing.py` says.
+    # Each has its share of the sessions, by their ids. None: what the run began with, else as `settings.py` says.
     ingress_replicas: Annotated[int, Field(ge=1)] | None = None
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE

@@ -12,9 +12,8 @@ from agentloop.capabilities import Feature
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application
 from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.deadlines import replica_config, weight_config
 from agentloop_servers.engine_parts import build_engine, engine_actor_options, sglang_config, vllm_config
-from agentloop_servers.sizing import sized
+from agentloop_servers.settings import replica_config, sized, weight_config
 
 MODEL = "examples/tiny_policy/v0"
 TWO = [{"kind": "simulated"}, {"kind": "simulated", "name": "short", "max_context_tokens": 256, "replicas": 2}]
@@ -52,7 +51,7 @@ def test_entries_have_their_own_sizes():
 
 def test_a_config_of_entries_survives_its_run_directory(tmp_path):
     config = sized(service(*TWO, {"kind": "simulated", "name": "more", "withheld": ["seed"]}), tmp_path)
-    assert [entry.max_running for entry in config.entries] == [256, 256, 256]
+    assert [entry.num_seats for entry in config.entries] == [256, 256, 256]
     assert ServiceConfig.model_validate_json(config.model_dump_json()) == config
     assert config.entries[2].withheld == [Feature.SEED]
 
