@@ -544,7 +544,7 @@ class ReplicaSync:
     async def _until_settled(self) -> None:
         """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""
         await self.until_idle()
-        give_up_at = deadline_after(self.config.straggler_grace_s, self.config.straggler_grace_s)
+        give_up_at = deadline_after(self.config.straggler_grace_s)
         while self._claimed and await self._released.wait_until(give_up_at):
             pass
 

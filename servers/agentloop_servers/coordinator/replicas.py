@@ -292,7 +292,7 @@ class Replicas:
         """
         await self.sync.sleep(level, reason)
         starting = set(self.starts.under_way)
-        deadline_at = deadline_after(self._config.weights.sleep_timeout_s, self._config.weights.sleep_timeout_s)
+        deadline_at = deadline_after(self._config.weights.sleep_timeout_s)
         while awake := [one for one in starting if one in self.starts.under_way or self._is_awake(one)]:
             if not await self._changed.wait_until(deadline_at):
                 raise EngineLost(f"asleep, but for replicas that are starting: {', '.join(sorted(awake))}")
