@@ -27,7 +27,7 @@ from rich.text import Text
 
 from agentloop.errors import AgentLoopError
 from agentloop.rendering.port import Renderer
-from agentloop_servers.chat_format.load import ChosenFormat, load_parser, load_renderer
+from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
 from agentloop_servers.host import NICENESS
 from agentloop_tools import sandbox
@@ -292,14 +292,14 @@ def _bridge(name: str, problem: str | None) -> Check:
     return Check(name, problem is None, f"fork: {problem}" if problem else "bridged exactly", is_needed=False)
 
 
-def _of_parser(chosen: ChosenFormat) -> Iterator[Check]:
+def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
     test = chosen.test
     opened = ", opened by the prompt" if test.opens_thought else ""
     has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
     thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "none are written"
     yield Check("thoughts", has_thoughts, thoughts, is_needed=False)
     yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
-    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.calls else [])]
+    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
     yield Check("self-test", True, f"{', '.join(read)}: rendered, cut out and read back")
-    if test.calls:
+    if test.call_text:
         yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))
