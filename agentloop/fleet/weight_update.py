@@ -200,8 +200,7 @@ class FleetUpdate:
 
             switch = _Switch(self._fleet, self._connect, self._clock, self._config, order, served)
             if self._is_one_phase:
-                for steps in switch.steps_together():
-                    await switch.take(unfailed(self.progress), steps)
+                await switch.take_together(self.progress)
             else:
                 await switch.take_alone(unfailed(self.progress))
             is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
@@ -264,18 +263,15 @@ class _Switch:
         self._is_proved = False  # a replica has gone on under the version
         self._is_refused = False
 
-    def steps_together(self) -> tuple[tuple[Step, ...], ...]:
-        """Return all steps, with a wait for the others after each that freezes, swaps or goes on."""
-        return ((self._begin,), (self._pause,), (self._commit,), (self._wake, self._resume, self._admit))
+    async def take_together(self, progress: Sequence[ReplicaProgress]) -> None:
+        """Take all steps on all replicas, with a wait for the others after each that freezes, swaps or goes on."""
 
-    async def take(self, progress: Sequence[ReplicaProgress], steps: Sequence[Step]) -> None:
-        """Take these steps on all replicas at once, each as fast as it can."""
-
-        async def follow(one: ReplicaProgress) -> None:
-            for step in steps:
+        async def go_on(one: ReplicaProgress) -> None:
+            for step in (self._wake, self._resume, self._admit):
                 await step(one)
 
-        await self._on_all(progress, follow)
+        for step in (self._begin, self._pause, self._commit, go_on):
+            await self._on_all(unfailed(progress), step)
 
     async def take_alone(self, progress: Sequence[ReplicaProgress]) -> None:
         """Take all steps on one replica, and on the others once it goes on. Where it fails otherwise than by
