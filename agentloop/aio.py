@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import structlog
 
 from agentloop.errors import AgentLoopError, Overloaded, error_line
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -80,9 +80,9 @@ async def is_set_by(event: asyncio.Event, deadline_at: float) -> bool:
     return True
 
 
-def deadline_after(wait_s: float, bound_s: float) -> float:
-    """Return the loop time `wait_s` from now, or `bound_s` if that is sooner."""
-    return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), bound_s)
+def deadline_after(wait_s: float) -> float:
+    """Return the loop time `wait_s` from now."""
+    return asyncio.get_running_loop().time() + max(wait_s, 0.0)
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -210,27 +210,14 @@ def is_being_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-class HasTasks(Protocol):
-    """An object whose methods may be `to_its_end`."""
-
-    @property
-    def tasks(self) -> OwnedTasks:
-        """The owner of its calls."""
-
-
-S = TypeVar("S", bound=HasTasks)
-
-
-def to_its_end(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Make a method run on, once begun, whatever becomes of its caller."""
+def to_its_end(method: Method) -> Method:
+    """Make a method run on, once begun, whatever becomes of its caller. The `tasks` of its object own the calls."""
 
     @functools.wraps(method)
-    async def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return await self.tasks.run(method(self, *args, **kwargs))
 
-    return run
+    return cast(Method, run)
 
 
 class KeyedLocks:

@@ -1,9 +1,8 @@
 """Logging: one line an event, JSON into the run's `service.log`, warnings on the console.
 
-Several processes append to one file: each line is a single `write` on a descriptor opened O_APPEND, so lines
-never mix. A file that is full becomes `service.log.1`, what had that name `service.log.2`, and so on: one process
-renames, under a lock on the file itself, and all others see at their next line that the name leads to a new file.
-A line that is written meanwhile stands at the end of the old one.
+Several processes append to one file: each line is flushed as a single `write`, so lines never mix. The standard
+library's handler rotates it, in one process, under a lock on the file itself; all others see at their next line
+that the name leads to a new file. A line that is written meanwhile stands at the end of the old one.
 
 Everything goes through one chain, stdlib loggers too (uvicorn, Ray, engines). The chain redacts secrets, escapes
 newlines, and leaves out prompts, ids and tool output unless the level is debug.
@@ -20,7 +19,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,7 +69,13 @@ def configure_logging(
     is_debug = logging.getLevelName(level.upper()) <= logging.DEBUG
     shared = _shared_processors(is_debug)
     if path is not None:
-        file = _AppendingHandler(path, rotation)
+        file = _SharedFile(
+            path,
+            maxBytes=rotation.max_bytes,
+            backupCount=rotation.num_older,
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         file.setFormatter(_formatter(shared, _render_json))
         file.setLevel(level.upper())
         _installed.append(file)
@@ -117,66 +122,36 @@ def bound_to(
     )
 
 
-class _AppendingHandler(logging.Handler):
-    """One `write` a record. A full disk drops the line, as `logging` does for every handler, and not the work."""
-
-    def __init__(self, path: Path, rotation: LogRotation) -> None:
-        super().__init__()
-        self._path = path
-        self._rotation = rotation
-        self._descriptor = -1
-        self._open()
+class _SharedFile(RotatingFileHandler):
+    """A log file that several processes append to. A full disk drops the line, and not the work."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
-            self._follow(len(line))
-            os.write(self._descriptor, line)
-        except Exception:
+            if (stream := self.stream) is not None and not self._leads_to(stream):
+                self.stream = self._open()
+                stream.close()
+        except OSError:
             self.handleError(record)
+        super().emit(record)
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        super().close()
+    def doRollover(self) -> None:
+        """Rename the files, unless another process does. The lock goes with the file that is full."""
+        with contextlib.suppress(FileNotFoundError), open(self.baseFilename, "rb") as full:
+            try:
+                fcntl.flock(full, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            if self.stream is not None and self._leads_to(self.stream):
+                if self.backupCount == 0:
+                    os.unlink(self.baseFilename)
+                super().doRollover()
 
-    def _open(self) -> None:
-        opened = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = opened
-
-    def _follow(self, num_bytes: int) -> None:
-        """Have the descriptor be of the file that the name leads to, and that has room."""
-        named = self._named()
-        if named is None or not os.path.samestat(named, os.fstat(self._descriptor)):
-            self._open()
-        elif named.st_size > 0 and named.st_size + num_bytes > self._rotation.max_bytes:
-            self._rotate()
-            self._open()
-
-    def _named(self) -> os.stat_result | None:
+    def _leads_to(self, stream: TextIO) -> bool:
+        """Tell whether the name still leads to the file that is open."""
         try:
-            return os.stat(self._path)
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(stream.fileno()))
         except FileNotFoundError:
-            return None
-
-    def _rotate(self) -> None:
-        """Rename the files, unless another process does. The lock goes with the descriptor."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        named = self._named()
-        if named is None or not os.path.samestat(named, os.fstat(self._descriptor)):
-            return  # another process has done it since we looked
-        older = [self._path, *(Path(f"{self._path}.{age + 1}") for age in range(self._rotation.num_older))]
-        for newer, target in reversed(list(pairwise(older))):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(newer, target)
-        if self._rotation.num_older == 0:
-            os.unlink(self._path)
+            return False
 
 
 def _shared_processors(is_debug: bool) -> list[Processor]:

@@ -6,7 +6,6 @@ Every call is idempotent or keyed, so a caller may repeat one whose answer was l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -182,13 +181,6 @@ class EncodedPage:
         return decode(encode(self), Page)
 
 
-class Consistency(StrEnum):
-    """The way in which replicas take new weights, at a weight update."""
-
-    REPLICA = "replica"  # each by itself: for a moment the fleet holds two versions
-    FLEET = "fleet"  # all together: nobody samples under the new weights while another does under the old ones
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate:
     """The outcome of one update for one replica. `error` is set if it did not come through."""
@@ -216,7 +208,6 @@ class UpdateReport:
     kv_policy: KVPolicy
     replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
     total_ms: float
-    consistency: Consistency = Consistency.REPLICA  # as it was: in one phase always FLEET
 
     @property
     def stall_ms(self) -> float:
@@ -271,7 +262,6 @@ class StartingReplica:
     """A replica that has not joined yet. `reason`: why it is held back from taking memory; empty: it loads."""
 
     replica_id: str
-    slot: int
     waiting_s: float
     reason: str
 
@@ -344,11 +334,11 @@ def is_session_holder(holder_id: str) -> bool:
 class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
 
-    async def starting(self, replica_id: str, slot: int) -> float:
-        """Ask to take memory. Returns the seconds after which to ask again; 0: it may.
+    async def starting(self, replica_id: str, software: str) -> bool:
+        """Ask to take memory; False: not now, ask again. A replica that may take it repeats the call until it
+        registers.
 
-        A replica that may take it repeats the call until it registers. `slot` is its place among the replicas,
-        which another process may have had before.
+        Raises InvalidRequest if its `software`, as `agentloop_servers.host` names it, is not the service's.
         """
 
     async def register(self, registration: ReplicaRegistration) -> None:
@@ -456,7 +446,7 @@ class FleetPort(Protocol):
     """The fleet as operators and trainers command it."""
 
     async def update_weights(
-        self, update: WeightUpdate, kv_policy: KVPolicy | None, consistency: Consistency | None, force: bool
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
         """Bring every replica to a new version, or with `force` back to an older one, or to one that was refused.
 

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from agentloop import codec
-from agentloop.api.coordinator import Consistency, RolloutTerms
+from agentloop.api.coordinator import RolloutTerms
 from agentloop.checks import (
     MAX_BIAS,
     MAX_CONSTRAINT_CHARS,
@@ -507,9 +507,8 @@ class PushBody(Body):
 class WeightsBody(Body):
     """The body of `POST /admin/weights`: one source of new weights, and the version they become.
 
-    `directory` and `adapter` are absolute paths of directories that the service may read. `consistency`: replicas
-    switch each by itself, or all together. `force` takes the fleet to a version that does not grow, or that makes
-    the model noise.
+    `directory` and `adapter` are absolute paths of directories that the service may read. `force` takes the
+    fleet to a version that does not grow, or that makes the model noise.
     """
 
     model_config = ConfigDict(json_schema_extra=_one_source)
@@ -519,18 +518,12 @@ class WeightsBody(Body):
     push: PushBody | None = None
     adapter: Directory | None = None
     kv_policy: Literal["keep", "fresh", "recompute"] | None = None
-    consistency: Literal["replica", "fleet"] | None = None
     force: bool = False
 
     @property
     def policy(self) -> KVPolicy | None:
         """The policy, or None for the service's default."""
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
-
-    @property
-    def how_together(self) -> Consistency | None:
-        """The consistency, or None for the service's default."""
-        return Consistency(self.consistency) if self.consistency is not None else None
 
     def to_update(self) -> WeightUpdate:
         """Return the update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""

@@ -25,7 +25,7 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
-from agentloop.api.coordinator import Consistency, Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_TASKS,
@@ -273,7 +273,6 @@ class RolloutClient:
         dtype: str | None = None,
         timeout_s: float = 900.0,
         all_ranks: bool = True,
-        consistency: Consistency | None = None,
         force: bool = False,
         late_grace_s: float = 10.0,
     ) -> UpdateReport:
@@ -285,14 +284,11 @@ class RolloutClient:
         `all_ranks` false this process alone calls, and has all tensors whole. A receiver that is dead, hung or late
         is left out `late_grace_s` after the others are there.
 
-        Replicas switch each by itself, or with `consistency` FLEET all together. With `force` the version need not
-        grow: a trainer goes on from an older checkpoint; and weights that make the model noise are served all the
-        same. Needs the admin key where keys are set. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed or
-        WeightsRefused (the fleet then serves what it served).
+        With `force` the version need not grow: a trainer goes on from an older checkpoint; and weights that make
+        the model noise are served all the same. Needs the admin key where keys are set. Raises Conflict,
+        CheckpointUnreadable, WeightUpdateFailed or WeightsRefused (the fleet then serves what it served).
         """
-        options = PushOptions(
-            version, kv_policy, transport, dtype, timeout_s, all_ranks, consistency, force, late_grace_s
-        )
+        options = PushOptions(version, kv_policy, transport, dtype, timeout_s, all_ranks, force, late_grace_s)
         if not isinstance(weights, str | Path):
             if self._pusher is None:
                 self._pusher = open_pusher(self, self._listen_host)
@@ -308,11 +304,10 @@ class RolloutClient:
         version: int,
         kv_policy: KVPolicy | None = None,
         timeout_s: float = 900.0,
-        consistency: Consistency | None = None,
         force: bool = False,
     ) -> UpdateReport:
         """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
-        options = PushOptions(version, kv_policy, timeout_s=timeout_s, consistency=consistency, force=force)
+        options = PushOptions(version, kv_policy, timeout_s=timeout_s, force=force)
         return await self._update({"adapter": _absolute(directory)}, options)
 
     async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
@@ -393,9 +388,9 @@ class RolloutClient:
                 num_sent, size = num_sent + len(piece), min(2 * size, MAX_TASKS)
 
     async def _update(self, source: dict[str, Any], options: PushOptions) -> UpdateReport:
-        named = {"kv_policy": options.kv_policy, "consistency": options.consistency}
-        chosen = {name: value.value for name, value in named.items() if value is not None}
-        body = check_body({**source, **chosen, "version": options.version, "force": options.force}, WeightsBody)
+        kv_policy = None if options.kv_policy is None else options.kv_policy.value
+        order = {"version": options.version, "kv_policy": kv_policy, "force": options.force}
+        body = check_body({**source, **order}, WeightsBody)
         return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
 
     async def _forget(self, rollout: Rollout) -> None:

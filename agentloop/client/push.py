@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
-from agentloop.api.coordinator import Consistency, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import ServiceStatus, UpdateReport
 from agentloop.engine import PushSource
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
@@ -34,7 +34,6 @@ class PushOptions:
     dtype: str | None = None
     timeout_s: float = 900.0
     all_ranks: bool = True  # under torch.distributed every rank takes part
-    consistency: Consistency | None = None
     force: bool = False  # the version need not grow, and noise is served
     late_grace_s: float = 10.0  # a receiver that is not there by then, after the others, is left out
 

@@ -31,7 +31,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.api.coordinator import Consistency, ReplicaUpdate, UpdateProgress, UpdateReport
+from agentloop.api.coordinator import ReplicaUpdate, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -240,7 +240,7 @@ class ReplicaSync:
                 source = self.served()
                 if source is None or not source.update.is_repeatable:
                     raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
-                await self._run_update(replicas, source, self.config.consistency, tags)
+                await self._run_update(replicas, source, tags)
 
     async def _ordered(self, orders: StandingOrders) -> None:
         """Have these orders hold. A store that fails does not keep the fleet from obeying."""
@@ -314,13 +314,7 @@ class ReplicaSync:
 
     # --- updates ---
 
-    async def update_weights(
-        self,
-        update: WeightUpdate,
-        kv_policy: KVPolicy,
-        consistency: Consistency | None = None,
-        force: bool = False,
-    ) -> UpdateReport:
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool = False) -> UpdateReport:
         """Bring all replicas to `update`, and wake them. Those that fail are named in the report.
 
         The same update again (its version from the same source) joins the one under way, or gets its report. With
@@ -341,7 +335,7 @@ class ReplicaSync:
             outcome: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
             self._answer = digest, outcome
             try:
-                report = await self._update_to(update, kv_policy, consistency or self.config.consistency, force)
+                report = await self._update_to(update, kv_policy, force)
             except BaseException as error:
                 if isinstance(error, Exception):
                     outcome.set_exception(error)
@@ -373,23 +367,20 @@ class ReplicaSync:
     def _is_held(self, version: int | None) -> bool:
         return any(self._fleet.is_current(one) for one in self._fleet.replicas if one.weight_version == version)
 
-    async def _update_to(
-        self, update: WeightUpdate, kv_policy: KVPolicy, consistency: Consistency, force: bool
-    ) -> UpdateReport:
+    async def _update_to(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool) -> UpdateReport:
         started_at, previous_version = self._clock.now(), self._fleet.weight_version
         self._check_version(update.version, force)
         if previous_version is not None and update.version <= previous_version:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
-        self._log.info("update_begins", version=update.version, kv_policy=kv_policy, consistency=consistency)
+        self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
         source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
-        run = await self._run_update(self._takers(), source, consistency, ALL_MEMORY)
+        run = await self._run_update(self._takers(), source, ALL_MEMORY)
         report = UpdateReport(
             version=update.version,
             previous_version=previous_version,
             kv_policy=kv_policy,
             replicas=tuple(one.report() for one in run.progress),
             total_ms=(self._clock.now() - started_at) * 1000.0,
-            consistency=Consistency.FLEET if run.is_one_phase else consistency,
         )
         self._reports.append(report)
         await self._record(replace(self._desired.weights, report=report))
@@ -415,11 +406,7 @@ class ReplicaSync:
         return replicas
 
     async def _run_update(
-        self,
-        replicas: Sequence[ReplicaRecord],
-        source: UpdateSource,
-        consistency: Consistency,
-        tags: frozenset[MemoryTag],
+        self, replicas: Sequence[ReplicaRecord], source: UpdateSource, tags: frozenset[MemoryTag]
     ) -> FleetUpdate:
         """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
         run = self._update = FleetUpdate(self._fleet, self.connect, self._clock, self.config, replicas)
@@ -441,8 +428,7 @@ class ReplicaSync:
                 async with self._gate:
                     orders = self._desired.orders
                     order = SwitchOrder(
-                        *(source.version, source.kv_policy, consistency, orders.asleep, tags, orders.is_paused),
-                        serve,
+                        source.version, source.kv_policy, orders.asleep, tags, orders.is_paused, serve
                     )
                     await run.switch(order)
             except WeightUpdateFailed:
@@ -558,7 +544,7 @@ class ReplicaSync:
     async def _until_settled(self) -> None:
         """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""
         await self.until_idle()
-        give_up_at = deadline_after(self.config.straggler_grace_s, self.config.straggler_grace_s)
+        give_up_at = deadline_after(self.config.straggler_grace_s)
         while self._claimed and await self._released.wait_until(give_up_at):
             pass
 

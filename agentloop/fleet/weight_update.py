@@ -8,13 +8,13 @@
     if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
-itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). One is asked first: the others serve the
+itself, and one that hangs freezes no other. One is asked first: the others serve the
 old version until its first step was looked at, and stay there if it refuses the weights. From then on a replica
 takes new traffic only once it holds the new version; one that has not switched yet ends what it has, under the
-version it holds. Where all switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for
-seconds only, and each replica looks for itself. Where memory does not allow staging (HeldIn.NOWHERE) the bytes
-arrive in the commit, at all receivers at once: that is always together. A sleeping fleet is woken by an update: its
-weights' memory before the stage, the KV cache's after the commit. A paused one looks once it is resumed.
+version it holds. Where memory does not allow staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all
+receivers at once: then all switch together. Each step waits for the others, its stragglers for seconds only, and
+each replica looks for itself. A sleeping fleet is woken by an update: its weights' memory before the stage, the KV
+cache's after the commit. A paused one looks once it is resumed.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from agentloop.api.coordinator import Consistency, UpdateProgress
+from agentloop.api.coordinator import UpdateProgress
 from agentloop.clock import Clock
 from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -53,7 +53,6 @@ _WAIT = "wait"  # for the one that is asked first
 class WeightConfig:
     """Deadlines of each step on one replica, and how often a late one is tried."""
 
-    consistency: Consistency = Consistency.REPLICA  # of updates that do not say
     stage_timeout_s: float = 600.0
     pause_timeout_s: float = 60.0
     commit_timeout_s: float = 300.0  # in one phase the commit transfers
@@ -107,7 +106,6 @@ class SwitchOrder:
 
     version: int
     kv_policy: KVPolicy
-    consistency: Consistency
     asleep: frozenset[MemoryTag]
     tags: frozenset[MemoryTag]
     is_paused: bool
@@ -145,7 +143,7 @@ class FleetUpdate:
         return self._state
 
     @property
-    def is_one_phase(self) -> bool:
+    def _is_one_phase(self) -> bool:
         """Tell if the commit transfers."""
         return any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress)
 
@@ -201,9 +199,8 @@ class FleetUpdate:
                 return serving[0]
 
             switch = _Switch(self._fleet, self._connect, self._clock, self._config, order, served)
-            if order.consistency is Consistency.FLEET or self.is_one_phase:
-                for steps in switch.steps_together():
-                    await switch.take(unfailed(self.progress), steps)
+            if self._is_one_phase:
+                await switch.take_together(self.progress)
             else:
                 await switch.take_alone(unfailed(self.progress))
             is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
@@ -266,18 +263,15 @@ class _Switch:
         self._is_proved = False  # a replica has gone on under the version
         self._is_refused = False
 
-    def steps_together(self) -> tuple[tuple[Step, ...], ...]:
-        """Return all steps, with a wait for the others after each that freezes, swaps or goes on."""
-        return ((self._begin,), (self._pause,), (self._commit,), (self._wake, self._resume, self._admit))
+    async def take_together(self, progress: Sequence[ReplicaProgress]) -> None:
+        """Take all steps on all replicas, with a wait for the others after each that freezes, swaps or goes on."""
 
-    async def take(self, progress: Sequence[ReplicaProgress], steps: Sequence[Step]) -> None:
-        """Take these steps on all replicas at once, each as fast as it can."""
-
-        async def follow(one: ReplicaProgress) -> None:
-            for step in steps:
+        async def go_on(one: ReplicaProgress) -> None:
+            for step in (self._wake, self._resume, self._admit):
                 await step(one)
 
-        await self._on_all(progress, follow)
+        for step in (self._begin, self._pause, self._commit, go_on):
+            await self._on_all(unfailed(progress), step)
 
     async def take_alone(self, progress: Sequence[ReplicaProgress]) -> None:
         """Take all steps on one replica, and on the others once it goes on. Where it fails otherwise than by

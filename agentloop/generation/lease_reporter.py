@@ -118,7 +118,7 @@ class LeaseReporter:
         """Wait until the coordinator knows that a holder gave its lease back. The caller has a deadline."""
         while holder_id in self._releasing or holder_id in self._released:
             self._note()
-            await self._answered.wait_until(deadline_after(self._config.timeout_s, self._config.timeout_s))
+            await self._answered.wait_until(deadline_after(self._config.timeout_s))
 
     def tell(self, news: TurnBegun | TurnEnded) -> int:
         """Take news of a turn. Returns their number."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeAlias
 
 from agentloop.errors import AgentLoopError, ParserMismatch
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -18,27 +19,13 @@ from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Pa
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.prompt_text import thought_marks
+from agentloop.rendering.trial import QUESTION, TOOL_NAME, TOOLS
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
-_TOOL_NAME = "look_up"
 _ARGUMENTS: Mapping[str, JSON] = {"word": "rook", "limit": 3}
-_TOOLS: tuple[Mapping[str, JSON], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": _TOOL_NAME,
-            "description": "Look a word up.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string"}, "limit": {"type": "integer"}},
-                "required": ["word"],
-            },
-        },
-    },
-)
 # Some templates insist on nine letters and digits; some models write the name as a part of the id.
-_CALL_IDS = ("call00000", f"functions.{_TOOL_NAME}:0")
-_QUESTION = Message("user", "What is a rook?")
+_CALL_IDS = ("call00000", f"functions.{TOOL_NAME}:0")
+_ASKED = Message("user", QUESTION)
 _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be two things.")
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
 _MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
@@ -48,12 +35,11 @@ _MAX_TURN_CHARS = 600
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The findings of a test that was passed; `calls` and `thoughts` are False if the model's turns show none."""
+    """The findings of a test that was passed; without `call_text` and `thoughts` the model's turns show none."""
 
-    calls: bool  # a call was written, and read
     thoughts: bool  # a thought was written, and read
     opens_thought: bool  # the prompt leaves a thought open
-    call_text: str  # the turn with a call, as it would be sampled; empty without calls
+    call_text: str = ""  # the turn with a call, as it would be sampled: it was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +51,8 @@ class _RenderedTurn:
     before: str
 
 
-@dataclass(frozen=True, slots=True)
-class _RenderedTurns:
-    """The turns that a renderer wrote: an answer, and a call in every form it takes; none if it shows no tools."""
-
-    calling: tuple[_RenderedTurn, ...]
-    answer: _RenderedTurn
+_Turns: TypeAlias = tuple[tuple[_RenderedTurn, ...], _RenderedTurn]
+"""A call in every form that the renderer gives it, none if it shows no tools; and an answer."""
 
 
 def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
@@ -80,15 +62,14 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
     TemplateError if nothing can be rendered.
     """
     reader, turns = TurnReader(renderer, parser), _turns(renderer)
-    calling = _read_in_one_form(reader, turns.calling)
-    for turn in (calling, turns.answer):
-        if turn is not None and (problem := _problem(reader, turn)) is not None:
+    read = _in_one_form(reader, turns)
+    for turn in read:
+        if (problem := _problem(reader, turn)) is not None:
             raise ParserMismatch(_mismatch(renderer, turns, parser_name, turn, problem), param="parser")
     return SelfTest(
-        calls=calling is not None,
-        thoughts=any(turn is not None and turn.written.reasoning for turn in (calling, turns.answer)),
-        opens_thought=reader.is_thinking(renderer.render([_QUESTION], ())),
-        call_text=calling.text if calling is not None else "",
+        thoughts=any(turn.written.reasoning for turn in read),
+        opens_thought=reader.is_thinking(renderer.render([_ASKED], ())),
+        call_text=read[0].text if len(read) > 1 else "",
     )
 
 
@@ -97,11 +78,11 @@ def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
 
     Raises TemplateError if nothing can be rendered.
     """
-    answer = _turns(renderer).answer
+    _, answer = _turns(renderer)
     marks, facts = _marks_of(answer), renderer.facts
     parser = NoCallsParser(marks or thought_marks(facts.template_source, facts.literals))
-    opens = TurnReader(renderer, parser).is_thinking(renderer.render([_QUESTION], ()))
-    return parser, SelfTest(calls=False, thoughts=marks is not None, opens_thought=opens, call_text="")
+    opens = TurnReader(renderer, parser).is_thinking(renderer.render([_ASKED], ()))
+    return parser, SelfTest(thoughts=marks is not None, opens_thought=opens)
 
 
 def _marks_of(turn: _RenderedTurn) -> ThoughtMarks | None:
@@ -124,30 +105,30 @@ def parsers_that_fit(renderer: Renderer) -> tuple[str, ...]:
     return _fitting(renderer, _turns(renderer))
 
 
-def _fitting(renderer: Renderer, turns: _RenderedTurns) -> tuple[str, ...]:
-    found = []
-    for name in PARSER_NAMES:
-        reader = TurnReader(renderer, get_parser(name))
-        calling = _read_in_one_form(reader, turns.calling)
-        if all(turn is None or _problem(reader, turn) is None for turn in (calling, turns.answer)):
-            found.append(name)
-    return tuple(found)
+def _fitting(renderer: Renderer, turns: _Turns) -> tuple[str, ...]:
+    readers = {name: TurnReader(renderer, get_parser(name)) for name in PARSER_NAMES}
+    return tuple(
+        name
+        for name, reader in readers.items()
+        if all(_problem(reader, turn) is None for turn in _in_one_form(reader, turns))
+    )
 
 
-def _read_in_one_form(reader: TurnReader, calling: Sequence[_RenderedTurn]) -> _RenderedTurn | None:
-    """Return the first form of the calling turn that is read, else the first of all."""
+def _in_one_form(reader: TurnReader, turns: _Turns) -> list[_RenderedTurn]:
+    """Return the first form of the calling turn that is read, else the first of all, and the answer."""
+    calling, answer = turns
     read = (turn for turn in calling if _problem(reader, turn) is None)
-    return next(read, calling[0] if calling else None)
+    return [*filter(None, [next(read, calling[0] if calling else None)]), answer]
 
 
-def _turns(renderer: Renderer) -> _RenderedTurns:
-    answer, thought = _cut(renderer, [_QUESTION], _ANSWER, [], ()), _CALLING.reasoning
+def _turns(renderer: Renderer) -> _Turns:
+    answer, thought = _cut(renderer, [_ASKED], _ANSWER, [], ()), _CALLING.reasoning
     source = renderer.facts.template_source
     if source and any(marks.open in answer.text and marks.open not in source for marks in THOUGHT_MARKS):
         # The template knows no thoughts, and the renderer wrote one into the content: it is not the model's format.
-        answer, thought = _cut(renderer, [_QUESTION], replace(_ANSWER, reasoning=""), [], ()), ""
+        answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ()), ""
     shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
-    return _RenderedTurns(_calling_turns(renderer, thought) if shows_calls else (), answer)
+    return _calling_turns(renderer, thought) if shows_calls else (), answer
 
 
 def _calling_turns(renderer: Renderer, thought: str) -> tuple[_RenderedTurn, ...]:
@@ -158,11 +139,11 @@ def _calling_turns(renderer: Renderer, thought: str) -> tuple[_RenderedTurn, ...
     failure: AgentLoopError | None = None
     turns = []
     for call_id, content in product(_CALL_IDS, (_CALLING.content, "")):
-        call = ToolCall(call_id, _TOOL_NAME, _ARGUMENTS)
-        reply = Message("tool", "a bird", tool_call_id=call_id, name=_TOOL_NAME)
+        call = ToolCall(call_id, TOOL_NAME, _ARGUMENTS)
+        reply = Message("tool", "a bird", tool_call_id=call_id, name=TOOL_NAME)
         written = replace(_CALLING, content=content, reasoning=thought, tool_calls=(call,))
         try:
-            turns.append(_cut(renderer, [_QUESTION], written, [reply], _TOOLS))
+            turns.append(_cut(renderer, [_ASKED], written, [reply], TOOLS))
         except AgentLoopError as error:
             failure = error
     if not turns and failure is not None:
@@ -210,7 +191,7 @@ def _num_common(one: str, other: str) -> int:
 
 def _problem(reader: TurnReader, turn: _RenderedTurn) -> str | None:
     """Return what is read otherwise than it was written; None if all is well."""
-    tools = _TOOLS if turn.written.tool_calls else ()
+    tools = TOOLS if turn.written.tool_calls else ()
     decoded = DecodedText(turn.text, tuple(range(1, len(turn.text) + 1)))
     is_thinking = turn.before.rstrip().endswith(reader.marks.thoughts.open)
     reading = Reading(tools, 0, reads_calls=bool(tools), reads_thoughts=True, is_thinking=is_thinking)
@@ -221,7 +202,7 @@ def _problem(reader: TurnReader, turn: _RenderedTurn) -> str | None:
         return f"a malformed call: {next(call.error for call in read.tool_calls if call.error)}"
     if [(call.name, dict(call.arguments)) for call in read.tool_calls] != calls:
         found = ", ".join(call.name for call in read.tool_calls) or "no call"
-        return f"{found} instead of {_TOOL_NAME}({dict(_ARGUMENTS)})"
+        return f"{found} instead of {TOOL_NAME}({dict(_ARGUMENTS)})"
     if read.reasoning.strip() != written.reasoning:
         return f"the thought {read.reasoning!r} instead of {written.reasoning!r}"
     if read.content.strip() != written.content:
@@ -229,9 +210,7 @@ def _problem(reader: TurnReader, turn: _RenderedTurn) -> str | None:
     return None
 
 
-def _mismatch(
-    renderer: Renderer, turns: _RenderedTurns, parser_name: str, turn: _RenderedTurn, problem: str
-) -> str:
+def _mismatch(renderer: Renderer, turns: _Turns, parser_name: str, turn: _RenderedTurn, problem: str) -> str:
     fitting = ", ".join(_fitting(renderer, turns)) or "none of our own"
     return (
         f"the parser {parser_name!r} does not read this model's turns: of {turn.text[:_MAX_TURN_CHARS]!r}, which "

@@ -2,7 +2,7 @@
 
 A bridge is the end of a rendering of a synthetic turn with the messages that answer it. It is cut from that very
 rendering, behind an unguessable mark in the synthetic turn: what a template makes of a turn may depend on what
-follows. Nothing here judges a template: `bridge_check.py` does, and a `Renderer` refuses what it found wrong.
+follows. Nothing here judges a template: `trial.py` does, and a `Renderer` refuses what it found wrong.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ownership: a `TemplateRenderer` holds one model folder's tokenizer and chat template. Invariants: sampled ids are
 never made again from text; a bridge costs time in proportion to the new text (and the tool definitions); content
-never becomes a control token (`tokenizer.py`); a bridge that the trial (`bridge_check.py`) found unlike the
+never becomes a control token (`tokenizer.py`); a bridge that the trial (`trial.py`) found unlike the
 template's own rendering is refused. Template arguments are tried when they first come, each set once.
 """
 
@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.parsers.base import DecodedText
-from agentloop.rendering.bridge_check import BridgeReport, examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
 from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, read_json, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
+from agentloop.rendering.trial import BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking
 
 T = TypeVar("T")

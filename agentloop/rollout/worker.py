@@ -167,7 +167,7 @@ class Worker:
 
     async def _is_woken(self, wait_s: float) -> bool:
         """Wait for room in a full worker, or the end. False: there was neither."""
-        return await is_set_by(self._wake, deadline_after(wait_s, wait_s))
+        return await is_set_by(self._wake, deadline_after(wait_s))
 
     async def _stop_running(self) -> None:
         """Cancel what runs; records on their way to the coordinator have a moment to get there."""

@@ -8,6 +8,8 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import shlex
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -44,7 +46,6 @@ from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
-from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import (
     ServiceConfig,
@@ -59,7 +60,6 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.room import RoomConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
-from agentloop_servers.deadlines import CALL_MARGIN_S, replica_config, weight_config
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
@@ -73,7 +73,6 @@ from agentloop_servers.engine_parts import (
     initial_weights,
     takes_images,
 )
-from agentloop_servers.environments import check_environment
 from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits, error_response
@@ -87,7 +86,7 @@ from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_ope
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
-from agentloop_servers.sizing import sized
+from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
 from agentloop_tools import SHIPPED_TOOLS
@@ -194,7 +193,6 @@ class EngineReplicaDeployment:
             client.replicas,
             secret,
             private_host(config),
-            slot=context.rank.rank + sum(one.replicas for one in config.entries[:entry_index]),
             config=replica_config(config, entry),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
@@ -560,8 +558,9 @@ def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
     """Raise InvalidRequest, naming the entry, if its replicas could not start."""
-    if entry.environment is not None:
-        check_environment(entry)
+    python = None if entry.environment is None else entry.environment.py_executable
+    if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would try for ever
+        raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")
     if entry.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -46,6 +46,13 @@ _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
+
+
+_REMOVED: Mapping[str, str] = {
+    "engines.step_times": "work is spread by the KV that each replica has",
+    "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
+}
+"""What stands in place of a key that an earlier release had."""
 
 
 class _Strict(BaseModel):
@@ -88,7 +95,7 @@ ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
-    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `sizing.py` says
+    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `settings.py` says
     capacity: Annotated[int, Field(ge=1)] | None = None  # of each; None: 256, or on GPUs twice the engines' seats
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0  # without a replica, or frozen: one trajectory
@@ -177,7 +184,6 @@ class LogSettings(_Strict):
 class UpdateSettings(_Strict):
     """Weight updates."""
 
-    consistency: Literal["replica", "fleet"] = "replica"  # replicas switch each by itself, or all together
     straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0  # that the others wait for one that is late with a step
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
 
@@ -228,7 +234,7 @@ class ServiceConfig(_Strict):
     engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None  # in place of `engine` and `replicas`
     chat: ChatSettings = ChatSettings()
     workers: WorkerSettings = WorkerSettings()
-    # Each has its share of the sessions, by their ids. None: what the run began with, else as `sizing.py` says.
+    # Each has its share of the sessions, by their ids. None: what the run began with, else as `settings.py` says.
     ingress_replicas: Annotated[int, Field(ge=1)] | None = None
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
@@ -250,6 +256,13 @@ class ServiceConfig(_Strict):
     retention: RetentionSettings = RetentionSettings()
     users: str | None = None  # a file of users, in place of the environment's keys: docs/operations.md
     min_free_mib: Annotated[int, Field(ge=0)] = 256  # on the run's disk; below it nothing new is accepted
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_removed(cls, given: object) -> object:
+        for place, _ in _removed_keys(given):
+            raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
+        return given
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
@@ -386,6 +399,18 @@ class ServiceConfig(_Strict):
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
 
 
+def _removed_keys(document: object) -> Iterator[tuple[str, dict[str, object]]]:
+    """Return each removed key that a config's document has, with the settings that it stands in."""
+    if not isinstance(document, dict):
+        return
+    for place in _REMOVED:
+        section, key = place.split(".")
+        held = document.get(section)
+        for settings in held if isinstance(held, list) else [held]:
+            if isinstance(settings, dict) and key in settings:
+                yield place, settings
+
+
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
     """Return a suggestion for a key that is unknown at its place within a model's document; "" without one."""
     for part in place[:-1]:
@@ -482,13 +507,17 @@ CONFIG_NAME = "config.json"
 
 
 def saved_config(run_dir: Path) -> ServiceConfig | None:
-    """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
+    """Return the config that a run directory was begun with, without the keys that are removed since; None if it
+    is new. Raises InvalidRequest."""
     try:
-        return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
+        document = json.loads((run_dir / CONFIG_NAME).read_bytes())
+        for place, settings in _removed_keys(document):
+            del settings[place.split(".")[1]]
+        return ServiceConfig.model_validate_json(json.dumps(document))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+    except ValueError as error:  # pydantic's and JSON's too
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
 
 

@@ -179,11 +179,6 @@ class EngineEnvironment(_EngineModel):
         variables = self.runtime_env.get("env_vars", {})
         return {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
 
-    @property
-    def is_made_by_ray(self) -> bool:
-        """Tell if Ray installs something at the start, so that nobody can look at it before."""
-        return bool(self.runtime_env.keys() & {"pip", "uv", "conda", "container", "image_uri", "working_dir"})
-
 
 class EngineEntry(EngineConfig):
     """One kind of replicas of a service, with its name, which their ids begin with."""
@@ -191,7 +186,6 @@ class EngineEntry(EngineConfig):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = ""
     replicas: Annotated[int, Field(ge=1)] = 1
     environment: EngineEnvironment | None = None  # None: the service's own
-    step_times: StepTimeName | StepTimeSettings | None = None  # None: as the balancer's
     withheld: list[Feature] = []  # what its engine can do and is not used for
 
     @model_validator(mode="before")

@@ -1,4 +1,7 @@
-"""The host of a service's processes: their priority, their threads, and its CPUs.
+"""The host of a service's processes: their software, their priority, their threads, and its CPUs.
+
+All processes have the same releases of Ray and agentloop and one minor version of Python: Ray only logs a
+difference, and fails later in its wire formats or in what was pickled by value.
 
 Ray gives its actors nice 15 and one OpenMP thread, and an engine's own processes inherit both: beside anything else
 on the host an engine then waits for a core between two steps, and loads its weights in one thread.
@@ -7,10 +10,14 @@ on the host an engine then waits for a core between two steps, and loads its wei
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 from pathlib import Path
 
 import structlog
+
+from agentloop import __version__
 
 NICENESS = "RAY_worker_niceness"
 """The variable that a Ray takes its actors' nice value from, when it is started."""
@@ -53,6 +60,12 @@ def take_priority() -> bool:
 
 def _niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def software_of_process() -> str:
+    """Return the versions that all processes of a service share, in words."""
+    major, minor, _ = platform.python_version_tuple()
+    return f"Python {major}.{minor}, Ray {importlib.metadata.version('ray')}, agentloop {__version__}"
 
 
 def usable_cpus() -> int:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentloop.api.coordinator import Consistency, ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import WeightUpdate
 from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.fleet.late_replicas import LateReplicas
@@ -14,6 +14,7 @@ from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
+from tests.support.fleet.pushes import Sender, Wire
 from tests.support.fleet.weights import CONFIG, FleetSite, virtual
 
 LOOK_S = 0.5
@@ -27,7 +28,10 @@ class NoisySite:
         self.clock, self.folder = clock, folder
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         spec = SimulatedSpec(latency=LatencyModel(prefill_s=0.01, decode_s=0.01))
-        self.engines = {name: SimulatedEngine(spec, clock=clock) for name in names}
+        self.wire = Wire(clock)
+        self.engines = {
+            name: SimulatedEngine(spec, clock=clock, weight_source=self.wire.receiver()) for name in names
+        }
         for engine in self.engines.values():
             engine.faults.noise_versions, engine.faults.look_delay_s = frozenset({NOISE}), LOOK_S
         self.fleet = Fleet()
@@ -52,6 +56,10 @@ class NoisySite:
 
     async def update(self, version, **options):
         return await self.sync.update_weights(WeightUpdate(version, str(self.folder)), KVPolicy.KEEP, **options)
+
+    async def push_in_one_phase(self, version):
+        source = self.wire.listen(Sender(version, is_one_phase=True))
+        return await self.sync.update_weights(WeightUpdate(version, push=source), KVPolicy.KEEP)
 
     def versions(self):
         return {name: {span.version for span in record.weight_versions} for name, record in self.records.items()}
@@ -146,7 +154,7 @@ def test_switched_together_each_replica_refuses_for_itself(tmp_path):
         sampling = await site.start()
         await clock.sleep(0.2)
         with pytest.raises(WeightsRefused, match=r"a: resume: .*; b: resume: "):
-            await site.update(NOISE, consistency=Consistency.FLEET)
+            await site.push_in_one_phase(NOISE)
         assert (site.fleet.weight_version, site.placeable()) == (1, [])
         await asyncio.gather(*sampling.values(), return_exceptions=True)
         assert site.versions() == {"a": {1}, "b": {1}}

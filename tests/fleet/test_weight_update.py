@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import Consistency, ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import HeldIn, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -45,20 +45,20 @@ async def test_all_stage_then_each_switches_by_itself(clock):
     assert report.total_ms == pytest.approx(11_000.0)
     assert [one.stage_ms for one in report.replicas] == pytest.approx([5000.0, 0.0])
     assert (report.version, report.previous_version, report.kv_policy) == (1, 0, KVPolicy.RECOMPUTE)
-    assert report.consistency is Consistency.REPLICA
     assert site.placeable() == ["a", "b"]
     assert site.fleet.weight_version == 1
 
 
 @virtual
-async def test_where_asked_all_pause_then_all_commit_then_all_go_on(clock):
+async def test_where_commits_transfer_all_pause_then_all_commit_then_all_go_on(clock):
     site = FleetSite(clock, "a", "b")
     site.engines["a"].seconds = SLOW
-    report = await site.update(1, consistency=Consistency.FLEET)
+    for engine in site.engines.values():
+        engine.held_in = HeldIn.NOWHERE
+    report = await site.update(1)
     at = dict(site.engines["b"].called_at)
     assert at == {"stage": 0.0, "pause": 5.0, "commit": 7.0, "resume": 10.0}  # each step waited for the slow one
     assert {one.replica_id: one.stall_ms for one in report.replicas} == pytest.approx({"a": 6000.0, "b": 5000.0})
-    assert report.consistency is Consistency.FLEET
     assert site.placeable() == ["a", "b"]
 
 
@@ -88,19 +88,19 @@ async def test_while_replicas_switch_only_those_at_the_new_version_take_traffic(
 
 
 @pytest.mark.parametrize("verb", ["stage", "pause", "commit", "resume"])
-@pytest.mark.parametrize("consistency", Consistency)
-def test_one_that_hangs_costs_the_others_seconds_at_most(verb, consistency):
+@pytest.mark.parametrize("held_in", [HeldIn.DEVICE, HeldIn.NOWHERE])
+def test_one_that_hangs_costs_the_others_seconds_at_most(verb, held_in):
     @virtual
     async def test(clock):
         names = [f"r{number}" for number in range(8)]
         site = FleetSite(clock, *names)
         for engine in site.engines.values():
-            engine.seconds = {"stage": 1.0, "commit": 0.1}
+            engine.seconds, engine.held_in = {"stage": 1.0, "commit": 0.1}, held_in
         site.engines["r3"].hangs = {verb}
         site.sync.config = replace(CONFIG, pause_timeout_s=60.0, commit_timeout_s=300.0, straggler_grace_s=4.0)
-        report = await site.update(1, consistency=consistency)
+        report = await site.update(1)
         stalls = [one.stall_ms for one in report.replicas if one.replica_id != "r3"]
-        waits = consistency is Consistency.FLEET and verb in ("pause", "commit")
+        waits = held_in is HeldIn.NOWHERE and verb in ("pause", "commit")
         assert max(stalls) == pytest.approx(4300.0 if verb == "commit" and waits else 4100.0 if waits else 100.0)
         assert report.total_ms < 8000.0
         assert sorted(site.placeable()) == sorted(set(names) - {"r3"})

@@ -78,7 +78,7 @@ def test_a_turn_is_cut_out_at_the_beginning_of_its_first_mark(tmp_path: Path):
         write_folder(tmp_path, source.replace("'\\n' if message.content or", "'\\n' if")), FORK
     )
     test = self_test(renderer, get_parser("hermes"), "hermes")
-    assert test.calls
+    assert test.call_text
     assert test.call_text.startswith("<tool_call>")
 
 

@@ -12,13 +12,12 @@ from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
 from tests.benchmarks.balancer.step_curves import FITS, StepTimes
 from agentloop_servers.app import application, build, mode_rules
-from agentloop_servers.balancing import balancer_config
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
-from agentloop_servers.deadlines import weight_config
 from agentloop_servers.engine_parts import engine_actor_options, initial_weights
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
+from agentloop_servers.settings import balancer_config, weight_config
 from agentloop_servers.users import keys_of
 from tests.support.records.model_folder import write_folder
 
@@ -191,6 +190,10 @@ def test_where_the_first_weights_come_from():
         (("replicas: 2", "replicas: 0"), "replicas"),
         (("workers:", "chat: {parsers: hermes}\n      workers:"), "chat.parsers"),
         (("model: examples", "modell: examples"), "model"),
+        (
+            ("workers:", "updates: {consistency: fleet}\n      workers:"),
+            "updates.consistency is no setting any more",
+        ),
         (("workers:", "workerz:"), "workerz: there is no such key: did you mean 'workers'"),
         (("capacity: 256", "capazity: 256"), "workers.capazity: there is no such key: did you mean 'capacity'"),
         (

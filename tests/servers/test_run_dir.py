@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -90,6 +91,18 @@ def test_a_run_goes_on_with_the_config_that_it_was_begun_with(tmp_path: Path) ->
     assert saved_config(tmp_path) == config
     with pytest.raises(InvalidRequest, match="shared by 2 ingress processes, not 1"):
         keep_config(config.model_copy(update={"ingress_replicas": 1}), tmp_path)
+
+
+def test_a_run_that_was_begun_with_settings_that_are_removed_goes_on(tmp_path: Path) -> None:
+    config = ServiceConfig.model_validate({"model": "m", "engines": [{"kind": "simulated"}]})
+    document = config.model_dump(mode="json")
+    document["updates"]["consistency"] = "replica"
+    document["engines"][0]["step_times"] = None
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert saved_config(tmp_path) == config
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidRequest, match="of another release"):
+        saved_config(tmp_path)
 
 
 def test_a_run_is_its_owners_alone_and_so_is_one_of_before(tmp_path):

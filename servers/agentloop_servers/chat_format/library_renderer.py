@@ -24,12 +24,12 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
-from agentloop.rendering.bridge_check import examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
 from agentloop.rendering.renderer import ModelText, RenderSettings, model_text
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
+from agentloop.rendering.trial import examine
 from agentloop.types import JSON, Message, Thinking
 
 T = TypeVar("T")

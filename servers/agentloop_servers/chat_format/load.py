@@ -36,22 +36,14 @@ _log = structlog.stdlib.get_logger("chat_format")
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenFormat:
-    """A parser that has passed its self-test with a renderer, its name and why it is this one."""
+class ChatFormat:
+    """One model's way from messages to ids and back: a parser that has passed its self-test with the renderer."""
 
     renderer: Renderer  # the one that was tested; without tools, where no parser reads their calls
     parser: Parser
-    name: str
-    reason: str
+    name: str  # of the parser
+    reason: str  # why it is this one
     test: SelfTest
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFormat:
-    """One model's way from messages to ids, and from sampled ids to messages."""
-
-    renderer: Renderer
-    parser: Parser
 
 
 def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
@@ -80,7 +72,7 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     ):
         if problem is not None:
             _log.warning("paths_fork", at=turns, because=problem)
-    return ChatFormat(chosen.renderer, chosen.parser)
+    return chosen
 
 
 def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
@@ -107,7 +99,7 @@ def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
     return cast(Renderer, renderer)
 
 
-def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> ChosenFormat:
+def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> ChatFormat:
     """Choose the parser that the settings name, and test it. Raises InvalidRequest and ParserMismatch.
 
     Where the choice is free and no parser reads the model's calls, the model is taken without tools.
@@ -131,17 +123,17 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cho
     return _tested(get_parser(fitting[0]), fitting[0], "it reads what the renderer writes", renderer)
 
 
-def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChosenFormat:
-    return ChosenFormat(renderer, parser, name, reason, self_test(renderer, parser, name))
+def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:
+    return ChatFormat(renderer, parser, name, reason, self_test(renderer, parser, name))
 
 
-def _without_tools(renderer: Renderer, reason: str) -> ChosenFormat:
+def _without_tools(renderer: Renderer, reason: str) -> ChatFormat:
     facts = renderer.facts
     if facts.supports_tools:
         objection = f"no parser reads its calls ({reason}); name one as chat.parser"
         renderer = cast(Renderer, _WithoutTools(renderer, objection))
     parser, test = without_calls(renderer)
-    return ChosenFormat(renderer, parser, NO_PARSER, reason, test)
+    return ChatFormat(renderer, parser, NO_PARSER, reason, test)
 
 
 class _WithoutTools:

@@ -25,12 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError
 from agentloop.rendering.port import Renderer
-from agentloop_servers.chat_format.load import ChosenFormat, load_parser, load_renderer
+from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
-from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.environments import check_environment
 from agentloop_servers.host import NICENESS
 from agentloop_tools import sandbox
 
@@ -94,9 +92,8 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
         )
         if model is not None:
             settings = settings.model_copy(update={"model": str(model)})
-        engines = [] if config is None else examine_engines(settings)
         changed_chat = settings.chat.model_copy(update=changed)
-        return [*engines, *examine_model(settings.model_copy(update={"chat": changed_chat}))]
+        return examine_model(settings.model_copy(update={"chat": changed_chat}))
     except AgentLoopError as error:
         return [Check("config", False, error.message)]
 
@@ -231,23 +228,6 @@ def _port() -> tuple[bool, str]:
         return True, f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def examine_engines(config: ServiceConfig) -> list[Check]:
-    """Look at the environment of each kind of replicas: its Python, its Ray and its engine's package."""
-    return [_environment(entry) for entry in config.entries]
-
-
-def _environment(entry: EngineEntry) -> Check:
-    name, count = f"engine {entry.name}", f"{entry.replicas} x {entry.kind}"
-    is_needed = entry.environment is not None  # the service's own may be another machine's
-    try:
-        found = check_environment(entry)
-    except InvalidRequest as error:
-        return Check(name, False, f"{count}: {error.message.removeprefix(f'engine {entry.name}: ')}", is_needed)
-    if found is None:
-        return Check(name, True, f"{count}: Ray makes its environment at the start; nothing to look at yet", False)
-    return Check(name, True, f"{count}: Python {found.python}, Ray {found.ray}", is_needed)
-
-
 def examine_model(config: ServiceConfig) -> list[Check]:
     """Return the whole verdict on a service's model, in the order of a turn's life. Takes about a second."""
     checks: list[Check] = []
@@ -312,14 +292,14 @@ def _bridge(name: str, problem: str | None) -> Check:
     return Check(name, problem is None, f"fork: {problem}" if problem else "bridged exactly", is_needed=False)
 
 
-def _of_parser(chosen: ChosenFormat) -> Iterator[Check]:
+def _of_parser(chosen: ChatFormat) -> Iterator[Check]:
     test = chosen.test
     opened = ", opened by the prompt" if test.opens_thought else ""
     has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
     thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "none are written"
     yield Check("thoughts", has_thoughts, thoughts, is_needed=False)
     yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
-    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.calls else [])]
+    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.call_text else [])]
     yield Check("self-test", True, f"{', '.join(read)}: rendered, cut out and read back")
-    if test.calls:
+    if test.call_text:
         yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))

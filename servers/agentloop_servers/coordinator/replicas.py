@@ -17,7 +17,6 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api.coordinator import (
-    Consistency,
     LostReplica,
     ReplicaRegistration,
     ReplicaReport,
@@ -33,7 +32,7 @@ from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import Connect, ReplicaSync
-from agentloop.fleet.starts import StartConfig, Starts
+from agentloop.fleet.starts import Starts
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.dispatch_order import GroupOrder
@@ -42,6 +41,7 @@ from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.room import Room, RoomConfig
+from agentloop_servers.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
 """Have the replica at a URL sample a token. Raises what keeps it from that."""
@@ -66,7 +66,6 @@ class CoordinatorConfig:
     probe_interval_s: float = 5.0  # between generations asked of replicas that failed
     probe_timeout_s: float = 10.0
     num_lost_shown: int = 16
-    starts: StartConfig = field(default_factory=StartConfig)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     retention_interval_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -119,7 +118,7 @@ class Replicas:
             on_change=self._fleet_changed,
             log=log,
         )
-        self.starts = Starts(config.starts)
+        self.starts = Starts()
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
@@ -142,9 +141,10 @@ class Replicas:
 
     # --- coming and going ---
 
-    async def starting(self, replica_id: str, slot: int) -> float:
-        is_asleep = bool(self.sync.desired.asleep)
-        return self.starts.ask(replica_id, slot, self._clock.now(), is_asleep=is_asleep)
+    async def starting(self, replica_id: str, software: str) -> bool:
+        if software != (own := software_of_process()):
+            raise InvalidRequest(f"replica {replica_id} has {software}, and the service {own}", param="software")
+        return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.asleep))
 
     async def register(self, registration: ReplicaRegistration) -> None:
         self.starts.ended(registration.replica_id)
@@ -256,16 +256,12 @@ class Replicas:
 
     @to_its_end
     async def update_weights(
-        self,
-        update: WeightUpdate,
-        kv_policy: KVPolicy | None,
-        consistency: Consistency | None = None,
-        force: bool = False,
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
-                report = await self.sync.update_weights(update, policy, consistency, force)
+                report = await self.sync.update_weights(update, policy, force)
                 policy = report.kv_policy
                 return report
             finally:
@@ -291,7 +287,7 @@ class Replicas:
         """
         await self.sync.sleep(level, reason)
         starting = set(self.starts.under_way)
-        deadline_at = deadline_after(self._config.weights.sleep_timeout_s, self._config.weights.sleep_timeout_s)
+        deadline_at = deadline_after(self._config.weights.sleep_timeout_s)
         while awake := [one for one in starting if one in self.starts.under_way or self._is_awake(one)]:
             if not await self._changed.wait_until(deadline_at):
                 raise EngineLost(f"asleep, but for replicas that are starting: {', '.join(sorted(awake))}")

@@ -178,7 +178,7 @@ class Rollouts:
         poll.number += 1
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
-        deadline_at = deadline_after(wait_s, self._config.worker_timeout_s / 2)
+        deadline_at = deadline_after(min(wait_s, self._config.worker_timeout_s / 2))
         while True:
             if self.queue.num_queued and not self.is_draining:
                 await self._store.check_owner()  # what was taken over hands out nothing that its successor may
@@ -369,7 +369,7 @@ class Rollouts:
             raise InvalidRequest("a page holds at least one record", param="limit")
         rollout_id = (await self._status(rollout_id, reaches)).rollout_id
         limit = min(limit, self._config.max_page)
-        deadline_at = deadline_after(wait_s, self._config.max_wait_s)
+        deadline_at = deadline_after(min(wait_s, self._config.max_wait_s))
         while True:
             # The status first, then the records: who sees `is_done` and no record has seen them all. A record
             # that is committed from here on sets the event.

@@ -131,7 +131,7 @@ class Room:
         """
         self._fleet.check_needs(demand.needs)
         able = self._fleet.able(demand.needs)
-        deadline_at = deadline_after(wait_s, wait_s)
+        deadline_at = deadline_after(wait_s)
         ticket = self._enter(demand.holder_id, able)
         try:
             while True:
@@ -155,7 +155,7 @@ class Room:
 
         Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again.
         """
-        deadline_at = deadline_after(wait_s, wait_s)
+        deadline_at = deadline_after(wait_s)
         event = asyncio.Event()
         try:
             while True:

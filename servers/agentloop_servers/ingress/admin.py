@@ -137,8 +137,7 @@ class AdminRoutes:
         update = body.to_update()
         self._rules.check_source(update)
         update = await asyncio.to_thread(self._located, update)
-        update_weights = self._coordinator.update_weights(update, body.policy, body.how_together, body.force)
-        report = await self._ask(update_weights)
+        report = await self._ask(self._coordinator.update_weights(update, body.policy, body.force))
         return json_response(codec.to_builtins(report))
 
     async def sleep(self, body: Sleep) -> Response:

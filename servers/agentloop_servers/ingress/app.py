@@ -25,7 +25,6 @@ from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.shards import NotOwner
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.docs_page import add_docs_page
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
@@ -92,7 +91,6 @@ def create_app(
     for router in own:
         app.include_router(router)
     describe(app, bodies)
-    add_docs_page(app)
     return app
 
 

@@ -30,10 +30,11 @@ from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaR
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
 from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
-from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
+from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.noise import NoiseWatch
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
+from agentloop_servers.host import software_of_process
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, token_of
 from agentloop_servers.replica.protocol import (
@@ -276,16 +277,13 @@ class Replica:
         secret: str,
         host: str,
         *,
-        slot: int = 0,
         config: ReplicaConfig = ReplicaConfig(),
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`slot` is its place among the replicas, which another process may have had before it. The engine is
-        started within `starting()`, which bounds it."""
+        """The engine is started within `starting()`, which bounds it."""
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
-        self._slot = slot
         self._config = config
         self._starting = starting
         self._server = DataPlaneServer(engine, replica_id, secret, host)
@@ -300,10 +298,12 @@ class Replica:
         return self._server.url
 
     async def start(self) -> None:
-        """Wait until it may take memory, load the engine, open the port, join the fleet."""
-        wait_s = await self._ask_to_start()
-        while wait_s > 0:
-            wait_s = await self._ask_to_start(wait_s)
+        """Wait until it may take memory, load the engine, open the port, join the fleet. Raises InvalidRequest if
+        its software is not the service's."""
+        while True:
+            if await self._may_start():
+                break
+            await asyncio.sleep(self._config.heartbeat_interval_s)
         asking = asyncio.create_task(self._keep_asking(), name=f"start-{self.replica_id}")
         try:
             with self._starting():
@@ -339,19 +339,20 @@ class Replica:
 
     # --- the coordinator ---
 
-    async def _ask_to_start(self, wait_s: float = 0.0) -> float:
-        """Return the seconds after which to ask again; 0: it may take memory."""
-        await asyncio.sleep(wait_s)
+    async def _may_start(self) -> bool:
         try:
-            return await self._coordinator.starting(self.replica_id, self._slot)
+            return await self._coordinator.starting(self.replica_id, software_of_process())
+        except InvalidRequest:
+            raise
         except AgentLoopError as error:
             self._log.warning("start_not_allowed", code=error.code, error=str(error))
-            return self._config.heartbeat_interval_s
+            return False
 
     async def _keep_asking(self) -> None:
         """Tell the coordinator that this one still loads."""
         while True:
-            await self._ask_to_start(self._config.heartbeat_interval_s)
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+            await self._may_start()
 
     async def _heartbeat_for_ever(self) -> None:
         while True:

@@ -134,7 +134,7 @@ async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
         await front.submit("r", (make_group("g", 1),))
         update = {"version": number, "directory": "/weights"}
         headers = {EPOCH_HEADER: "1", ORDER_HEADER: "1"}
-        body = encode((update, None, None, False))
+        body = encode((update, None, False))
         async with session.post(f"{site.server.url}/update_weights", headers=headers, data=body) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "version")
         for asked in (
@@ -302,7 +302,7 @@ async def test_a_command_that_arrives_late_is_refused(tmp_path):
             assert answer.status == 400
         await site.client.front.resume()
         with pytest.raises(Conflict):
-            await site.client.front.update_weights(WeightUpdate(0, "directory"), None, None, False)
+            await site.client.front.update_weights(WeightUpdate(0, "directory"), None, False)
 
 
 async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path):
@@ -329,7 +329,7 @@ async def test_a_workers_key_gives_no_order_and_is_no_secret(tmp_path):
             for refused in (
                 worker.front.pause(PauseMode.KEEP),
                 worker.front.sleep(1),
-                worker.front.update_weights(WeightUpdate(1, "/weights"), None, None, False),
+                worker.front.update_weights(WeightUpdate(1, "/weights"), None, False),
                 worker.front.submit("r", (make_group(),)),
                 worker.front.status(),
                 worker.replicas.deregister("a"),

@@ -22,10 +22,13 @@ from agentloop.errors import (
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
+from agentloop_servers.host import software_of_process
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
 from tests.support.fleet.service import CONFIG, record, report, service
 from tests.support.fleet.weights import push_source
 from tests.support.records.samples import make_group
+
+SOFTWARE = software_of_process()
 
 
 @service("a", "b")
@@ -94,24 +97,31 @@ async def test_nobody_is_proved_while_the_operator_pauses(site, coordinator):
 @service("a", info=SLEEPER)
 async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site, coordinator):
     await coordinator.replicas.sleep(1)
-    assert await coordinator.replicas.starting("b", 1) > 0
+    assert not await coordinator.replicas.starting("b", SOFTWARE)
     (held,) = (await coordinator.status()).starting
     assert (held.replica_id, held.reason) == ("b", "the fleet sleeps")
     assert "replica b waits to start since 0 s: the fleet sleeps" in (await coordinator.status()).degraded
     await coordinator.replicas.wake(ALL_MEMORY)
-    assert await coordinator.replicas.starting("b", 1) == 0.0
+    assert await coordinator.replicas.starting("b", SOFTWARE)
     await site.join("b")
+    assert (await coordinator.status()).starting == ()
+
+
+@service("a")
+async def test_a_replica_of_other_software_is_refused_by_name_before_it_loads(site, coordinator):
+    with pytest.raises(InvalidRequest, match=f"replica b has Python 3.9, and the service {SOFTWARE}"):
+        await coordinator.replicas.starting("b", "Python 3.9")
     assert (await coordinator.status()).starting == ()
 
 
 @service("a", info=SLEEPER)
 async def test_a_sleep_waits_for_a_replica_that_is_loading(site, coordinator):
-    assert await coordinator.replicas.starting("b", 1) == 0.0
+    assert await coordinator.replicas.starting("b", SOFTWARE)
     sleeping = asyncio.create_task(coordinator.replicas.sleep(1))
     await site.clock.sleep(2.0)
     assert site.engines["a"].asleep == ALL_MEMORY
     assert not sleeping.done()
-    await coordinator.replicas.starting("b", 1)
+    await coordinator.replicas.starting("b", SOFTWARE)
     await site.join("b")
     await sleeping
     assert site.engines["b"].asleep == ALL_MEMORY
@@ -120,11 +130,11 @@ async def test_a_sleep_waits_for_a_replica_that_is_loading(site, coordinator):
 
 @service("a", info=SLEEPER)
 async def test_a_sleep_says_which_replica_is_still_loading(site, coordinator):
-    assert await coordinator.replicas.starting("b", 1) == 0.0
+    assert await coordinator.replicas.starting("b", SOFTWARE)
 
     async def load():
         while True:
-            await coordinator.replicas.starting("b", 1)
+            await coordinator.replicas.starting("b", SOFTWARE)
             await site.clock.sleep(1.0)
 
     loading = asyncio.create_task(load())

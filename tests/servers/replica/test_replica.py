@@ -460,12 +460,12 @@ async def test_the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not(
 
     @contextlib.contextmanager
     def starting():
-        seen.append(f"bounded, {len(directory.waits)} waits left")
+        seen.append(f"bounded, {max(directory.num_waits, 0)} waits left")
         yield
         seen.append("unbounded")
 
     replica = Replica("r", SlowToStart(seen), directory, "secret", "127.0.0.1", starting=starting)
-    assert directory.waits
+    assert directory.num_waits
     async with asyncio.timeout(30):
         await replica.start()
         await replica.close()
@@ -479,7 +479,7 @@ async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lo
     clients = EngineClients("secret")
     async with asyncio.timeout(30):
         await replica.start()
-        assert directory.waits == []  # it asked, and waited
+        assert directory.num_waits < 0  # it asked, and waited
         remote = clients.connect(replica.url)
         await remote.generate(request("good"))
         await replica.check_health()

@@ -5,12 +5,13 @@ class Directory:
     """Lets a replica start after a while, knows it until it leaves, and keeps the reasons for which it left."""
 
     def __init__(self):
-        self.waits = [0.01, 0.01]
+        self.num_waits = 2
         self.known = {}
         self.left = []
 
-    async def starting(self, replica_id, slot):
-        return self.waits.pop() if self.waits else 0.0
+    async def starting(self, replica_id, software):
+        self.num_waits -= 1
+        return self.num_waits < 0
 
     async def register(self, registration):
         self.known[registration.replica_id] = registration

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from agentloop.api.coordinator import (
-    Consistency,
     EncodedPage,
     LeaseOrders,
     LeaseReport,
@@ -261,11 +260,7 @@ class FakeCoordinator:
         return orders
 
     async def update_weights(
-        self,
-        update: WeightUpdate,
-        kv_policy: KVPolicy | None,
-        consistency: Consistency | None = None,
-        force: bool = False,
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
         self._raise_next()
         if self.update_error is not None:

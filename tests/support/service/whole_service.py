@@ -23,17 +23,16 @@ from agentloop_servers.app import (
     tool_names,
     user_table,
 )
-from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
-from agentloop_servers.deadlines import replica_config
 from agentloop_servers.engine_parts import build_engine, initial_weights
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
+from agentloop_servers.settings import balancer_config, replica_config
 from agentloop_servers.tcp import listening_socket, url_of
 from agentloop_tools import SHIPPED_TOOLS
 
@@ -109,7 +108,7 @@ async def whole_site(
         for index, entry in enumerate(kinds):
             engine = build(config) if config.engines is None else build_engine(config, entry)
             name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
-            replica = Replica(name, engine, client.replicas, SECRET, config.host, slot=index, config=bounds)
+            replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds)
             closing.push_async_callback(replica.close)
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))

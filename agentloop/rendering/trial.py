@@ -23,19 +23,23 @@ from agentloop.rendering.prompt_text import TemplateForm, ThoughtForm
 from agentloop.types import JSON, Message, ToolCall
 
 _WINDOW_CHARS = 48
-_TOOL_NAME = "look_up"
+TOOL_NAME = "look_up"
 _SHOWN_TOOL = "Look a word up in the great dictionary."
-_TOOLS: tuple[Mapping[str, JSON], ...] = (
+TOOLS: tuple[Mapping[str, JSON], ...] = (
     {
         "type": "function",
         "function": {
-            "name": _TOOL_NAME,
+            "name": TOOL_NAME,
             "description": _SHOWN_TOOL,
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["word"],
+            },
         },
     },
 )
-_QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
+QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
 _OPENED, _CLOSED = ("|".join(map(re.escape, marks)) for marks in zip(*map(astuple, THOUGHT_MARKS), strict=True))
 _OPEN_THOUGHT = re.compile(rf"({_OPENED})\s*$")
 _EMPTY_THOUGHT = re.compile(rf"({_OPENED})\s*({_CLOSED})\s*")
@@ -100,7 +104,7 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
             numbered = _Trial(make(numbering), ids)
             if numbered.tool_turns(cycle) is None:
                 form, trial, tool_turns = numbering, numbered, None
-        user_turns = trial.user_turns(cycle, _TOOLS)
+        user_turns = trial.user_turns(cycle, TOOLS)
     plain = _conversation(_plain_style(trial, style))
     plain_turns = trial.user_turns(plain, ())
     names = trial.shown_names(plain)
@@ -149,23 +153,23 @@ class _Trial:
 
     def closes_thought(self, messages: Sequence[Message]) -> bool:
         """Tell whether the generation prompt writes an empty thought: turns then have none."""
-        prompt = self._subject.text(messages[: _turns(messages)[0]], _TOOLS)
+        prompt = self._subject.text(messages[: _turns(messages)[0]], TOOLS)
         return any(found.end() == len(prompt) for found in _EMPTY_THOUGHT.finditer(prompt))
 
     def tool_turns(self, messages: Sequence[Message]) -> str | None:
         """Judge the bridges within one tool cycle: prompt, turn and bridge are the template's whole rendering."""
         for turn, following in pairwise(_turns(messages)):
-            prompt, whole = (self._subject.text(messages[:end], _TOOLS) for end in (turn, following))
+            prompt, whole = (self._subject.text(messages[:end], TOOLS) for end in (turn, following))
             appended = messages[turn + 1 : following]
             try:
-                bridge = self._subject.bridge(appended, _TOOLS, TurnEnd(num_calls=_num_calls(messages[:turn])))
+                bridge = self._subject.bridge(appended, TOOLS, TurnEnd(num_calls=_num_calls(messages[:turn])))
             except TemplateError as error:
                 return error.message
             if (problem := self._ending_problem(whole, bridge, appended)) is not None:
                 return problem
             if not whole.startswith(prompt):
                 plain = _without_thoughts(messages[:following])
-                kept, shown = (self._thoughtless(plain[:end], _TOOLS) for end in (turn, following))
+                kept, shown = (self._thoughtless(plain[:end], TOOLS) for end in (turn, following))
                 if not shown.startswith(kept):
                     return f"earlier text changes {show_difference(prompt, whole)}"
                 self.strips_in_cycle = self.strips_thinking = True
@@ -178,11 +182,11 @@ class _Trial:
     def _content_problem(self, messages: Sequence[Message], turn: int) -> str | None:
         """Say what is wrong if a turn's text beside its calls is neither shown nor simply left out."""
         plain = _without_thoughts(messages)
-        whole = self._subject.text(plain, _TOOLS)
+        whole = self._subject.text(plain, TOOLS)
         if plain[turn].content in whole:
             return None
         plain[turn] = replace(plain[turn], content="")
-        dropped = self._subject.text(plain, _TOOLS)
+        dropped = self._subject.text(plain, TOOLS)
         return None if whole == dropped else f"the turn's text changes {show_difference(dropped, whole)}"
 
     def user_turns(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str | None:
@@ -255,7 +259,7 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
             style = _Style(max_calls, has_thoughts, has_content, has_system)
             try:
                 if _shows_tools(subject, _conversation(style), shows_calls=shows_calls):
-                    return _with_thoughts(form, make, _conversation(style), _TOOLS), style
+                    return _with_thoughts(form, make, _conversation(style), TOOLS), style
                 objections.insert(0, "it leaves out tools, calls or answers")
             except TemplateError as error:
                 objections.append(error.message)
@@ -270,10 +274,10 @@ def _takes_parts(make: Callable[[TemplateForm], RenderedConversation]) -> bool:
     """Tell whether the template reads content as a list of parts alone, as those of some models that see do."""
     for takes_parts in (False, True):
         try:
-            text = make(TemplateForm(takes_parts=takes_parts)).text([Message("user", _QUESTION)], ())
+            text = make(TemplateForm(takes_parts=takes_parts)).text([Message("user", QUESTION)], ())
         except TemplateError:
             continue
-        if _QUESTION in text:
+        if QUESTION in text:
             return takes_parts
     return False
 
@@ -302,12 +306,12 @@ def _shows_tools(subject: RenderedConversation, messages: Sequence[Message], *, 
 
     Without `shows_calls` the calls need not be shown.
     """
-    text = subject.text(messages, _TOOLS)
-    first_prompt = subject.text(messages[: _turns(messages)[0]], _TOOLS)
+    text = subject.text(messages, TOOLS)
+    first_prompt = subject.text(messages[: _turns(messages)[0]], TOOLS)
     answers = [message.content for message in messages if message.role == "tool"]
     words = [call.arguments["word"] for message in messages for call in message.tool_calls]
     shown = (*answers, *words) if shows_calls else answers
-    return _TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown)
+    return TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown)
 
 
 def _plain_style(trial: _Trial, style: _Style) -> _Style:
@@ -324,7 +328,7 @@ def _plain_style(trial: _Trial, style: _Style) -> _Style:
 def _conversation(style: _Style) -> list[Message]:
     """One tool cycle up to its answer: every text in it is unlike every other."""
     messages = [Message("system", "You look words up.")] if style.has_system else []
-    messages.append(Message("user", _QUESTION))
+    messages.append(Message("user", QUESTION))
     thought = iter(["A bird or a piece?", "I know one of them.", "So I can answer."])
     if not style.num_calls:
         messages += [
@@ -333,15 +337,13 @@ def _conversation(style: _Style) -> list[Message]:
         ]
     for turn, count in enumerate((1, style.num_calls) if style.num_calls else ()):
         calls = [
-            ToolCall(
-                f"call{turn}{i:04d}", _TOOL_NAME, {"word": f"rook {turn}.{i}"}, text=f"{_TOOL_NAME}: {turn}.{i}"
-            )
+            ToolCall(f"call{turn}{i:04d}", TOOL_NAME, {"word": f"rook {turn}.{i}"}, text=f"{TOOL_NAME}: {turn}.{i}")
             for i in range(count)
         ]
         content = f"I look it up {turn}." if style.has_content else ""
         reasoning = next(thought) if style.has_thoughts else ""
         messages.append(Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))
-        messages += [Message("tool", f"It is {call.id}.", tool_call_id=call.id, name=_TOOL_NAME) for call in calls]
+        messages += [Message("tool", f"It is {call.id}.", tool_call_id=call.id, name=TOOL_NAME) for call in calls]
     messages.append(Message("assistant", "A bird.", reasoning=next(thought) if style.has_thoughts else ""))
     return messages
 

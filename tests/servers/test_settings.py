@@ -12,7 +12,7 @@ import pytest
 from agentloop.errors import InvalidRequest
 from agentloop_servers.config import ServiceConfig, keep_config
 from agentloop_servers.host import THREADS, prepare_engine_process, usable_cpus
-from agentloop_servers.sizing import processes_for, sized
+from agentloop_servers.settings import processes_for, sized
 
 AS_NOBODY = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
 
@@ -24,21 +24,20 @@ def a_config(**fields: object) -> ServiceConfig:
 def test_a_service_without_gpus_has_one_of_each(tmp_path: Path) -> None:
     found = sized(a_config(engine={"kind": "simulated"}), tmp_path, num_cpus=64)
     assert (found.num_ingress, found.workers.replicas, found.workers.capacity) == (1, 1, 256)
-    assert found.engine.max_running == 256
+    assert found.engine.num_seats == 256
 
 
 @pytest.mark.parametrize(
-    ("num_engines", "num_cpus", "num_ingress", "num_workers"),
-    [(1, 16, 4, 4), (1, 8, 1, 1), (2, 32, 8, 8), (8, 32, 4, 4), (8, 128, 16, 16), (8, 16, 1, 1), (1, 2, 1, 1)],
+    ("num_engines", "num_cpus", "num_each"),
+    [(1, 16, 4), (1, 8, 1), (2, 32, 8), (8, 32, 4), (8, 128, 16), (8, 16, 1), (1, 2, 1)],
 )
-def test_more_engines_have_more_processes_as_far_as_there_are_cpus(num_engines, num_cpus, num_ingress, num_workers):
-    found = processes_for(num_engines, num_cpus)
-    assert (found.num_ingress, found.num_workers) == (num_ingress, num_workers)
+def test_more_engines_have_more_processes_as_far_as_there_are_cpus(num_engines, num_cpus, num_each):
+    assert processes_for(num_engines, num_cpus) == num_each
 
 
 def test_seats_and_places_on_gpus(tmp_path: Path) -> None:
     found = sized(a_config(replicas=4), tmp_path, num_cpus=64)
-    assert found.engine.max_running == 512
+    assert found.engine.num_seats == 512
     assert (found.workers.replicas, found.workers.capacity) == (16, 256)  # twice the seats of four engines
     assert sized(found, tmp_path, num_cpus=2) == found
 
