@@ -5,8 +5,11 @@ Every call is idempotent or keyed, so a caller may repeat one whose answer was l
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+from zlib import crc32
 
 import msgspec
 
@@ -21,6 +24,18 @@ MAX_CALL_BYTES = 256 * 2**20
 
 MAX_RECORD_BYTES = MAX_CALL_BYTES - 2**16
 """Bytes of a record, which its call carries beside the names of its worker and its sample."""
+
+
+_PREFIX_LENGTHS = (8192, 2048, 512)  # tokens
+
+Prefix: TypeAlias = tuple[str, int]
+"""A key, and the number of tokens with which all prompts of this key begin."""
+
+
+def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
+    """Return the keys by which prompts that begin alike find each other, the longest first."""
+    lengths = [length for length in _PREFIX_LENGTHS if length <= len(token_ids)]
+    return tuple((f"ids-{crc32(array('i', token_ids[:length])):x}", length) for length in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +443,14 @@ class RolloutPort(Protocol):
 class LeasePort(Protocol):
     """Places on replicas for direct calls and sessions."""
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
+    async def lease(
+        self,
+        session_id: str,
+        num_tokens: int,
+        process_id: str,
+        needs: Needs = NO_NEEDS,
+        prefixes: tuple[Prefix, ...] = (),
+    ) -> Lease:
         """Grant a place to one direct call or session, or find the one it has.
 
         It ends unless the process reports that it was taken. Raises NoHealthyReplica, and UnsupportedParameter

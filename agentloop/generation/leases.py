@@ -16,7 +16,7 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import OwnedTasks
-from agentloop.api.coordinator import LeasePort, WorkerPort, group_key, session_holder
+from agentloop.api.coordinator import LeasePort, WorkerPort, group_key, prefixes_of, session_holder
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.errors import (
@@ -264,7 +264,8 @@ class SessionLease:
         await self.holder.told()
         num_reply = min(request.sampling.max_tokens, leases.config.predicted_reply_tokens)
         num_tokens = len(request.token_ids) + num_reply
-        return await leases.coordinator.lease(self._session_id, num_tokens, leases.reporter.process_id, needs)
+        process_id, prefixes = leases.reporter.process_id, prefixes_of(request.token_ids)
+        return await leases.coordinator.lease(self._session_id, num_tokens, process_id, needs, prefixes)
 
     async def _asked(self, needs: Needs) -> Lease | None:
         """Return the place to go on at, as the coordinator ordered to ask, or another replica is needed; None if it

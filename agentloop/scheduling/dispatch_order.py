@@ -4,12 +4,8 @@ A flow is what is served in its own turn: the rollouts of one owner on equal ter
 and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Within
 one, users take turns by stride scheduling (`strides.py`), with their sessions and calls; so do the flows of each.
 
-In a flow, what a worker had before goes first. By age, groups of which a sample has begun follow, the fewest left
-first: a trainer can use a group only when it is whole; then whole groups as they came. By the longest work, the
-next sample is that of the group whose samples may become longest, begun or not: what samples that run have told of
-their groups moves them, and a few groups are scored anew each time. In that case each `OLDEST_EVERY`-th place goes
-to the oldest group, so a sample with n others in its flow that came before it waits for at most `OLDEST_EVERY` *
-(n + 1) places of the flow, whatever comes after it.
+In a flow, what a worker had before goes first. Groups of which a sample has begun follow, the fewest left first: a
+trainer can use a group only when it is whole. Then whole groups go as they came.
 
 A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
 it. Where replicas have no room (`BeginOutcome.FULL`) nothing is passed by; a group that waits for its own sake
@@ -22,10 +18,9 @@ nothing queued. Each step costs O(users + log flows + log groups), and what is p
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
 from typing import TypeAlias
 
@@ -34,10 +29,7 @@ from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.scheduling.user_turns import UserTurns
 
-OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
-_NEWEST_SHARE = 0.25  # of a task's mean: policies change, and the length of their answers with them
-_NUM_SCORED = 4  # groups of a flow, each time that its next sample is asked for
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
@@ -46,70 +38,27 @@ _Turn: TypeAlias = tuple[int, str]  # minus the priority, and the user
 Begin: TypeAlias = Callable[[Sample], BeginOutcome]
 """Give a sample its place, or say why it has none."""
 
-ExpectedWork: TypeAlias = Callable[[Sample], float]
-"""Predict the tokens of a sample that was not begun; asked anew, as its siblings tell."""
-
-
-class GroupOrder(StrEnum):
-    """The order of groups within a flow, once those that have begun are out."""
-
-    AGE = "age"  # as they came
-    LONGEST = "longest"  # by expected work: what may end last begins first
-
-
-class TaskHistory:
-    """The tokens that trajectories of each task took before, in whichever rollout of its owner: a running mean.
-
-    Of the tasks that were seen most recently: the least recently seen one is forgotten for a new one.
-    """
-
-    def __init__(self, max_tasks: int = 50_000) -> None:
-        self._max_tasks = max_tasks
-        self._means: OrderedDict[tuple[str, str], float] = OrderedDict()
-
-    def learn(self, sample: Sample, num_tokens: int) -> None:
-        """Take in a trajectory that ran to its end, with its prompt's tokens and all after them."""
-        key = _task_key(sample)
-        mean = self._means.pop(key, float(num_tokens))
-        self._means[key] = mean + (num_tokens - mean) * _NEWEST_SHARE
-        if len(self._means) > self._max_tasks:
-            self._means.popitem(last=False)
-
-    def expected_tokens(self, sample: Sample) -> float | None:
-        """Return the mean of a sample's task; None if none is remembered."""
-        return self._means.get(_task_key(sample))
-
 
 @dataclass(slots=True, eq=False)
 class _WaitingGroup:
     """The samples of one group that wait and were never begun."""
 
     number: int  # of its arrival
-    size: int  # samples, wherever they are
-    expected_tokens: float  # when it was scored last; 0 in the order of age
     samples: OrderedDict[str, Sample]
-
-    @property
-    def is_begun(self) -> bool:
-        return len(self.samples) < self.size
 
 
 class _FlowLine:
     """The samples that wait in one flow.
 
-    Heaps hold an entry for each change; an entry that is not the group's present one is thrown away at the top.
+    The heap has an entry for each change of a group of which a sample has begun; an entry that is not the group's
+    present one is thrown away at the top.
     """
 
-    def __init__(self, order: GroupOrder, score: ExpectedWork) -> None:
-        self._order = order
-        self._score = score
-        self._to_score: deque[_WaitingGroup] = deque()  # by the longest work: all groups, in turn
+    def __init__(self) -> None:
         self._again: OrderedDict[str, Sample] = OrderedDict()
         self._groups: OrderedDict[str, _WaitingGroup] = OrderedDict()  # the oldest first; none without samples
         self._begun: list[tuple[int, int, _WaitingGroup]] = []  # samples left, number
-        self._longest: list[tuple[float, int, _WaitingGroup]] = []  # minus the expected tokens, number
         self._num_groups = 0
-        self._num_popped = 0  # of those that were never begun
 
     def __len__(self) -> int:
         return len(self._again) + len(self._groups)
@@ -123,55 +72,36 @@ class _FlowLine:
         """Queue samples of one group, none of which waits here."""
         self._num_groups += 1
         first, by_name = samples[0], OrderedDict((sample.assignment_id, sample) for sample in samples)
-        score = self._score(first) if self._order is GroupOrder.LONGEST else 0.0
-        group = _WaitingGroup(self._num_groups, first.group.num_samples, score, by_name)
+        group = _WaitingGroup(self._num_groups, by_name)
         self._groups[group_key(first.assignment_id)] = group
-        if self._order is GroupOrder.LONGEST:
-            self._to_score.append(group)
-            heapq.heappush(self._longest, (-group.expected_tokens, group.number, group))
-        elif group.is_begun:
+        if len(by_name) < first.group.num_samples:
             heapq.heappush(self._begun, (len(by_name), group.number, group))
 
     def add_again(self, sample: Sample) -> None:
         """Queue a sample that a worker had before."""
         self._again[sample.assignment_id] = sample
 
-    def remove(self, sample: Sample, *, is_turn: bool = False) -> None:
-        """Take a sample out, if it is here; `is_turn`: because it has begun in its turn."""
+    def remove(self, sample: Sample) -> None:
+        """Take a sample out, if it is here."""
         if self._again.pop(sample.assignment_id, None) is not None:
             return
         key = group_key(sample.assignment_id)
         group = self._groups.get(key)
         if group is None or group.samples.pop(sample.assignment_id, None) is None:
             return
-        self._num_popped += is_turn
-        if not group.samples:
-            del self._groups[key]
-        elif self._order is GroupOrder.LONGEST:
-            self._score_anew(group)
-        else:
+        if group.samples:
             heapq.heappush(self._begun, (len(group.samples), group.number, group))
-        if len(self._begun) + len(self._longest) > 4 * len(self._groups) + _MAX_OLD_ENTRIES:
+        else:
+            del self._groups[key]
+        if len(self._begun) > 4 * len(self._groups) + _MAX_OLD_ENTRIES:
             self._begun = [entry for entry in self._begun if entry[0] == len(entry[2].samples)]
-            self._longest = [entry for entry in self._longest if _is_present(entry)]
             heapq.heapify(self._begun)
-            heapq.heapify(self._longest)
 
     def heads(self, num: int) -> list[Sample]:
         """Return the next sample, and with `num` above 1 those of the groups after it; one a group."""
-        found = list(islice(self._again.values(), num))
-        groups: dict[int, _WaitingGroup] = {}
-        is_oldest_turn = (self._num_popped + 1) % OLDEST_EVERY == 0
-        if is_oldest_turn and self._order is GroupOrder.LONGEST and self._groups:
-            oldest = next(iter(self._groups.values()))
-            groups[oldest.number] = oldest
-        tops = self._top_longest(num) if self._order is GroupOrder.LONGEST else self._oldest(num)
-        for group in tops:
-            groups[group.number] = group
-        return (found + [next(iter(group.samples.values())) for group in groups.values()])[:num]
-
-    def _oldest(self, num: int) -> list[_WaitingGroup]:
-        return [*self._top_begun(num), *islice(self._groups.values(), num)]
+        again = list(islice(self._again.values(), num))
+        groups = dict.fromkeys([*self._top_begun(num), *islice(self._groups.values(), num)])
+        return (again + [next(iter(group.samples.values())) for group in groups])[:num]
 
     def _top_begun(self, num: int) -> list[_WaitingGroup]:
         entries: list[tuple[int, int, _WaitingGroup]] = []
@@ -182,31 +112,6 @@ class _FlowLine:
         for entry in entries:
             heapq.heappush(self._begun, entry)
         return [group for _, _, group in entries]
-
-    def _top_longest(self, num: int) -> list[_WaitingGroup]:
-        for _ in range(min(_NUM_SCORED, len(self._to_score))):
-            group = self._to_score.popleft()
-            if group.samples:
-                self._to_score.append(group)
-                self._score_anew(group)
-        entries: list[tuple[float, int, _WaitingGroup]] = []
-        while self._longest and len(entries) < num:
-            entry = heapq.heappop(self._longest)
-            if _is_present(entry) and entry not in entries[-1:]:
-                entries.append(entry)
-        for entry in entries:
-            heapq.heappush(self._longest, entry)
-        return [group for _, _, group in entries]
-
-    def _score_anew(self, group: _WaitingGroup) -> None:
-        score = self._score(next(iter(group.samples.values())))
-        if score != group.expected_tokens:
-            group.expected_tokens = score
-            heapq.heappush(self._longest, (-score, group.number, group))
-
-
-def _is_present(entry: tuple[float, int, _WaitingGroup]) -> bool:
-    return -entry[0] == entry[2].expected_tokens and bool(entry[2].samples)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,9 +134,7 @@ class _Flow:
 class DispatchOrder:
     """Queued samples in their flows. Whoever takes a sample from it says `begun`, and later `ended`."""
 
-    def __init__(self, order: GroupOrder, expected_work: ExpectedWork, users: UserTurns | None = None) -> None:
-        self._order = order
-        self._expected_work = expected_work
+    def __init__(self, users: UserTurns | None = None) -> None:
         self._users = users or UserTurns()
         self._flows: dict[FlowKey, _Flow] = {}
         self._heaps: dict[_Turn, list[tuple[float, int, _Flow]]] = {}
@@ -246,9 +149,7 @@ class DispatchOrder:
         flow = self._flows.get(key)
         if flow is None:
             self._num_flows += 1
-            self._flows[key] = flow = _Flow(
-                rollout.terms, rollout.budget, self._num_flows, _FlowLine(self._order, self._expected_work)
-            )
+            self._flows[key] = flow = _Flow(rollout.terms, rollout.budget, self._num_flows, _FlowLine())
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
@@ -376,16 +277,12 @@ def _first(line: _FlowLine, begin: Begin, later: set[str]) -> tuple[Sample | Non
             key = group_key(sample.assignment_id)
             admission = BeginOutcome.LATER if key in later else begin(sample)
             if admission is BeginOutcome.BEGUN:
-                line.remove(sample, is_turn=True)
+                line.remove(sample)
                 return sample, False
             if admission is BeginOutcome.FULL:
                 return None, True
             later.add(key)
     return None, False
-
-
-def _task_key(sample: Sample) -> tuple[str, str]:
-    return sample.rollout.terms.owner, sample.group.task.task_id
 
 
 def _key(rollout: LiveRollout) -> FlowKey:

@@ -44,7 +44,7 @@ class KVShare:
         self._turns_each = 2
 
     def turn(self, prompt_tokens: float, lost_tokens: float, num_holders: int) -> None:
-        """Count a turn's prompt and the part of it that was computed again; judge once each holder has had turns."""
+        """Count a turn's prompt and the part of it that was computed again; judge once each holder had turns."""
         self._num_turns += 1
         self._prompt_tokens += prompt_tokens
         self._lost_tokens += lost_tokens

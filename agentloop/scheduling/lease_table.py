@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
+from agentloop.api.coordinator import Prefix
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken
 from agentloop.fleet.registry import ReplicaRecord
-from agentloop.scheduling.routed_prefixes import Prefix
 from agentloop.types import Lease
 
 

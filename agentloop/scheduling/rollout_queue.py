@@ -31,7 +31,7 @@ from types import MappingProxyType
 
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
+from agentloop.scheduling.dispatch_order import Begin, DispatchOrder
 from agentloop.scheduling.samples import (
     BeginOutcome,
     Cancellation,
@@ -77,11 +77,8 @@ class RolloutQueue:
         max_queued_bytes: int = 1 << 30,
         max_attempts: int = 3,
         missing_after_s: float = 30.0,
-        order: GroupOrder = GroupOrder.AGE,
-        expected_work: ExpectedWork = lambda _: 0.0,
         users: UserTurns | None = None,
     ) -> None:
-        """`expected_work` is of samples whose task was never seen."""
         self._max_queued = max_queued
         self._max_queued_bytes = max_queued_bytes
         self._max_attempts = max_attempts
@@ -90,9 +87,7 @@ class RolloutQueue:
         self._reserved: dict[str, _Reservation] = {}
         self._live: dict[str, Sample] = {}  # queued or running
         self._users = users or UserTurns()
-        self._history = TaskHistory()
-        self._expected_work = expected_work
-        self._order = DispatchOrder(order, self._expected_tokens, self._users)
+        self._order = DispatchOrder(self._users)
         self._suspects = Suspects()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
@@ -357,18 +352,13 @@ class RolloutQueue:
         if group is not None:
             group.claimed.discard(name)
 
-    def finished(
-        self, name: str, *, is_trained: bool = True, is_kept: bool = False, num_tokens: int | None = None
-    ) -> bool:
+    def finished(self, name: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
         """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
         who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it;
-        `is_kept`: its group needs no other in its place. `num_tokens`, of one that ran to its end, are what is
-        expected of its task from now on."""
+        `is_kept`: its group needs no other in its place."""
         sample = self._live.pop(name, None)
         if sample is None:
             return False
-        if num_tokens is not None:
-            self._history.learn(sample, num_tokens)
         if sample.state is SampleState.QUEUED:
             self._unqueue(sample)
         else:
@@ -509,10 +499,6 @@ class RolloutQueue:
             raise InvariantBroken("the bytes of unfinished tasks are miscounted")
 
     # --- inside ---
-
-    def _expected_tokens(self, sample: Sample) -> float:
-        seen = self._history.expected_tokens(sample)
-        return self._expected_work(sample) if seen is None else seen
 
     def _begun(self, sample: Sample, worker_id: str, now: float, begin: Begin) -> bool:
         """Give a suspect to a worker, if its limits admit it now and there is room for it."""

@@ -1,23 +1,18 @@
 """Routed prefixes: the replicas to which prompts with an equal beginning were sent.
 
-Keys are a group's id, for its samples' common prompt, and hashes of a prompt's first tokens or characters
-(`prefix_keys`). Nothing is asked of the engines: a replica that was sent a prefix is taken to hold it until its KV
-is flushed or the prefix is the least recently routed of `max_prefixes`.
+Keys are a group's id, for its samples' common prompt, and hashes of a prompt's first tokens (`api.prefixes_of`) or
+of a task's first message. Nothing is asked of the engines: a replica that was sent a prefix is taken to hold it
+until new weights come, or the prefix is the least recently routed of `max_prefixes`.
 
-Ownership: the Balancer. Reader: `Balancer._choose`, for a trajectory, session or call without a lease.
+Ownership: the Balancer. Reader: `Balancer._homes`, for a trajectory, session or call without a lease.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable
 
-Prefix: TypeAlias = tuple[str, int]
-"""A key, and the tokens that all prompts of this key begin with."""
-
-_LENGTHS = (8192, 2048, 512)  # tokens
+from agentloop.api.coordinator import Prefix
 
 
 class RoutedPrefixes:
@@ -26,9 +21,6 @@ class RoutedPrefixes:
     def __init__(self, max_prefixes: int = 8192) -> None:
         self._max_prefixes = max_prefixes
         self._replicas: OrderedDict[str, set[str]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._replicas)
 
     def note(self, prefixes: Iterable[Prefix], replica_id: str) -> None:
         """Note that a prompt with these prefixes goes to a replica."""
@@ -52,9 +44,3 @@ class RoutedPrefixes:
     def clear(self) -> None:
         """Forget everything: no engine holds KV that new prompts share."""
         self._replicas.clear()
-
-
-def prefix_keys(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return the prefixes of a prompt's tokens, the longest first."""
-    lengths = [length for length in _LENGTHS if length <= len(token_ids)]
-    return tuple((f"ids-{zlib.crc32(repr(token_ids[:length]).encode()):x}-{length}", length) for length in lengths)

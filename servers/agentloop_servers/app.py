@@ -42,7 +42,6 @@ from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
-from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
@@ -132,7 +131,6 @@ class CoordinatorDeployment:
                 worker_cut_s=config.workers.cut_after_s,
                 balancer=balancer_config(config),
                 room=RoomConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
-                order=GroupOrder(config.balancer.order),
                 read_users=lambda: user_table(config),
             ),
             clock=RealClock(),

@@ -31,8 +31,6 @@ from agentloop_servers.engine_config import (
     EngineConfig,
     EngineEntry,
     Staging,
-    StepTimeName,
-    StepTimeSettings,
     check_entries,
 )
 
@@ -49,7 +47,12 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as th
 
 
 _REMOVED: Mapping[str, str] = {
+    "balancer.order": "groups go out by `age`",
+    "balancer.retention": "a holder at a long tool gives its room to others while they wait for it",
+    "balancer.step_times": "work is spread by the KV that each replica has",
+    "engine.tells_cache": "engines publish no KV events",
     "engines.step_times": "work is spread by the KV that each replica has",
+    "engines.tells_cache": "engines publish no KV events",
     "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
 }
 """What stands in place of a key that an earlier release had."""
@@ -189,18 +192,14 @@ class UpdateSettings(_Strict):
 
 
 class BalancerSettings(_Strict):
-    """Settings of what begins, in which order and where; none has to be set. See docs/operations.md."""
+    """Settings of what begins and where; none has to be set. See docs/operations.md."""
 
-    order: Literal["age", "longest"] = "age"  # of whole groups, within an owner's run
-    limits_kv: bool = True  # samples wait in the queue while the KV that is predicted to be needed is too much
-    min_kv_share: Annotated[float, Field(gt=0, le=10)] | None = (
-        None  # bounds of the share of a replica's KV that is
-    )
-    max_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None  # spoken for; what turns find cached moves it
+    limits_kv: bool = True  # samples wait in the queue while those that run may need all KV
+    # Bounds of the share of a replica's KV that may be taken and promised; engines' loads and cache hits move it.
+    min_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
+    max_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
     call_overcommit: Annotated[float, Field(ge=0, le=4)] = 0.25  # of that, for sessions and direct calls
-    step_times: StepTimeName | StepTimeSettings = "h200-qwen3-8b"  # a fit that is shipped, or coefficients
     lease_ttl_s: Annotated[float, Field(ge=10)] = 60.0  # silence after which a process's leases end
-    retention: Annotated[float, Field(ge=0)] | None = None  # times the worth of KV, that it is kept for a tool
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:

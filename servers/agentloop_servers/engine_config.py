@@ -28,25 +28,6 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
 
 
-StepTimeName = Literal["h200-qwen3-4b", "h200-qwen3-8b"]
-"""The fits of step times that are shipped, by the GPU and the model they were measured on."""
-
-NonNegative = Annotated[float, Field(ge=0)]
-
-
-class StepTimeSettings(_EngineModel):
-    """The seconds of an engine's steps, as `tests/gpu/step_times.py` fits them: a, b, c and alpha, beta, gamma."""
-
-    prefill: tuple[NonNegative, NonNegative, NonNegative]  # of x tokens: a + b x + c x^2
-    step: tuple[NonNegative, NonNegative, NonNegative]  # of B sequences with C tokens: alpha + beta B + gamma C
-
-    @model_validator(mode="after")
-    def _check_slopes(self) -> Self:
-        if self.prefill[1] <= 0 or not any(self.step):
-            raise ValueError("a token of a prompt, and a step, take time")
-        return self
-
-
 class EngineConfig(_EngineModel):
     """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
@@ -85,13 +66,6 @@ class EngineConfig(_EngineModel):
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
     attention_backend: str | None = None  # of SGLang, as it calls them; None: its own choice
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, given: object) -> object:
-        if isinstance(given, dict) and "tells_cache" in given:
-            raise ValueError("tells_cache is gone, without a successor: engines publish no KV events any more")
-        return given
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

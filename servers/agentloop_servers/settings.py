@@ -10,13 +10,12 @@ The first is the one that says what went wrong; where they do not nest, another 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from agentloop.errors import InvalidRequest
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.step_times import FITS, StepTimes
+from agentloop.scheduling.kv_share import ShareBounds
 from agentloop_servers.config import ServiceConfig, model_sizes, saved_config
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.host import usable_cpus
@@ -74,18 +73,13 @@ def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> 
 
 def balancer_config(config: ServiceConfig) -> BalancerConfig:
     """Return the settings of the balancer; those that are not given are its own."""
-    settings, times, own = config.balancer, config.balancer.step_times, BalancerConfig()
-    shares = own.admission
-    least = shares.least if settings.min_kv_share is None else settings.min_kv_share
-    most = max(shares.most, least) if settings.max_kv_share is None else settings.max_kv_share
-    least = min(least, most)
-    growth_tokens = min(own.priors.growth_tokens, model_sizes(config).max_context_tokens / _PRIOR_GROWTHS)
+    settings, own = config.balancer, BalancerConfig()
+    least = own.share.least if settings.min_kv_share is None else settings.min_kv_share
+    most = max(own.share.most, least) if settings.max_kv_share is None else settings.max_kv_share
     return BalancerConfig(
         lease_ttl_s=settings.lease_ttl_s,
-        retention_factor=own.retention_factor if settings.retention is None else settings.retention,
-        step_times=FITS[times] if isinstance(times, str) else StepTimes(*times.prefill, *times.step),
-        priors=replace(own.priors, growth_tokens=growth_tokens),
-        admission=replace(shares, least=least, most=most, initial=min(max(shares.initial, least), most)),
+        usual_growth_tokens=min(own.usual_growth_tokens, model_sizes(config).max_context_tokens / _PRIOR_GROWTHS),
+        share=ShareBounds(min(least, most), most),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from agentloop.aio import freeze_gc
-from agentloop.capabilities import NO_NEEDS, Needs
+from agentloop.capabilities import NO_NEEDS
 from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
@@ -201,7 +201,7 @@ class _OneReplica(FakeCoordinator):
         super().__init__()
         self._url = url
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
+    async def lease(self, session_id, num_tokens, process_id, needs=NO_NEEDS, prefixes=()) -> Lease:
         lease = Lease(f"lease-{session_id}", "bench", self._url)
         self.leases[lease.lease_id] = lease
         return lease

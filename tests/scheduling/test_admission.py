@@ -1,18 +1,19 @@
-"""Who begins, who waits, who goes on elsewhere: the balancer told of turns."""
+"""How many begin, in which order the others wait, and where what has begun goes on: the balancer told of turns."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import TurnEnded
+from agentloop.api.coordinator import ReplicaReport, TurnEnded
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
-from agentloop.scheduling.admission import MAX_PASSED, Admission, AdmissionConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.expected_work import WorkPriors
+from agentloop.scheduling.kv_share import KVShare, ShareBounds
+from agentloop.types import Load
 from tests.scheduling.test_balancer import add, demand, fleet_of, session
 
-PRIORS = WorkPriors(growth_tokens=1000.0)
+SHORT = BalancerConfig(usual_growth_tokens=1000.0)
 
 
 def small_fleet(num=1, kv_tokens=10_000, **sizes):
@@ -22,18 +23,22 @@ def small_fleet(num=1, kv_tokens=10_000, **sizes):
     return fleet
 
 
-def turn(balancer, lease, context, now, sampled=100, cached=None, tool="read"):
-    balancer.turn_begun(lease.lease_id, now)
-    balancer.turn_ended(TurnEnded(lease.lease_id, context, sampled, cached, tool), now)
+def turn(balancer, lease, context, now, sampled=100, cached=None):
+    balancer.turn_begun(lease.lease_id)
+    balancer.turn_ended(TurnEnded(lease.lease_id, context, sampled, cached), now)
 
 
-def fill(balancer, limit=100):
+def fill(balancer, limit=100, prefix="t"):
     """Begin trajectories of 1,000 prompt tokens as long as there is room."""
     leases = {}
-    while balancer.has_room(f"g{len(leases)}", 1000) and len(leases) < limit:
-        name = f"t{len(leases)}"
-        leases[name] = balancer.acquire(demand(name, f"g{len(leases)}", 1000, name), 0.0)
+    while balancer.has_room(demand("", "", 1000)) and len(leases) < limit:
+        name = f"{prefix}{len(leases)}"
+        leases[name] = balancer.acquire(demand(name, f"g{name}", 1000, name), 0.0)
     return leases
+
+
+def report(fleet, name, **load):
+    fleet.heartbeat(name, ReplicaReport(Load(weight_version=0, **load), True), 0.0)
 
 
 def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_kv():
@@ -48,186 +53,129 @@ def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_
     for number in range(41, 200):
         turn(balancer, lease, 1000, float(number), cached=1000)
     assert not balancer.kv_use("r0").is_thrashing
-    balancer.new_epoch(is_flushed=True, now=200.0)
-    assert balancer.kv_use("r0").hit_rate is None
 
 
-def test_as_many_begin_as_their_kv_fits():
-    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
-    assert 3 <= len(fill(balancer)) <= 6
+def test_as_many_begin_as_their_kv_and_its_growth_fit():
+    assert len(fill(Balancer(small_fleet(), SHORT))) == 5  # of 10,000: 1,000 of a prompt and 1,000 promised each
 
 
-def test_nothing_is_expected_to_outgrow_the_engines_context():
-    """However long trajectories are thought to be, or have been elsewhere, each fits in one context."""
-    balancer = Balancer(small_fleet(kv_tokens=40_000, max_context=2000))  # 8,192 tokens of growth are expected
-    leases = fill(balancer)
-    assert len(leases) == 20
-    for lease in leases.values():
-        turn(balancer, lease, 1900, 1.0)
-    assert balancer.kv_use("r0").predicted_tokens <= 40_000
-    balancer.release(leases["t0"], 1000, 2.0)
-    assert balancer.has_room("new", 1000)
-    balancer.check()
+def test_the_promise_follows_turns_and_trajectories_that_ended():
+    """Short turns promise little, and a trajectory is promised no more than a whole one grows by."""
+    by_turns, by_ends = Balancer(small_fleet(kv_tokens=50_000)), Balancer(small_fleet(kv_tokens=50_000))
+    before = len(fill(Balancer(small_fleet(kv_tokens=50_000))))
+    lease = by_turns.acquire(demand("t", "g", 1000), 0.0)
+    for number in range(100):
+        turn(by_turns, lease, 1000 + 10 * number, 1.0)
+    by_turns.release(lease, None, 2.0)
+    for number in range(50):
+        by_ends.release(by_ends.acquire(demand(f"t{number}", "g", 1000), 0.0), 100, 1.0)
+    assert len(fill(by_turns)) > 2 * before
+    assert len(fill(by_ends)) > 2 * before
 
 
 def test_an_empty_replica_takes_one_that_never_fits():
-    balancer = Balancer(small_fleet(kv_tokens=500), BalancerConfig(priors=PRIORS))
-    assert len(fill(balancer)) == 1
+    assert len(fill(Balancer(small_fleet(kv_tokens=500), SHORT))) == 1
 
 
 def test_a_replica_that_does_not_say_how_much_it_holds_takes_all():
-    balancer = Balancer(small_fleet(kv_tokens=0), BalancerConfig(priors=PRIORS))
+    balancer = Balancer(small_fleet(kv_tokens=0), SHORT)
     leases = fill(balancer, limit=50)
     assert len(leases) == 50
     turn(balancer, leases["t0"], 50_000, 1.0)
-    balancer.look(2.0)
+    balancer.look(100.0)
     assert balancer.orders("t0") == ()
 
 
 def test_siblings_share_their_prompt_in_the_count():
-    balancer = Balancer(small_fleet(kv_tokens=20_000), BalancerConfig(priors=PRIORS, min_stagger_s=1e9))
-    num = 0
-    while balancer.has_room("g", 5000) and num < 50:
-        balancer.acquire(demand(f"g/{num}", "g", 5000, group_size=8), 0.0)
+    balancer, num = Balancer(small_fleet(kv_tokens=20_000), SHORT), 0
+    while balancer.has_room(one := demand(f"g/{num}", "g", 5000, group_size=16)):
+        balancer.acquire(one, 0.0)
         num += 1
-    apart = Balancer(small_fleet(kv_tokens=20_000), BalancerConfig(priors=PRIORS))
-    num_apart = 0
-    while apart.has_room(f"g{num_apart}", 5000) and num_apart < 50:
-        apart.acquire(demand(f"g{num_apart}/0", f"g{num_apart}", 5000), 0.0)
-        num_apart += 1
-    assert num >= 2 * num_apart
+    assert num == 15  # 5,000 once, and 1,000 promised each
 
 
-def test_no_sibling_begins_before_the_prompt_of_the_first_is_there_or_a_while_has_passed():
-    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(min_stagger_s=0.1))
-    lease = balancer.acquire(demand("g/0", "g", 20_000, group_size=8), 0.0)
-    assert balancer.waits_for_leader("g", 0.1)
-    assert not balancer.waits_for_leader("h", 0.1)
-    assert not balancer.waits_for_leader("g", 5.0)
-    other = Balancer(fleet_of("a", "b"), BalancerConfig(min_stagger_s=0.1))
-    lease = other.acquire(demand("g/0", "g", 20_000, group_size=8), 0.0)
-    turn(other, lease, 20_100, 0.1)
-    assert not other.waits_for_leader("g", 0.1)
-    assert other.acquire(demand("g/1", "g", 20_000, group_size=8), 0.1).replica_id == lease.replica_id
-
-
-def test_a_long_tool_gives_its_room_to_another_and_waits_for_it_first_in_line():
-    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arrival():
+    balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
     for lease in leases.values():
-        turn(balancer, lease, 1500, 1.0)
-    gone = leases["t0"]
-    balancer.look(1000.0)
-    assert (gone.lease_id, None) in balancer.orders("t0")
-    assert balancer.has_room("new", 1000)
-    new = []
-    while balancer.has_room("new", 1000):
-        new.append(balancer.acquire(demand(f"new{len(new)}", "new", 1000), 1000.0))
+        turn(balancer, lease, 1100, 1.0)
+    balancer.look(3.0)
+    assert not any(balancer.orders(name) for name in leases), "nothing has been at its tool for long"
+    balancer.look(100.0)
+    assert not any(balancer.orders(name) for name in leases), "nothing has waited since the last look"
+    assert not balancer.has_room(demand("n", "n", 1000))
+    balancer.look(101.0)
+    assert all(balancer.orders(name) == ((lease.lease_id, None),) for name, lease in leases.items())
+    new = fill(balancer, prefix="n")
+    assert new
+    for name in ("t3", "t1"):
+        with pytest.raises(NoHealthyReplica):
+            balancer.move(leases[name], is_failed=False)
+    balancer.release(new.popitem()[1], None, 102.0)
+    assert not balancer.has_room(demand("n", "n", 1000)), "what waits goes before what is new"
+    assert balancer.next_up() == ("t3",)
     with pytest.raises(NoHealthyReplica):
-        balancer.move(gone, is_failed=False, now=1000.0)
-    balancer.release(new.pop(), None, 1001.0)
-    balancer.release(new.pop(), None, 1001.0)
-    back = balancer.move(gone, is_failed=False, now=1001.0)
-    assert back.replica_id == "r0"
-    assert balancer.orders("t0") == ()
+        balancer.move(leases["t1"], is_failed=False)  # it asked later
+    while balancer.lease_of("t3") == leases["t3"]:
+        with suppress(NoHealthyReplica):
+            balancer.move(leases["t3"], is_failed=False)
+        if balancer.lease_of("t3") == leases["t3"]:
+            balancer.release(new.popitem()[1], None, 103.0)
+    assert balancer.orders("t3") == ()
+    assert balancer.next_up() == ("t1",)
     balancer.check()
 
 
-def test_whoever_waits_goes_on_after_a_bounded_number_of_others():
-    """However many others are new or wait too, and fit where it does not: a few pass it, then none before it."""
-    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+def test_a_turn_that_began_before_its_order_was_heard_counts_again():
+    balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
-    big = leases.pop("t0")
     for lease in leases.values():
         turn(balancer, lease, 1500, 1.0)
-    turn(balancer, big, 9000, 1.0)
-    balancer.look(1000.0)
-    running = []
-    while balancer.has_room("n", 1000):
-        running.append(balancer.acquire(demand(f"n{len(running)}", f"n{len(running)}", 1000), 1000.0))
-    num_passed, back = 0, None
-    while back is None:
-        try:
-            back = balancer.move(big, is_failed=False, now=1000.0)
-        except NoHealthyReplica:
-            balancer.release(running.pop(0), 500, 1000.0)
-        for name, other in list(leases.items()) if back is None else ():
-            with suppress(NoHealthyReplica):
-                running.append(balancer.move(other, is_failed=False, now=1000.0))
-                num_passed += 1
-                del leases[name]
-        while back is None and balancer.has_room("n", 1000):
-            num_passed += 1
-            running.append(balancer.acquire(demand(f"m{num_passed}", f"m{num_passed}", 1000), 1000.0))
-    assert num_passed == MAX_PASSED
+    assert not balancer.has_room(demand("n", "n", 1000))
+    balancer.look(100.0)
+    low = balancer.kv_use("r0").predicted_tokens
+    balancer.turn_begun(leases["t0"].lease_id)
+    assert balancer.orders("t0") == ()
+    assert balancer.kv_use("r0").predicted_tokens > low
     balancer.check()
 
 
 def test_a_line_ends_with_its_replica():
     fleet = small_fleet(2)
-    balancer = Balancer(fleet, BalancerConfig(priors=PRIORS))
+    balancer = Balancer(fleet, SHORT)
     leases = fill(balancer)
     for lease in leases.values():
         turn(balancer, lease, 2000, 1.0)
-    balancer.look(1000.0)
-    while balancer.has_room("n", 1000):
-        balancer.acquire(demand(f"n{balancer.num_leases('r0') + balancer.num_leases('r1')}", "n", 1000), 1000.0)
+    assert not balancer.has_room(demand("n", "n", 1000))
+    balancer.look(100.0)
+    fill(balancer, prefix="n")
     waiting = next(lease for lease in leases.values() if lease.replica_id == "r0")
     with pytest.raises(NoHealthyReplica):
-        balancer.move(waiting, is_failed=False, now=1000.0)
+        balancer.move(waiting, is_failed=False)
     fleet.deregister("r0")
     balancer.drop_replica("r0")
-    assert balancer.move(waiting, is_failed=True, now=1001.0).replica_id == "r1"
+    assert balancer.move(waiting, is_failed=True).replica_id == "r1"
     balancer.check()
 
 
-def test_a_flush_places_anew_what_waits_at_tools_the_longest_first():
+def test_after_a_flush_what_is_at_its_tools_asks_and_goes_to_the_least_loaded_replica():
     fleet = fleet_of("a")
-    balancer = Balancer(fleet, BalancerConfig(group_slack_trajectories=0.0))
+    balancer = Balancer(fleet)
     leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(8)]
     for lease in leases[:6]:
         turn(balancer, lease, 5000, 1.0)
     add(fleet, "b")
-    balancer.new_epoch(is_flushed=False, now=2.0)
+    balancer.new_epoch(is_flushed=False)
     assert balancer.orders("w") == ()
-    balancer.new_epoch(is_flushed=True, now=3.0)
-    orders = dict(balancer.orders("w"))
-    assert orders.keys() == {lease.lease_id for lease in leases[:6]}
-    moved = {old: new for old, new in orders.items() if new is not None}  # the others ask before they go on
-    assert len(moved) >= 3
-    assert {lease.replica_id for lease in moved.values()} == {"b"}
-    old, new = next(iter(moved.items()))
-    balancer.turn_begun(old, 3.5)  # this turn had begun before the order came
-    assert old in dict(balancer.orders("w"))
-    balancer.turn_begun(new.lease_id, 4.0)
-    assert old not in dict(balancer.orders("w"))
+    balancer.new_epoch(is_flushed=True)
+    assert dict(balancer.orders("w")) == {lease.lease_id: None for lease in leases[:6]}
+    moved = [balancer.move(lease, is_failed=False).replica_id for lease in leases[:6]]
+    assert moved.count("b") == 3, "what is at its tools has no KV any more"
+    assert balancer.orders("w") == ()
     balancer.check()
 
 
-def test_after_a_flush_trajectories_go_on_as_there_is_room_and_sessions_at_once():
-    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
-    leases = fill(balancer)
-    call = balancer.acquire(session("s", expires_at=10.0), 0.0)
-    for lease in leases.values():
-        turn(balancer, lease, 1500, 1.0)
-    turn(balancer, call, 500, 1.0)
-    assert not any(balancer.orders(name) for name in (*leases, ""))
-    balancer.new_epoch(is_flushed=True, now=2.0)
-    assert all(balancer.orders(name) == ((lease.lease_id, None),) for name, lease in leases.items())
-    assert balancer.orders("") == ()
-    balancer.admission.rho = 0.5  # as after some flushes
-    gone_on = []
-    for lease in leases.values():
-        with suppress(NoHealthyReplica):
-            gone_on.append(balancer.move(lease, is_failed=False, now=3.0))
-    assert 1 <= len(gone_on) < len(leases)
-    for lease in gone_on:
-        balancer.release(lease, 3000, 4.0)
-    assert balancer.move(leases[balancer.admission.next_up()[0]], is_failed=False, now=4.0).replica_id == "r0"
-    balancer.check()
-
-
-def test_a_trajectory_moves_while_its_tool_runs_if_that_ends_the_work_sooner():
+def test_in_the_tail_a_turn_s_end_moves_its_trajectory_to_a_replica_that_has_much_less():
     fleet = fleet_of("a")
     balancer = Balancer(fleet)
     leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(6)]
@@ -236,61 +184,111 @@ def test_a_trajectory_moves_while_its_tool_runs_if_that_ends_the_work_sooner():
         turn(balancer, lease, 1500, 100.0)
     moved = dict(balancer.orders("w"))
     assert 1 <= len(moved) <= 3
-    assert all(lease.replica_id == "b" for lease in moved.values())
+    assert all(lease is not None and lease.replica_id == "b" for lease in moved.values())
     old = next(iter(moved))
     lease = next(one for one in leases if one.lease_id == old)
-    assert balancer.move(lease, is_failed=True, now=101.0) == moved[old]  # it has moved already
+    assert balancer.move(lease, is_failed=True) == moved[old]  # it has moved already
     balancer.check()
 
 
-def test_sessions_are_neither_staggered_nor_learned_from():
-    balancer = Balancer(fleet_of("a"))
-    before = balancer.hoped_tokens("g")
+def test_while_many_run_a_turn_s_end_moves_nothing():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet)
+    leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(40)]
+    add(fleet, "b")
+    for lease in leases:
+        turn(balancer, lease, 1500, 100.0)
+    assert balancer.orders("w") == ()
+
+
+def test_sessions_teach_nothing_of_trajectories():
+    balancer, other = Balancer(small_fleet(kv_tokens=50_000)), Balancer(small_fleet(kv_tokens=50_000))
     lease = balancer.acquire(session("s", expires_at=10.0), 0.0)
-    turn(balancer, lease, 100_000, 1.0)
-    balancer.release(lease, 100_000, 2.0)
-    assert balancer.hoped_tokens("g") == before
-
-
-def test_the_share_of_kv_shrinks_while_contexts_are_lost_and_grows_again():
-    admission = Admission(AdmissionConfig(window_turns=10))
-    for _ in range(40):
-        admission.turn(2.0, 1.0, 1)
-    low = admission.rho
-    assert low == pytest.approx(0.75**4)
     for _ in range(100):
-        admission.refused()
-        admission.turn(0.0, 1.0, 1)
-    assert admission.rho > low
-    for _ in range(100_000):
-        admission.turn(9.0, 1.0, 1)
-    assert admission.rho == AdmissionConfig().least
+        turn(balancer, lease, 10, 1.0, cached=0)
+    balancer.release(lease, 10, 2.0)
+    assert len(fill(balancer)) == len(fill(other))
+    assert balancer.share.value == 1.0
 
 
-def test_what_a_flush_costs_is_spread_over_the_turns_until_the_next_one():
-    """A third of it counts, beside the fixed parts: little of it lets the share be, much of it shrinks it."""
-    often, seldom = Admission(AdmissionConfig(window_turns=10)), Admission(AdmissionConfig(window_turns=10))
-    for admission, num_turns in ((often, 10), (seldom, 100)):
-        for _ in range(4):
-            for _ in range(num_turns):
-                admission.turn(0.0, 1.0, 1)
-            admission.flushed(20.0)
-    assert often.rho == pytest.approx((1 - AdmissionConfig().shrinkage) ** 3)
-    assert seldom.rho == AdmissionConfig().initial
+def test_equal_prefixes_go_together_until_their_replica_has_much_more():
+    balancer = Balancer(fleet_of("a", "b", "c"))
+    prompts = (("long", 8192), ("short", 512))
+    placed = [
+        balancer.acquire(replace(session(f"s{i}", 10.0), num_prompt_tokens=9000, prefixes=prompts), 0.0).replica_id
+        for i in range(3)
+    ]
+    assert len(set(placed)) == 1, "what they share is worth more than the place they take"
+    other = balancer.acquire(replace(session("o", 10.0), num_prompt_tokens=9000), 0.0)
+    assert other.replica_id != placed[0]
+    many = [
+        balancer.acquire(replace(session(f"m{i}", 10.0), num_prompt_tokens=9000, prefixes=prompts), 0.0).replica_id
+        for i in range(40)
+    ]
+    assert len(set(many)) == 3
+    balancer.check()
 
 
-def test_after_the_last_flush_the_share_grows_again():
-    admission = Admission(AdmissionConfig(window_turns=10))
-    admission.flushed(1000.0)  # before any turn: all at once
-    for _ in range(100):
-        admission.refused()
-        admission.turn(0.0, 1.0, 1)
-    assert 0.75 < admission.rho < 1.2
+def test_the_share_grows_while_something_waits_and_the_engines_have_unused_kv():
+    fleet = small_fleet()
+    balancer = Balancer(fleet, SHORT)
+    leases = fill(balancer)
+    balancer.look(1.0)
+    grown = balancer.share.value
+    assert grown > 1.0, "something was refused, and the engine holds nothing"
+    balancer.look(2.0)
+    assert balancer.share.value == grown, "nothing waits"
+    assert not balancer.has_room(demand("n", "n", 3000))
+    report(fleet, "r0", kv_used_tokens=9000)
+    balancer.look(3.0)
+    assert balancer.share.value == grown, "the engine uses its KV"
+    assert not balancer.has_room(demand("n", "n", 3000))
+    report(fleet, "r0", num_waiting=1)
+    balancer.look(4.0)
+    assert balancer.share.value == grown, "the engine has a queue of its own"
+    for lease in leases.values():
+        turn(balancer, lease, 1700, 5.0)
+    assert not balancer.has_room(demand("n", "n", 3000))
+    report(fleet, "r0")
+    balancer.look(5.0)
+    assert balancer.share.value == grown, "holders at their tools use it"
 
 
-def test_the_share_of_kv_does_not_grow_while_nobody_waits():
-    admission = Admission(AdmissionConfig(window_turns=10))
-    before = admission.rho
-    for _ in range(100):
-        admission.turn(0.0, 1.0, 1)
-    assert admission.rho == before
+def test_the_share_is_trimmed_and_cut_as_contexts_are_computed_again():
+    share = KVShare(ShareBounds())
+    for _ in range(48):
+        share.turn(100.0, 11.0, 1)
+    assert share.value == 1.0
+    for _ in range(48):
+        share.turn(100.0, 13.0, 1)
+    assert share.value == pytest.approx(0.92)
+    for _ in range(48):
+        share.turn(100.0, 31.0, 1)
+    assert share.value == pytest.approx(0.92 * 0.75)
+    for _ in range(100 * 48):
+        share.turn(100.0, 100.0, 1)
+    assert share.value == ShareBounds().least
+    for _ in range(1000):
+        share.grow(0.0, 100.0)
+    assert share.value == ShareBounds().most
+
+
+def test_kv_that_was_to_be_there_and_was_computed_again_counts_as_lost():
+    balancer = Balancer(small_fleet(1, 10**6))
+    lease = balancer.acquire(demand("t", "g", 1000), 0.0)
+    turn(balancer, lease, 1000, 0.0, cached=0)
+    for number in range(60):
+        turn(balancer, lease, 1000, float(number), cached=980)  # all but a part of a block
+    assert balancer.share.value == 1.0
+    for number in range(60):
+        turn(balancer, lease, 1000, float(number), cached=0)
+    assert balancer.share.value < 1.0
+
+
+def test_kv_that_a_flush_took_counts_as_lost():
+    balancer = Balancer(small_fleet(1, 10**6))
+    lease = balancer.acquire(demand("t", "g", 1000), 0.0)
+    for number in range(60):
+        turn(balancer, lease, 1000, float(number), cached=0 if number == 0 else 1000)
+        balancer.new_epoch(is_flushed=True)
+    assert balancer.share.value < 1.0

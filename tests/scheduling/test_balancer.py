@@ -11,7 +11,7 @@ from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 
 
 def add(fleet, replica_id, kv_tokens=10_000_000, url=None, max_context=1 << 20):
@@ -41,8 +41,6 @@ def session(session_id, expires_at):
 
 
 NOW = 0.0
-NO_SLACK = BalancerConfig(group_slack_trajectories=0.0)
-
 
 def test_a_trajectory_keeps_its_lease():
     balancer = Balancer(fleet_of("a", "b"))
@@ -59,14 +57,14 @@ def test_lease_ids_are_unique_over_coordinators():
 
 
 def test_groups_go_to_the_least_loaded_replica():
-    balancer = Balancer(fleet_of("a", "b", "c"), NO_SLACK)
+    balancer = Balancer(fleet_of("a", "b", "c"))
     for index in range(30):
         balancer.acquire(demand(f"r/g{index}/0", f"r/g{index}", 100), NOW)
     assert spread(balancer, "a", "b", "c") == [10, 10, 10]
 
 
 def test_work_counts_and_not_requests():
-    balancer = Balancer(fleet_of("a", "b"), NO_SLACK)
+    balancer = Balancer(fleet_of("a", "b"))
     long = balancer.acquire(demand("r/long/0", "r/long", 400_000), NOW)
     others = [balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in range(9)]
     assert set(others) == {"a", "b"} - {long.replica_id}
@@ -76,39 +74,30 @@ def test_load_is_relative_to_capacity():
     fleet = Fleet()
     add(fleet, "small", 10_000_000)
     add(fleet, "large", 30_000_000)
-    balancer = Balancer(fleet, NO_SLACK)
+    balancer = Balancer(fleet)
     for index in range(40):
         balancer.acquire(demand(f"r/g{index}/0", f"r/g{index}", 0), NOW)
     assert spread(balancer, "small", "large") == [10, 30]
 
 
-def test_siblings_share_a_replica_within_the_slack():
-    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(group_slack_trajectories=4.0))
-    first = [balancer.acquire(demand(f"r/g1/{i}", "r/g1", 0), NOW).replica_id for i in range(4)]
-    second = [balancer.acquire(demand(f"r/g2/{i}", "r/g2", 0), NOW).replica_id for i in range(4)]
+def test_siblings_share_a_replica():
+    balancer = Balancer(fleet_of("a", "b"))
+    first, second = (
+        [balancer.acquire(demand(f"r/{g}/{i}", f"r/{g}", 5000, group_size=4), NOW).replica_id for i in range(4)]
+        for g in ("g1", "g2")
+    )
     assert len(set(first)) == 1
     assert len(set(second)) == 1
     assert first[0] != second[0]
 
 
-def test_a_large_group_is_split_when_it_exceeds_the_slack():
-    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(group_slack_trajectories=2.0))
-    for index in range(20):
-        balancer.acquire(demand(f"r/g/{index}", "r/g", 0), NOW)
+def test_a_large_group_is_split_when_its_replica_has_much_more():
+    balancer = Balancer(fleet_of("a", "b"))
+    for index in range(40):
+        balancer.acquire(demand(f"r/g/{index}", "r/g", 1000, group_size=40), NOW)
     counts = spread(balancer, "a", "b")
-    assert abs(counts[0] - counts[1]) <= 4
-    assert sum(counts) == 20
-
-
-def test_what_is_expected_follows_finished_trajectories():
-    balancer = Balancer(fleet_of("a"))
-    before = balancer.hoped_tokens("r/h")
-    for index in range(200):
-        balancer.release(balancer.acquire(demand(f"r/g/{index}", "r/g", 50), NOW), 200, NOW)
-    assert balancer.hoped_tokens("r/h") < before / 10
-    expected = balancer.hoped_tokens("r/h")
-    balancer.release(balancer.acquire(demand("r/g/9", "r/g", 50), NOW), None, NOW)  # cancelled: teaches nothing
-    assert balancer.hoped_tokens("r/h") == expected
+    assert min(counts) >= 15
+    assert sum(counts) == 40
 
 
 def test_release_is_idempotent_and_keyed_by_lease():
@@ -133,28 +122,20 @@ def test_a_failed_move_goes_elsewhere_and_stays_only_if_there_is_no_other():
     fleet = fleet_of("a", "b")
     balancer = Balancer(fleet)
     lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
-    moved = balancer.move(lease, is_failed=True, now=NOW)
+    moved = balancer.move(lease, is_failed=True)
     assert moved.replica_id != lease.replica_id
     assert moved.lease_id != lease.lease_id
     fleet.deregister(lease.replica_id)
     balancer.drop_replica(lease.replica_id)
-    assert balancer.move(moved, is_failed=True, now=NOW).replica_id == moved.replica_id
+    assert balancer.move(moved, is_failed=True).replica_id == moved.replica_id
     assert sum(spread(balancer, "a", "b")) == 1
 
 
 def test_a_move_without_failure_stays_with_its_kv():
     balancer = Balancer(fleet_of("a", "b"))
     lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
-    moved = balancer.move(lease, is_failed=False, now=NOW)
+    moved = balancer.move(lease, is_failed=False)
     assert moved.replica_id == lease.replica_id
-
-
-def test_a_move_without_failure_leaves_an_overloaded_replica():
-    fleet = fleet_of("a")
-    balancer = Balancer(fleet, NO_SLACK)
-    leases = [balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW) for i in range(4)]
-    add(fleet, "b")
-    assert balancer.move(leases[0], is_failed=False, now=NOW).replica_id == "b"
 
 
 def test_a_move_that_finds_no_replica_keeps_the_lease():
@@ -163,7 +144,7 @@ def test_a_move_that_finds_no_replica_keeps_the_lease():
     lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
     fleet.set_weight_version(1)  # nobody holds it yet
     with pytest.raises(NoHealthyReplica):
-        balancer.move(lease, is_failed=True, now=NOW)
+        balancer.move(lease, is_failed=True)
     assert balancer.lease_of("r/g/0") == lease
     assert balancer.num_leases("a") == 1
 
@@ -190,7 +171,7 @@ def test_an_adopted_lease_counts_and_can_move():
     balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
     balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
     assert balancer.num_leases(lease.replica_id) == 1
-    assert balancer.move(lease, is_failed=True, now=NOW).replica_id != lease.replica_id
+    assert balancer.move(lease, is_failed=True).replica_id != lease.replica_id
 
 
 def test_direct_leases_expire():
@@ -228,7 +209,7 @@ def test_a_process_that_takes_a_trajectory_over_keeps_its_lease_alive():
 
 def test_placement_follows_every_change_of_the_fleet():
     fleet = fleet_of("a", "b")
-    balancer = Balancer(fleet, NO_SLACK)
+    balancer = Balancer(fleet)
     balancer.acquire(demand("r/g0/0", "r/g0", 0), NOW)
     fleet.begin_update(fleet.get("b"))
     assert {balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in (1, 2)} == {"a"}
@@ -259,7 +240,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.fleet = fleet_of("a", "b")
-        self.balancer = Balancer(self.fleet, NO_SLACK)
+        self.balancer = Balancer(self.fleet)
         self.held = {}
         self.used_ids = set()
 
@@ -280,7 +261,7 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(holder=holders, is_failed=st.booleans())
     def move(self, holder, is_failed):
         if holder in self.held and self.fleet.placeable():
-            self._hold(holder, self.balancer.move(self.held[holder], is_failed, NOW))
+            self._hold(holder, self.balancer.move(self.held[holder], is_failed))
 
     @rule(holder=holders, tokens=st.sampled_from([None, 7, 70]))
     def release(self, holder, tokens):

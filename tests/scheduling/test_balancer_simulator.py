@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.clock import VirtualClock
-from tests.benchmarks.balancer.step_curves import StepTimes
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, SamplingParams
@@ -23,6 +22,7 @@ from tests.benchmarks.balancer.engine import INFINITY, Engine, Request
 from tests.benchmarks.balancer.kv import END, Path, PrefixCache, Removed, Stored
 from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, QuietPolicy, TurnAsk, TurnEnd, step_s
 from tests.benchmarks.balancer.simulate import Disturbance, Happening, Recording, run
+from tests.benchmarks.balancer.step_curves import StepTimes
 from tests.benchmarks.balancer.summary import recoveries, summarize
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, generate
 

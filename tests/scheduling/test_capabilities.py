@@ -25,8 +25,8 @@ from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica, UnsupportedParameter
 from agentloop.fleet.registry import Fleet, FleetConfig
 from agentloop.sampling import Constraint, ConstraintKind, SamplingParams
-from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.balancer import Balancer
+from agentloop.scheduling.lease_table import Demand
 from agentloop.types import Lease
 
 NOW = 0.0
@@ -35,7 +35,6 @@ ENTRIES = {  # features, context
     "long": (SAMPLING, 4000),
     "plain": (SAMPLING - {Feature.SEED}, 1000),
 }
-NO_SLACK = BalancerConfig(group_slack_trajectories=0.0)
 IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})), 100)
 SEED = Needs(bits_of(frozenset({Feature.SEED})), 100)
 
@@ -87,7 +86,7 @@ def test_one_that_does_not_say_can_do_all():
 
 
 def test_each_goes_where_it_can_be_served():
-    balancer = Balancer(fleet_of("all", "long", "plain"), NO_SLACK)
+    balancer = Balancer(fleet_of("all", "long", "plain"))
     assert balancer.acquire(needing("images", IMAGES), NOW).replica_id == "all-0"
     assert balancer.acquire(needing("long", Needs(0, 3000)), NOW).replica_id == "long-1"
     seeded = {balancer.acquire(needing(f"seed{number}", SEED), NOW).replica_id for number in range(8)}
@@ -97,23 +96,23 @@ def test_each_goes_where_it_can_be_served():
 
 
 def test_what_no_context_holds_goes_to_the_longest():
-    balancer = Balancer(fleet_of("all", "long"), NO_SLACK)
+    balancer = Balancer(fleet_of("all", "long"))
     assert balancer.acquire(needing("huge", Needs(0, 1 << 30)), NOW).replica_id == "long-1"
 
 
 def test_a_turn_that_needs_more_moves_and_stays_where_it_had_all():
-    balancer = Balancer(fleet_of("plain", "all", "long"), NO_SLACK)
+    balancer = Balancer(fleet_of("plain", "all", "long"))
     lease = balancer.acquire(needing("a", SEED), NOW)
-    moved = balancer.move(lease, is_failed=False, now=NOW, needs=IMAGES)
+    moved = balancer.move(lease, is_failed=False, needs=IMAGES)
     assert moved.replica_id == "all-1"
-    assert balancer.move(moved, is_failed=False, now=NOW).replica_id == "all-1"  # its images are in its context
+    assert balancer.move(moved, is_failed=False).replica_id == "all-1"  # its images are in its context
     balancer.check()
 
 
 def test_needs_that_no_engine_has_together_are_those_of_now():
-    balancer = Balancer(fleet_of("all", "long"), NO_SLACK)
+    balancer = Balancer(fleet_of("all", "long"))
     lease = balancer.acquire(needing("a", IMAGES), NOW)
-    assert balancer.move(lease, is_failed=False, now=NOW, needs=Needs(0, 3000)).replica_id == "long-1"
+    assert balancer.move(lease, is_failed=False, needs=Needs(0, 3000)).replica_id == "long-1"
 
 
 def test_a_priority_needs_engines_that_were_configured_for_it():
@@ -125,19 +124,19 @@ def test_a_priority_needs_engines_that_were_configured_for_it():
     with pytest.raises(
         UnsupportedParameter, match=r"it needs engines with scheduling_policy: priority$"
     ) as refused:
-        Balancer(fleet_of("all"), NO_SLACK).acquire(needing("a", first), NOW)
+        Balancer(fleet_of("all")).acquire(needing("a", first), NOW)
     assert refused.value.param == "priority"
 
 
 def test_a_refusal_names_the_field_and_the_engines():
     fleet = fleet_of("long", "plain")
-    balancer = Balancer(fleet, NO_SLACK)
+    balancer = Balancer(fleet)
     lease = balancer.acquire(needing("a", NO_NEEDS), NOW)
     regex = needs_of(
         SamplingParams(1, seed=1, constraint=Constraint(ConstraintKind.REGEX, "a")), 1, has_images=False
     )
     for refused in (
-        lambda: balancer.move(lease, is_failed=False, now=NOW, needs=regex),
+        lambda: balancer.move(lease, is_failed=False, needs=regex),
         lambda: balancer.acquire(needing("b", regex), NOW),
         lambda: balancer.has_room(NOW, needs=regex),
     ):
@@ -147,12 +146,12 @@ def test_a_refusal_names_the_field_and_the_engines():
             refused()
         assert caught.value.param == "constraint"
     assert balancer.lease_of("r/g/a") == lease
-    assert balancer.move(lease, is_failed=False, now=NOW) != lease  # it goes on as before
+    assert balancer.move(lease, is_failed=False) != lease  # it goes on as before
 
 
 def test_a_kind_that_has_not_joined_or_is_away_is_waited_for():
     fleet = fleet_of("plain", entries=frozenset({"plain", "all"}))
-    balancer = Balancer(fleet, NO_SLACK)
+    balancer = Balancer(fleet)
     for _ in range(2):
         with pytest.raises(NoHealthyReplica):
             balancer.acquire(needing("a", IMAGES), NOW)
@@ -176,7 +175,7 @@ class CapabilityMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fleet = fleet_of(*ENTRIES, entries=frozenset(ENTRIES))
-        self.balancer = Balancer(self.fleet, NO_SLACK)
+        self.balancer = Balancer(self.fleet)
         self.held: dict[str, tuple[Lease, Needs]] = {}
 
     def _took(self, name: str, lease: Lease, needs: Needs) -> None:
@@ -200,14 +199,14 @@ class CapabilityMachine(RuleBasedStateMachine):
         if (held := self.held.get(str(holder))) is None:
             return
         try:
-            lease = self.balancer.move(held[0], is_failed, NOW, needs)
+            lease = self.balancer.move(held[0], is_failed, needs)
         except (NoHealthyReplica, UnsupportedParameter):
             return
         self._took(str(holder), lease, needs)
 
     @rule()
     def flush(self) -> None:
-        self.balancer.new_epoch(is_flushed=True, now=NOW)
+        self.balancer.new_epoch(is_flushed=True)
         for name, (_, needs) in list(self.held.items()):
             lease = self.balancer.lease_of(f"r/g/{name}")
             assert lease is not None

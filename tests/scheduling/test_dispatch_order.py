@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api.coordinator import RolloutTerms, group_key
-from agentloop.scheduling.dispatch_order import OLDEST_EVERY, GroupOrder
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.samples import BeginOutcome
 from agentloop.types import Message, RolloutGroup, RolloutTask
@@ -14,15 +13,6 @@ from agentloop.types import Message, RolloutGroup, RolloutTask
 
 def group(group_id, num_samples=2, rollout_id="r"):
     return RolloutGroup(group_id, RolloutTask(group_id, (Message("user", "hi"),)), num_samples, rollout_id)
-
-
-def longest_first(**config):
-    """A queue that expects of a group as many tokens as the number its id ends with."""
-    return RolloutQueue(
-        order=GroupOrder.LONGEST,
-        expected_work=lambda one: float(one.group.group_id.partition("-")[2] or 0),
-        **config,
-    )
 
 
 def submit(queue, rollout_id, *groups, **terms):
@@ -42,39 +32,6 @@ def groups_of(names):
     return [name.split("/")[1] for name in names]
 
 
-def test_what_is_expected_to_end_last_begins_first_and_its_group_is_made_whole():
-    queue = longest_first()
-    submit(queue, "r", ("a-10", 1), ("b-30", 2), ("c-20", 1), ("d-5", 1))
-    assert groups_of(take(queue, 3)) == ["b-30", "b-30", "c-20"]
-    assert groups_of(take(queue, 9)) == ["a-10", "d-5"]
-
-
-def test_a_task_that_was_long_before_begins_first_in_its_owners_next_rollout():
-    queue = RolloutQueue(order=GroupOrder.LONGEST, expected_work=lambda _: 50.0, max_queued=1000)
-    submit(queue, "r", ("short", 1), ("long", 1), owner="o")
-    take(queue, 2)
-    queue.finished("r/short/0", num_tokens=10)
-    queue.finished("r/long/0", num_tokens=900)
-    submit(queue, "s", ("short", 1), ("new", 1), ("long", 1), owner="o")
-    assert groups_of(take(queue, 3)) == ["long", "new", "short"]
-    submit(queue, "t", ("short", 1), ("new", 1), ("long", 1), owner="another")
-    assert groups_of(take(queue, 3)) == ["short", "new", "long"]
-
-
-def test_samples_that_run_tell_how_long_the_rest_of_their_group_may_become():
-    hoped = {"a": 50.0, "b": 50.0, "c": 50.0, "d": 50.0}
-    queue = RolloutQueue(order=GroupOrder.LONGEST, expected_work=lambda one: hoped[one.group.group_id])
-    submit(queue, "r", ("a", 3), ("b", 3), ("c", 3), ("d", 3))
-
-    def begin(sample):
-        hoped[sample.group.group_id] -= 1.0  # one more of it runs, and will tell
-        return BeginOutcome.BEGUN
-
-    assert groups_of(take(queue, 4, begin)) == ["a", "b", "c", "a"]  # the fourth place is the oldest group's
-    hoped.update(b=10.0, c=90.0)
-    assert groups_of(take(queue, 3, begin)) == ["c", "c", "d"]
-
-
 def test_of_groups_that_have_begun_the_one_with_the_fewest_left_goes_first():
     queue = RolloutQueue()
     work = [(group("many", 4), (1, 2, 3)), (group("whole", 1), (0,)), (group("few", 4), (2,))]
@@ -90,11 +47,12 @@ def test_groups_of_which_workers_still_run_samples_after_a_restart_go_first():
 
 
 def test_what_a_worker_had_before_goes_first():
-    queue = longest_first()
-    submit(queue, "r", ("a-10", 1), ("b-30", 2))
-    take(queue, 1)
-    queue.give_back("w", "r/b-30/0")
-    assert take(queue, 9) == ["r/b-30/0", "r/b-30/1", "r/a-10/0"]
+    queue = RolloutQueue()
+    submit(queue, "r", ("a", 2), ("b", 1))
+    take(queue, 3)
+    queue.give_back("w", "r/b/0")
+    submit(queue, "s", ("c", 1))
+    assert take(queue, 9) == ["r/b/0", "s/c/0"]
 
 
 def test_nothing_overtakes_what_has_no_room():
@@ -140,17 +98,12 @@ def test_suspects_wait_for_room_too():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    arrivals=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 100)), min_size=1, max_size=60
-    ),
-    order=st.sampled_from(GroupOrder),
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=60),
     laters=st.lists(st.booleans(), min_size=1, max_size=7),
 )
-def test_nobody_starves_whatever_comes_after_them(arrivals, order, laters):
-    """A sample with n others before it in its flow waits for at most OLDEST_EVERY * (n + 1) places."""
-    queue = RolloutQueue(
-        order=order, expected_work=lambda one: float(one.group.group_id.partition("-")[2]), max_queued=10_000
-    )
+def test_nobody_starves_whatever_comes_after_them(arrivals, laters):
+    """A sample with n others before it in its flow waits for at most n + 1 places."""
+    queue = RolloutQueue(max_queued=10_000)
     num_places = 0
     waiting: dict[str, int] = {}  # -> the place by which it must have begun
 
@@ -160,11 +113,11 @@ def test_nobody_starves_whatever_comes_after_them(arrivals, order, laters):
         num_places += 1
         assert num_places <= waiting.pop(name), name
 
-    for index, (gap, size, tokens) in enumerate(arrivals):
+    for index, (gap, size) in enumerate(arrivals):
         rollout_id = f"r{index}"
-        bound = num_places + OLDEST_EVERY * (len(waiting) + size)
-        submit(queue, rollout_id, (f"g-{tokens}", size))
-        waiting |= {f"{rollout_id}/g-{tokens}/{sample}": bound for sample in range(size)}
+        bound = num_places + len(waiting) + size
+        submit(queue, rollout_id, ("g", size))
+        waiting |= {f"{rollout_id}/g/{sample}": bound for sample in range(size)}
         for _ in range(gap if laters[index % len(laters)] else 1):
             if waiting:
                 place()

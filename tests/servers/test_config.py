@@ -10,7 +10,6 @@ from ray import serve
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
-from tests.benchmarks.balancer.step_curves import FITS, StepTimes
 from agentloop_servers.app import application, build, mode_rules
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
@@ -19,6 +18,7 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
 from agentloop_servers.settings import balancer_config, weight_config
 from agentloop_servers.users import keys_of
+from tests.benchmarks.balancer.step_curves import FITS, StepTimes
 from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"

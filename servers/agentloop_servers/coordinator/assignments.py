@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from agentloop.api.coordinator import group_key
+from agentloop.api.coordinator import Prefix, group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import PendingRecord, Sample
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory
 
-_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
+_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
+_MIN_PREFIX_TOKENS = 512
 
 
 def demand(worker_id: str, sample: Sample) -> Demand:
@@ -20,6 +21,7 @@ def demand(worker_id: str, sample: Sample) -> Demand:
         num_prompt_tokens=_num_prompt_tokens(sample.group.task),
         group_size=sample.group.num_samples,
         needs=needs_of_task(sample.group.task),
+        prefixes=_prefixes(sample.group.task),
     )
 
 
@@ -45,6 +47,13 @@ def needs_of_task(task: RolloutTask) -> Needs:
     """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
     needs = needs_of(task.sampling(1), _num_prompt_tokens(task), has_images=bool(task.images))
     return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
+
+
+def _prefixes(task: RolloutTask) -> tuple[Prefix, ...]:
+    """Return the task's first message, usually the system's, if it is long enough for tasks to share its KV."""
+    text = task.messages[0].content if len(task.messages) > 1 else ""
+    num_tokens = len(text) // _CHARS_PER_TOKEN
+    return ((f"text-{hash(text):x}", num_tokens),) if num_tokens >= _MIN_PREFIX_TOKENS else ()
 
 
 def _num_prompt_tokens(task: RolloutTask) -> int:

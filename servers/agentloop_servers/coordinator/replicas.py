@@ -35,7 +35,6 @@ from agentloop.fleet.replica_sync import Connect, ReplicaSync
 from agentloop.fleet.starts import Starts
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage.retention import RetentionPolicy
@@ -71,7 +70,6 @@ class CoordinatorConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     room: RoomConfig = field(default_factory=RoomConfig)
-    order: GroupOrder = GroupOrder.AGE
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
 
@@ -320,7 +318,7 @@ class Replicas:
 
     def _begin_epoch(self, *, is_flushed: bool) -> None:
         """Have the balancer place anew what waits for tools; workers hear of it with their next reports."""
-        self.balancer.new_epoch(is_flushed=is_flushed, now=self._clock.now())
+        self.balancer.new_epoch(is_flushed=is_flushed)
         self.room.changed()
 
     def _is_awake(self, replica_id: str) -> bool:

@@ -25,6 +25,7 @@ from agentloop.api.coordinator import (
     LeaseOrders,
     LeaseReport,
     Orders,
+    Prefix,
     RolloutStatus,
     RolloutTerms,
     TurnEnded,
@@ -38,7 +39,7 @@ from agentloop.api.owners import own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
 from agentloop.scheduling.samples import BeginOutcome, Sample
@@ -108,9 +109,7 @@ class Rollouts:
             max_queued_bytes=config.max_queued_bytes,
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
-            order=config.order,
             users=replicas.users,
-            expected_work=lambda sample: replicas.balancer.hoped_tokens(group_key(sample.assignment_id)),
         )
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
@@ -413,7 +412,14 @@ class Rollouts:
 
     # --- leases of trajectories and sessions ---
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
+    async def lease(
+        self,
+        session_id: str,
+        num_tokens: int,
+        process_id: str,
+        needs: Needs = NO_NEEDS,
+        prefixes: tuple[Prefix, ...] = (),
+    ) -> Lease:
         if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
             raise ServiceUnavailable("the service is stopping")
         wait_s = self._config.placement_wait_s
@@ -424,6 +430,7 @@ class Rollouts:
             is_session=True,
             expires_at=self._clock.now() + wait_s + self._config.balancer.lease_ttl_s,
             needs=needs,
+            prefixes=prefixes,
         )
         return await self._replicas.room.begin_call(demand, wait_s)
 
@@ -468,16 +475,16 @@ class Rollouts:
         return name if self.queue.is_live(name) else session_holder(name)
 
     def _moved(self, name: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
-        balancer, now = self._replicas.balancer, self._clock.now()
+        balancer = self._replicas.balancer
         holder_id = self._holder_of(name)
         held = balancer.lease_of(holder_id)
         if held is None and holder_id != name:
             raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")
         if held is None:  # granted by a coordinator before this one
-            balancer.adopt(Demand(name, group_id=group_key(name)), lease, now)
+            balancer.adopt(Demand(name, group_id=group_key(name)), lease, self._clock.now())
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
-        return balancer.move(lease, is_failed, now, needs)
+        return balancer.move(lease, is_failed, needs)
 
     def _at_once(self, num_free: int) -> int:
         """Return how many of its free places a worker may fill in one call: others shall have theirs."""
@@ -538,8 +545,7 @@ class Rollouts:
     def _recorded(self, name: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
-        is_trained, is_kept = trajectory.is_trained, trajectory.is_sound
-        if not self.queue.finished(name, is_trained=is_trained, is_kept=is_kept, num_tokens=num_tokens):
+        if not self.queue.finished(name, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
             return
         self._replicas.end_lease(name, num_tokens)
         self._changed.notify()

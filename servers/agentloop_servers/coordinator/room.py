@@ -30,7 +30,7 @@ from agentloop.clock import Clock
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import BeginOutcome
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
@@ -102,14 +102,8 @@ class Room:
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
         if not self._fleet.may_serve(demand.needs):  # its turn will be told so
             demand = replace(demand, needs=NO_NEEDS)
-        is_new = self._config.is_limited and self._balancer.lease_of(demand.holder_id) is None
-        if is_new and self._balancer.waits_for_leader(demand.group_id, now):
-            self._refused_at = now
-            return BeginOutcome.LATER
         if not self._fits(demand, over):
-            is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(
-                num_prompt_tokens=demand.num_prompt_tokens, over=over
-            )
+            is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(replace(demand, needs=NO_NEEDS), over)
             self._refused_at = now
             if is_full and self._refused_since is None:
                 self._refused_since = now
@@ -203,7 +197,7 @@ class Room:
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         if has_lease or not self._config.is_limited:
             return True
-        return self._balancer.has_room(demand.group_id, demand.num_prompt_tokens, over, demand.needs)
+        return self._balancer.has_room(demand, over)
 
     def _grant(self, demand: Demand, able: frozenset[str], ticket: _Ticket) -> Lease:
         """Raises NoHealthyReplica unless there is room, and no other call's turn comes before."""
@@ -256,7 +250,7 @@ class Room:
         return ticket
 
     def _wake_next(self) -> None:
-        for holder_id in self._balancer.admission.next_up():
+        for holder_id in self._balancer.next_up():
             event = self._going_on.get(holder_id)
             if event is not None:
                 event.set()

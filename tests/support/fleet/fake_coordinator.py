@@ -196,7 +196,7 @@ class FakeCoordinator:
         self.finished[rollout_id] += self.damaged.pop(rollout_id, [])
         return self._status(rollout_id, reaches)
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
+    async def lease(self, session_id, num_tokens, process_id, needs=NO_NEEDS, prefixes=()) -> Lease:
         self._raise_next()
         held = self.held.get(session_id)
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)

@@ -10,7 +10,6 @@ from agentloop.api.coordinator import WorkerReport
 from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig
-from agentloop.scheduling.expected_work import WorkPriors
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -24,7 +23,7 @@ CONFIG = CoordinatorConfig(
     placement_wait_s=5.0,
     restart_grace_s=3.0,
     fleet=FleetConfig(suspect_after_s=3.0, dead_after_s=6.0),
-    balancer=BalancerConfig(priors=WorkPriors(growth_tokens=100.0)),
+    balancer=BalancerConfig(usual_growth_tokens=100.0),
 )
 
 
