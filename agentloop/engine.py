@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING, Capabilities, Feature, bits_of
+from agentloop.capabilities import SAMPLING, Capabilities, Feature, bits_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
 from agentloop.sampling import LogprobsMode
@@ -58,11 +58,6 @@ class EngineInfo:
     def can(self) -> Capabilities:
         """The engine's abilities, as placement and leases know them."""
         return Capabilities(bits_of(self.features), self.max_context_tokens)
-
-    @property
-    def can_constrain(self) -> bool:
-        """True if every kind of Constraint is honoured."""
-        return self.features >= CONSTRAINTS
 
     @property
     def takes_images(self) -> bool:

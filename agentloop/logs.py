@@ -17,7 +17,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -110,16 +109,6 @@ def close_logging() -> None:
         handler = _installed.pop()
         root.removeHandler(handler)
         handler.close()
-
-
-def bound_to(
-    *, task: str | None = None, turn: int | None = None, replica: str | None = None, version: int | None = None
-) -> AbstractContextManager[object]:
-    """Bind every event logged inside, in this task and those it starts, to what it is about."""
-    fields = {"task": task, "turn": turn, "replica": replica, "version": version}
-    return structlog.contextvars.bound_contextvars(
-        **{name: value for name, value in fields.items() if value is not None}
-    )
 
 
 class _SharedFile(RotatingFileHandler):

@@ -10,7 +10,7 @@ import orjson
 import pytest
 import structlog
 
-from agentloop.logs import LogRotation, bound_to, close_logging, configure_logging
+from agentloop.logs import LogRotation, close_logging, configure_logging
 
 log = structlog.stdlib.get_logger("agentloop.tests")
 
@@ -21,7 +21,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 
 def test_one_json_line_an_event_bound_to_what_it_is_about(tmp_path: Path) -> None:
     configure_logging(tmp_path / "service.log", console=io.StringIO())
-    with bound_to(task="t-1", turn=0, replica="r-0", version=0):
+    with structlog.contextvars.bound_contextvars(task="t-1", turn=0, replica="r-0", version=0):
         log.info("turn_done", num_tokens=5)
     log.info("after")
     first, second = lines_of(tmp_path / "service.log")

@@ -48,7 +48,7 @@ from agentloop.errors import (
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig, addressed
+from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, WeightConfig, addressed
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
@@ -105,10 +105,6 @@ class ReplicaSync:
     def ordered_pause(self) -> bool | None:
         """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
         return None if self._gate.locked() else self._desired.is_paused
-
-    @property
-    def update_state(self) -> UpdateState:
-        return UpdateState.IDLE if self._update is None else self._update.state
 
     @property
     def progress(self) -> UpdateProgress | None:

@@ -139,10 +139,6 @@ class FleetUpdate:
         self._state = UpdateState.IDLE
 
     @property
-    def state(self) -> UpdateState:
-        return self._state
-
-    @property
     def _is_one_phase(self) -> bool:
         """Tell if the commit transfers."""
         return any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress)

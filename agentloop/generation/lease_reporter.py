@@ -70,11 +70,6 @@ class LeaseReporter:
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    @property
-    def num_held(self) -> int:
-        """Leases that the process holds now."""
-        return len(self._holders)
-
     async def stop(self) -> None:
         """Report no more: the coordinator takes back by itself what the process holds. Idempotent."""
         self._is_closed = True

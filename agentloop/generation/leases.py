@@ -172,11 +172,6 @@ class SessionLeases:
         if lease is not None:
             lease.close()
 
-    @property
-    def num_held(self) -> int:
-        """Sessions that have a lease now."""
-        return len(self._holders)
-
     def note(self, session: SessionLease) -> None:
         """Note whether this session has a lease now."""
         if session.holder.lease is None:

@@ -53,8 +53,3 @@ def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Sequence[Mappi
     expected = [(call.name, dict(call.arguments)) for call in calls]
     are_sound = all(call.status is ToolCallStatus.OK for call in found)
     return are_sound and [(call.name, dict(call.arguments)) for call in found] == expected
-
-
-def parsers_that_read(text: str, calls: Sequence[ToolCall], tools: Sequence[Mapping[str, JSON]]) -> tuple[str, ...]:
-    """Return the names of our own parsers that read `calls` of a turn without its thought and stop token."""
-    return tuple(name for name in PARSER_NAMES if reads(name, text, calls, tools))

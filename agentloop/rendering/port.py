@@ -61,10 +61,6 @@ class ModelFacts:
         """True if conversations may have tools, calls and their answers."""
         return self.tools_objection is None
 
-    def has_literal(self, text: str) -> bool:
-        """Return true if the tokenizer has one token of its own for this mark."""
-        return text in self.literals
-
 
 class TokenText(Protocol):
     """One tokenizer: ids to text and back, exactly."""

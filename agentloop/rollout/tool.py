@@ -8,7 +8,6 @@ reports failure by raising `ToolError`: the policy reads it. `ToolLost` ends the
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +41,6 @@ class ToolSpec:
         """The tool in the OpenAI function format: the one canonical form that templates see."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
-
-    def digest(self) -> str:
-        """Identifies the definition: a trajectory whose tools change cannot go on as one path."""
-        return hashlib.sha256(orjson.dumps(self.definition(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
 
 class ToolSession(Protocol):

@@ -436,10 +436,6 @@ class RolloutQueue:
     def num_queued(self) -> int:
         return sum(rollout.num_queued for rollout in self._rollouts.values())
 
-    def num_running(self, worker_id: str) -> int:
-        worker = self._workers.get(worker_id)
-        return 0 if worker is None else len(worker.running)
-
     def by_user(self) -> tuple[Counter[str], Counter[str]]:
         """Count the samples of each user: those that run, and those that are queued."""
         running, queued = Counter[str](), Counter[str]()

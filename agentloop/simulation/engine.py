@@ -138,11 +138,6 @@ class SimulatedEngine:
         return self._lifecycle.version
 
     @property
-    def num_recomputed_tokens(self) -> int:
-        """Tokens whose KV was computed a second time, after a preemption or a RECOMPUTE."""
-        return self._scheduler.num_recomputed_tokens
-
-    @property
     def is_paused(self) -> bool:
         return self._lifecycle.is_paused
 

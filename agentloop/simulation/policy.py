@@ -11,7 +11,7 @@ import math
 import struct
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -27,7 +27,7 @@ _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 6
 _VERSION_STEP = 0x9E3779B97F4A7C15
 _LOGITS = (3.0, 2.0, 1.0, 0.0)  # of the ids HashPolicy can sample at any position
 _OTHER_LOGIT = -17.0  # of all other ids: they are sampled only where a bias lifts them, or a ban leaves no other
-_RAW_FACTOR = 2.0  # of a script's logprobs, which are made up
+
 _pair = struct.Struct("<QQ").pack
 
 
@@ -78,17 +78,6 @@ class HashPolicy:
         else:
             seed = xxhash.xxh3_64_intdigest(request.request_id.encode(), seed=self._seed & _MASK)
         return _HashStream(request.sampling, self._vocab_size, seed & _MASK, request.token_ids)
-
-    def continuation(self, token_ids: Sequence[int], weight_version: int, num_tokens: int) -> tuple[int, ...]:
-        """Return the greedy ids that follow `token_ids` where all KV and sampling is of one version."""
-        stream = _HashStream(SamplingParams(num_tokens, temperature=0.0), self._vocab_size, 0, token_ids)
-        state = stream.advance(0, token_ids, weight_version)
-        sampled = []
-        for _ in range(num_tokens):
-            token_id, _ = stream.sample(state, weight_version)
-            sampled.append(token_id)
-            state = stream.advance(state, (token_id,), weight_version)
-        return tuple(sampled)
 
 
 class _HashStream:
@@ -213,58 +202,6 @@ def _log_softmax(logits: Sequence[float]) -> tuple[float, ...]:
     """Return logprobs of logits that have the largest first."""
     total = math.log(sum(math.exp(logit - logits[0]) for logit in logits))
     return tuple(logit - logits[0] - total for logit in logits)
-
-
-class ScriptedPolicy:
-    """A policy with given replies: `script` maps a prompt's ids to the ids that answer it.
-
-    After its last id a reply goes on with the request's first stop token, or without one with its last id, until
-    the request ends. Logprobs are made up and tell positions apart; what is sampled has no alternative. An empty
-    reply needs a stop token. A script must honour the constraints of the requests it answers.
-    """
-
-    def __init__(self, script: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        self._script = script
-
-    def open(self, request: GenerateRequest) -> TokenStream:
-        reply = tuple(self._script(request.token_ids))
-        stops = request.sampling.stop_token_ids
-        return _ScriptedStream(reply, stops[0] if stops else reply[-1])
-
-
-class _ScriptedStream:
-    __slots__ = ("_after", "_num_sampled", "_reply")
-
-    def __init__(self, reply: tuple[int, ...], after: int) -> None:
-        self._reply = reply
-        self._after = after
-        self._num_sampled = 0
-
-    def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
-        return 0
-
-    def sample(self, state: int, weight_version: int) -> tuple[int, float]:
-        token_id, logprob = self._next()
-        self._num_sampled += 1
-        return token_id, logprob
-
-    def alternatives(
-        self, state: int, weight_version: int, *, is_raw: bool = False
-    ) -> tuple[tuple[int, float], ...]:
-        token_id, logprob = self._next()
-        return ((token_id, logprob * (_RAW_FACTOR if is_raw else 1)),)
-
-    def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
-        return _made_up(self._num_sampled - 1) * _RAW_FACTOR
-
-    def _next(self) -> tuple[int, float]:
-        position = self._num_sampled
-        token_id = self._reply[position] if position < len(self._reply) else self._after
-        return token_id, _made_up(position)
-
-
-def _made_up(position: int) -> float:
-    return -(1 + position % 7) / 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ class LiveRequest:
     sampled: SampledTokens
     has_run: bool = False
     cached_tokens: int = 0
-    num_lost_tokens: int = 0  # tokens whose KV the last preemption took
 
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
@@ -63,7 +62,6 @@ class Scheduler:
 
     def __init__(self, kv: KVCache, max_running: int, kv_version: Callable[[int | None, int], int]) -> None:
         """`kv_version` is the lifecycle's: whose KV a request uses, by the version asked for and the served one."""
-        self.num_recomputed_tokens = 0
         self.num_sampled_tokens = 0
         self.num_preemptions = 0
         self._kv = kv
@@ -148,7 +146,6 @@ class Scheduler:
             self._running[live.request.request_id] = self._waiting.popleft()
             if not live.has_run:
                 live.has_run, live.cached_tokens = True, num_cached
-            self.num_recomputed_tokens += max(0, live.num_lost_tokens - num_cached)
             num_prefilled += len(ids) - num_cached
         return num_prefilled
 
@@ -213,7 +210,6 @@ class Scheduler:
 
     def _preempt(self, live: LiveRequest) -> None:
         self.num_preemptions += 1
-        live.num_lost_tokens = live.sequence.num_tokens
         self._kv.release(live.sequence)
         del self._running[live.request.request_id]
         self._waiting.appendleft(live)

@@ -116,11 +116,6 @@ class TrajectoryReader:
         self._db = open_database(Path(path), _SCHEMA, is_read_only=True)
         self._rows = RowChecker(_SCHEMA.kind)
 
-    @property
-    def num_corrupt_rows(self) -> int:
-        """Distinct rows met so far whose checksum or content was wrong."""
-        return self._rows.num_corrupt_rows
-
     def rollouts(self) -> list[str]:
         """Return every rollout ever accepted or recorded, by id."""
         return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
@@ -195,11 +190,6 @@ class TrajectoryStore:
             guard=self._check_owner,
             is_read_only=True,
         )
-
-    @property
-    def num_corrupt_rows(self) -> int:
-        """Distinct rows met so far whose checksum or content was wrong."""
-        return self._rows.num_corrupt_rows
 
     @property
     def is_full(self) -> bool:

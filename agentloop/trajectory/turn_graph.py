@@ -84,11 +84,6 @@ class TurnGraph:
         return self._num_tokens
 
     @property
-    def num_chars(self) -> int:
-        """Characters of all messages, each once, as `message_chars` counts them."""
-        return self._num_chars
-
-    @property
     def num_bytes(self) -> int:
         """A rough estimate of the memory that the graph takes up, indexes included; it errs on the large side."""
         return (

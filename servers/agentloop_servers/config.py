@@ -329,11 +329,6 @@ class ServiceConfig(_Strict):
         return self.mode in (Mode.HYBRID, Mode.COLOCATED)
 
     @property
-    def max_sleep_level(self) -> int:
-        """Level 2 discards the weights, so somebody must send new ones."""
-        return {Mode.HYBRID: 2, Mode.COLOCATED: 1}.get(self.mode, 0)
-
-    @property
     def awaits_weights(self) -> bool:
         """Tell if no replica has weights before somebody sends some."""
         return all(entry.load_format == "dummy" for entry in self.entries)

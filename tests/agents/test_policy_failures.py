@@ -17,9 +17,9 @@ from agentloop.agents.program import AgentProgram
 from agentloop.agents.runner import AgentRecord, run_agents
 from agentloop.client.client import RolloutClient
 from agentloop.score import PathScore, Score
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import FinishReason, Message, RolloutTask, StopReason, Trajectory
 from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import call, turns
 
 CONTEXT = 400

@@ -25,7 +25,6 @@ from agentloop.capabilities import NO_NEEDS
 from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.app import build_app, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
@@ -35,6 +34,7 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, ids
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import simulated_config

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from agentloop.capabilities import CONSTRAINTS
 from agentloop.engine import Delta
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
@@ -55,7 +56,7 @@ def constrained(schema: object) -> Constraint:
 
 @pytest.fixture
 def constrainable(case: EngineCase) -> EngineCase:
-    if not case.engine.info.can_constrain:
+    if not case.engine.info.features >= CONSTRAINTS:
         pytest.skip("this engine cannot constrain")
     return case
 
@@ -167,7 +168,7 @@ async def test_at_temperature_0_logprobs_are_those_at_1_without_truncation(case:
 
 
 async def test_an_engine_that_cannot_constrain_refuses(case: EngineCase) -> None:
-    if case.engine.info.can_constrain:
+    if case.engine.info.features >= CONSTRAINTS:
         pytest.skip("this engine can constrain")
     request = case.request(case.prompt(), 8, constraint=constrained(SCHEMA), stop_token_ids=(case.stop_id,))
     with pytest.raises(InvalidRequest) as caught:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
-from agentloop.fleet.weight_update import UpdateState
 from agentloop.rollout.turn_journal import YOUNG_S
 from agentloop.types import KVPolicy, StopReason, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
@@ -25,8 +24,8 @@ SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, unti
 def fleet_problems(world: WholeWorld) -> Iterator[str]:
     """What is wrong with the fleet, asking engines rather than the registry."""
     desk = world.coordinator.replicas
-    if desk.sync.update_state is not UpdateState.IDLE or desk.sync.desired.is_paused:
-        yield f"the controller is {desk.sync.update_state}, paused: {desk.sync.desired.is_paused}"
+    if desk.sync.progress is not None or desk.sync.desired.is_paused:
+        yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.is_paused}"
     known = {replica.replica_id: replica for replica in desk.fleet.replicas}
     placeable = {replica.replica_id for replica in desk.fleet.placeable()}
     for process in world.processes.values():

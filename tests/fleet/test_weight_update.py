@@ -23,10 +23,16 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
 from tests.support.engine.engines import INFO, SLEEPER
+from tests.support.engine.policies import continuation
 from tests.support.fleet.pushes import Sender, Wire
 from tests.support.fleet.weights import CONFIG, KEEP, FleetSite, virtual
 
 SLOW = {"stage": 5.0, "pause": 2.0, "commit": 3.0, "resume": 1.0}
+
+
+def update_state(site):
+    progress = site.sync.progress
+    return UpdateState.IDLE if progress is None else progress.state
 
 
 @virtual
@@ -68,11 +74,11 @@ async def test_replicas_take_traffic_while_they_stage_and_none_while_they_switch
     site.engines["a"].seconds = {"stage": 5.0, "commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
-    assert (site.sync.update_state, site.placeable()) == (UpdateState.STAGING, ["a"])
+    assert (update_state(site), site.placeable()) == (UpdateState.STAGING, ["a"])
     await clock.sleep(6.0)
-    assert (site.sync.update_state, site.placeable()) == (UpdateState.SWITCHING, [])
+    assert (update_state(site), site.placeable()) == (UpdateState.SWITCHING, [])
     await updating
-    assert (site.sync.update_state, site.placeable()) == (UpdateState.IDLE, ["a"])
+    assert (update_state(site), site.placeable()) == (UpdateState.IDLE, ["a"])
 
 
 @virtual
@@ -224,7 +230,7 @@ def test_all_replicas_fail(verb):
         with pytest.raises(WeightUpdateFailed, match=rf"a: {verb}: .*; b: {verb}: "):
             await site.update(1)
         assert site.placeable() == []
-        assert site.sync.update_state is UpdateState.IDLE
+        assert update_state(site) == UpdateState.IDLE
         assert site.fleet.weight_version == 0
         for engine in site.engines.values():
             engine.failures.clear()
@@ -309,7 +315,7 @@ async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
     with pytest.raises(asyncio.CancelledError):
         await updating
     assert site.state("a") is ReplicaState.QUARANTINED
-    assert site.sync.update_state is UpdateState.IDLE
+    assert update_state(site) == UpdateState.IDLE
     site.engines["a"].seconds = {}
     await site.update(1)
     assert site.placeable() == ["a"]
@@ -553,10 +559,10 @@ def test_what_is_sampled_after_the_way_back_is_of_the_older_weights_alone(tmp_pa
         for kv_version in (None, 900, 950):
             later = await ask(f"later {kv_version}", 8, kv_version)
             assert [span.version for span in later.weight_versions] == [900]
-            assert later.token_ids == policy.continuation(prompt, 900, 8)
+            assert later.token_ids == continuation(policy, prompt, 900, 8)
         span = straddling.weight_versions[1]
         context = (*prompt, *straddling.token_ids[: span.start])
-        assert straddling.token_ids[span.start :] == policy.continuation(context, 900, span.end - span.start)
+        assert straddling.token_ids[span.start :] == continuation(policy, context, 900, span.end - span.start)
         await engine.close()
 
     test()

@@ -28,7 +28,7 @@ from agentloop.generation.turn_sampler import (
 )
 from agentloop.parsers.by_name import get_parser
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.simulation.policy import LatencyModel
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
     Constraint,
@@ -41,6 +41,7 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from tests.support.engine.engines import leased
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import RENDERER, SPEC, call, ids, started
 
 READER = TurnReader(RENDERER, get_parser("hermes"))

@@ -11,8 +11,8 @@ import pytest
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
-from agentloop.parsers.by_name import get_parser
-from agentloop.parsers.choose import choose_parser, parsers_that_read
+from agentloop.parsers.by_name import PARSER_NAMES, get_parser
+from agentloop.parsers.choose import choose_parser, reads
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.trajectory.node import Reply
@@ -133,8 +133,8 @@ def test_calls_and_the_thought_before_them_are_read(family: Family, template: Ch
         assert made(message) == [(call.name, call.arguments) for call in calls]
         assert (message.reasoning, message.content) == (thought, "")
         behind = text[message.tool_calls[0].token_start :]
-        readers = parsers_that_read(behind, calls, TOOLS)
-        assert set(readers) == ({"qwen3_xml", "qwen3_coder"} if family.calls == "qwen3_xml" else {family.calls})
+        readers = {name for name in PARSER_NAMES if reads(name, behind, calls, TOOLS)}
+        assert readers == ({"qwen3_xml", "qwen3_coder"} if family.calls == "qwen3_xml" else {family.calls})
 
 
 def test_text_before_calls_is_content(family: Family, template: ChatTemplate) -> None:

@@ -158,7 +158,7 @@ def test_a_familys_facts(renderers: dict[str, TemplateRenderer], name: str):
     assert facts.supports_tools == (family.calls is not None and name != "deepseek_v3_1")
     assert facts.strips_thinking == (name in STRIPS)
     assert set(facts.stop_tokens) == {*family.stops, family.eos}
-    assert facts.has_literal(family.stops[0])
+    assert family.stops[0] in facts.literals
     for kind in ("tool_turns", "user_turns", "plain_turns"):
         reason = REFUSED.get(name, {}).get(kind)
         found = getattr(facts, kind)

@@ -6,8 +6,8 @@ from agentloop.images import shown
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.context import LoopContext
 from agentloop.simulation.engine import SimulatedSpec
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import Message, RolloutTask, StopReason
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.seeing import SeeingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.worker import running_worker

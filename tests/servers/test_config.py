@@ -73,18 +73,18 @@ def test_a_gpu_replica_takes_its_tensor_parallel_group():
 
 
 @pytest.mark.parametrize(
-    ("mode", "push", "weights", "sleep_level", "staging"),
+    ("mode", "push", "weights", "can_sleep", "staging"),
     [
-        ("standalone", True, True, 0, "auto"),
-        ("hybrid", True, True, 2, "none"),
-        ("colocated", False, False, 1, "auto"),
-        ("debug", False, True, 0, "auto"),
+        ("standalone", True, True, False, "auto"),
+        ("hybrid", True, True, True, "none"),
+        ("colocated", False, False, True, "auto"),
+        ("debug", False, True, False, "auto"),
     ],
 )
-def test_what_a_mode_allows(mode, push, weights, sleep_level, staging):
+def test_what_a_mode_allows(mode, push, weights, can_sleep, staging):
     config = service(mode=mode)
     assert (config.allows_push, config.allows_weights) == (push, weights)
-    assert (config.can_sleep, config.max_sleep_level) == (sleep_level > 0, sleep_level)
+    assert config.can_sleep == can_sleep
     assert config.weight_staging(config.entries[0]) == staging
     to_host = service(mode=mode, engine={"weight_staging": "host"})
     assert to_host.weight_staging(to_host.entries[0]) == "host"

@@ -12,9 +12,9 @@ import pytest
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import Message, SplitReason, Thinking
 from tests.support.endpoint.sessions import CALCULATOR, ask, key, make_session
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import SPEC, started
 from tests.support.families.table import write_family
 from tests.support.records.model_folder import TEMPLATE, write_folder

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.capabilities import CONSTRAINTS
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
 from agentloop.engine import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
@@ -30,7 +31,7 @@ from agentloop.errors import (
 from agentloop.request_watch import StreamPace
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation, ScriptedPolicy
+from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -42,6 +43,7 @@ from agentloop.types import (
     SamplingParams,
 )
 from tests.contract.simulated_case import write_checkpoint
+from tests.support.engine.policies import ScriptedPolicy, continuation
 from tests.support.fleet.pushes import Sender, Wire
 
 STEP_S = LatencyModel(decode_s=0.01)
@@ -173,7 +175,7 @@ def test_batching_reuse_and_preemption_change_no_token(
 
     policy = HashPolicy(50)
     for (prompt, max_tokens), generation in zip(asked, clock.run(main()), strict=True):
-        assert generation.token_ids == policy.continuation(prompt, 0, max_tokens)
+        assert generation.token_ids == continuation(policy, prompt, 0, max_tokens)
         assert generation.cached_tokens < len(prompt)
 
 
@@ -187,7 +189,7 @@ def test_preemption_happens_and_is_counted() -> None:
         await engine.close()
 
     clock.run(main())
-    assert engine.num_recomputed_tokens > 0
+    assert engine.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize("kv_policy", list(KVPolicy))
@@ -218,10 +220,10 @@ def test_after_an_update_tokens_come_from_the_kv_the_policy_names(kv_policy: KVP
     stream = policy.open(ask(prompt, 60))
     if kv_policy is KVPolicy.RECOMPUTE:
         state = stream.advance(0, ids, 1)
-        assert engine.num_recomputed_tokens > 40
+        assert engine.load().num_preemptions == 1
     else:  # all but the last id were read under the old weights
         state = stream.advance(stream.advance(0, ids[:-1], 0), ids[-1:], 1)
-        assert engine.num_recomputed_tokens == 0
+        assert engine.load().num_preemptions == 0
     for token_id in generation.token_ids[swap:]:
         assert stream.sample(state, 1)[0] == token_id
         state = stream.advance(state, (token_id,), 1)
@@ -276,7 +278,7 @@ async def test_a_script_is_trusted_with_a_constraint_where_the_spec_says_so() ->
         spec = SimulatedSpec(can_constrain=can_constrain)
         engine = SimulatedEngine(spec, policy=ScriptedPolicy(lambda prompt: (7, 8)))
         await engine.start()
-        assert engine.info.can_constrain is can_constrain
+        assert (engine.info.features >= CONSTRAINTS) is can_constrain
         if can_constrain:
             answer = await engine.generate(request)
             assert answer.token_ids == (7, 8, 2)

@@ -75,7 +75,6 @@ async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectorySt
     assert await store.commit([make_trajectory("g", 0, rollout_id="r")]) == 0
     reader = TrajectoryReader(tmp_path / "t.sqlite")
     assert len(list(read_all(reader, "r"))) == 50  # export has what is left
-    assert reader.num_corrupt_rows == store.num_corrupt_rows == 0
     reader.close()
 
 

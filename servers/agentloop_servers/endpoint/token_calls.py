@@ -63,11 +63,6 @@ class TokenCalls:
         self._affinities: dict[str, _Affinity] = {}  # longest without a call first
         self._sweeping: asyncio.TimerHandle | None = None
 
-    @property
-    def num_affinities(self) -> int:
-        """Affinities that hold a place, or have a call."""
-        return len(self._affinities)
-
     async def sample(self, chat: ChatCall, affinity: str | None, owner: str = "") -> list[Reply]:
         """Sample all choices of a raw prompt side by side: all of them or none.
 

@@ -131,12 +131,6 @@ class WeightSender:
         self._run_lock = threading.Lock()
         self._num_attempts = 0  # ever; numbers the attempts
 
-    @property
-    def num_connected(self) -> int:
-        """Connections to workers now: those that have said hello, and those kept from the last update."""
-        with self._condition:
-            return sum(connection.is_known and not connection.is_dead for connection in self._connections)
-
     def offer(
         self,
         items: Sequence[Outgoing],

@@ -14,11 +14,11 @@ from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.leases import SessionLeases
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import Keys
 from tests.support.endpoint.chat_service import MODEL, PARSER, RENDERER, SPEC, Bounds, ChatService, chat_service
+from tests.support.engine.policies import ScriptedPolicy
 
 GENERATE = "/inference/v1/generate"
 STOP = RENDERER.stop_token_ids[0]
@@ -134,15 +134,21 @@ async def test_in_a_session_a_call_is_recorded_as_its_turn(service: ChatService)
     assert len(recorded["turns"]) == 2
 
 
+class CountingCalls(TokenCalls):
+    @property
+    def num_affinities(self) -> int:
+        return len(self._affinities)
+
+
 async def test_a_long_wait_gives_places_back_and_takes_them_again(service: ChatService) -> None:
     reporter = LeaseReporter("process", service.coordinator.report_leases)
     leases = SessionLeases(service.coordinator, lambda url: service.engine, reporter)
-    calls = TokenCalls(service.sessions.parts, leases, TokenCallLimits(idle_s=0.05, max_affinities=2))
+    calls = CountingCalls(service.sessions.parts, leases, TokenCallLimits(idle_s=0.05, max_affinities=2))
     chat = _call(5, 6)
     await calls.sample(chat, "a")
-    assert (calls.num_affinities, leases.num_held) == (1, 1)
+    assert (calls.num_affinities, len(service.coordinator.leases)) == (1, 1)
     async with asyncio.timeout(10):
-        while leases.num_held:
+        while service.coordinator.leases:
             await asyncio.sleep(0.01)
     assert calls.num_affinities == 0
     await calls.sample(chat, "a")

@@ -71,6 +71,14 @@ def same(found: Tensors, sent: Tensors, dtype: torch.dtype = torch.float32) -> b
     )
 
 
+class CountingSender(WeightSender):
+    @property
+    def num_connected(self) -> int:
+        """Connections to workers now: those that have said hello, and those kept from the last update."""
+        with self._condition:
+            return sum(connection.is_known and not connection.is_dead for connection in self._connections)
+
+
 class Stage:
     """A sender, receivers, and threads for all of them; closes what it made."""
 
@@ -78,8 +86,8 @@ class Stage:
         self._exits = contextlib.ExitStack()
         self._pool = self._exits.enter_context(ThreadPoolExecutor(16))
 
-    def sender(self, **options: object) -> WeightSender:
-        sender = WeightSender(**{"bucket_bytes": BUCKET_BYTES, "device": CPU, **options})
+    def sender(self, **options: object) -> CountingSender:
+        sender = CountingSender(**{"bucket_bytes": BUCKET_BYTES, "device": CPU, **options})
         self._exits.callback(sender.close)
         return sender
 

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Message
+from tests.support.engine.policies import ScriptedPolicy
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))

@@ -22,7 +22,7 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.simulation.policy import LatencyModel
 from agentloop.types import (
     GenerateRequest,
     Generation,
@@ -36,6 +36,7 @@ from agentloop.types import (
 )
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import RENDERER, turns
 from tests.support.fleet.memory_store import MemoryStore
 

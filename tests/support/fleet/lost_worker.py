@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import StopReason
+from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import SPEC, turns
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
