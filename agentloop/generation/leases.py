@@ -126,7 +126,6 @@ class LeaseConfig:
     """Bounds of a session's leases and calls."""
 
     max_attempts: int = 4  # of one call that fails in a row
-    predicted_reply_tokens: int = 2048  # what a reply is charged with at most: few use all that they may
     coordinator_timeout_s: float = 30.0
 
 
@@ -257,9 +256,8 @@ class SessionLease:
         that again, and then take it back."""
         leases = self._leases
         await self.holder.told()
-        num_reply = min(request.sampling.max_tokens, leases.config.predicted_reply_tokens)
-        num_tokens = len(request.token_ids) + num_reply
-        process_id, prefixes = leases.reporter.process_id, prefixes_of(request.token_ids)
+        num_tokens, prefixes = len(request.token_ids), prefixes_of(request.token_ids)
+        process_id = leases.reporter.process_id
         return await leases.coordinator.lease(self._session_id, num_tokens, process_id, needs, prefixes)
 
     async def _asked(self, needs: Needs) -> Lease | None:

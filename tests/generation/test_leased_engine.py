@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agentloop.capabilities import Needs
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
 from agentloop.engine import Delta, OnProgress, Progress
@@ -402,9 +401,9 @@ async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(
     gate = asyncio.Event()
     grant = site.coordinator.lease
 
-    async def slow(session_id: str, num_tokens: int, process_id: str, needs: Needs) -> Lease:
+    async def slow(*asked: object) -> Lease:
         await gate.wait()
-        return await grant(session_id, num_tokens, process_id, needs)
+        return await grant(*asked)
 
     site.coordinator.lease = slow  # type: ignore[method-assign] # the fake's own hook
     calling = asyncio.create_task(site.engine.generate(request()))
@@ -429,7 +428,7 @@ async def test_a_closed_session_takes_no_lease(site: LeaseSite) -> None:
 
 @virtually
 async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> None:
-    async def silent(session_id: str, num_tokens: int, process_id: str, needs: Needs) -> Lease:
+    async def silent(*asked: object) -> Lease:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -529,13 +528,13 @@ class LongPolls:
         self.num_asked = 0
         site.coordinator.lease = self._lease  # type: ignore[method-assign] # the fake's own hook
 
-    async def _lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs) -> Lease:
+    async def _lease(self, *asked: object) -> Lease:
         self.num_asked += 1
         away_s = self.back_at - self._site.clock.now()
         await self._site.clock.sleep(min(max(away_s, 0.0), 15.0))
         if away_s > 15.0:
             raise NoHealthyReplica("no replica takes traffic now")
-        return await self._grant(session_id, num_tokens, process_id, needs)
+        return await self._grant(*asked)
 
 
 @virtually

@@ -42,6 +42,7 @@ def session(session_id, expires_at):
 
 NOW = 0.0
 
+
 def test_a_trajectory_keeps_its_lease():
     balancer = Balancer(fleet_of("a", "b"))
     lease = balancer.acquire(demand("r/g/0", "r/g", 100), NOW)

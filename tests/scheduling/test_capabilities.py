@@ -138,7 +138,7 @@ def test_a_refusal_names_the_field_and_the_engines():
     for refused in (
         lambda: balancer.move(lease, is_failed=False, needs=regex),
         lambda: balancer.acquire(needing("b", regex), NOW),
-        lambda: balancer.has_room(NOW, needs=regex),
+        lambda: balancer.has_room(needing("b", regex)),
     ):
         with pytest.raises(
             UnsupportedParameter, match=r"constraint \(regex\): none; for seed \(seed\): long"
@@ -155,7 +155,7 @@ def test_a_kind_that_has_not_joined_or_is_away_is_waited_for():
     for _ in range(2):
         with pytest.raises(NoHealthyReplica):
             balancer.acquire(needing("a", IMAGES), NOW)
-        assert not balancer.has_room(NOW, needs=IMAGES)
+        assert not balancer.has_room(needing("b", IMAGES))
         name = join(fleet, "all", 1)
         assert balancer.acquire(needing("a", IMAGES), NOW).replica_id == name
         fleet.deregister(name)

@@ -1,6 +1,7 @@
 """The shipped Serve configs run under `serve deploy` and `agentloop serve`, and wrong ones say what is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ray import serve
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.scheduling.balancer import BalancerConfig
+from agentloop.scheduling.kv_share import ShareBounds
 from agentloop_servers.app import application, build, mode_rules
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
@@ -18,12 +20,10 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
 from agentloop_servers.settings import balancer_config, weight_config
 from agentloop_servers.users import keys_of
-from tests.benchmarks.balancer.step_curves import FITS, StepTimes
 from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"
 CONFIGS = sorted(SERVERS.glob("*.yaml"))
-FITS_FOLDER = Path(__file__).parents[1] / "benchmarks" / "balancer" / "step_times"
 
 
 def a_model(folder, **fields):
@@ -137,8 +137,11 @@ CPU = {"device": "cpu", "kv_cache_mib": 64}
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
         ({"engine": {"weight_staging": "disk"}}, "'auto', 'device', 'host' or 'none'"),
-        ({"engine": {"tells_cache": False}}, "tells_cache is gone, without a successor"),
-        ({"engines": [{"kind": "vllm", "tells_cache": True}]}, "tells_cache is gone, without a successor"),
+        ({"engine": {"tells_cache": False}}, "engine.tells_cache is no setting any more"),
+        (
+            {"engines": [{"kind": "vllm", "tells_cache": True}]},
+            "tells_cache is no setting any more: engines publish no KV events",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_one_clear_line(tmp_path, changed, message):
@@ -290,36 +293,24 @@ def test_the_deadlines_of_an_update_nest():
 
 def test_nothing_of_the_balancer_has_to_be_set():
     config = balancer_config(service())
-    assert (config.admission, config.step_times) == (BalancerConfig().admission, FITS["h200-qwen3-8b"])
-    assert config.priors.growth_tokens == 256  # a quarter of the model's context of 1024
+    assert config == replace(BalancerConfig(), usual_growth_tokens=256)  # a quarter of the model's context of 1024
 
 
 def test_what_is_set_of_the_balancer_reaches_it():
-    times = {"prefill": [0.01, 1e-5, 0.0], "step": [0.005, 1e-5, 1e-8]}
-    config = service(balancer={"max_kv_share": 0.5, "step_times": times, "retention": 0.0, "lease_ttl_s": 30})
-    found = balancer_config(config)
-    assert (found.admission.most, found.admission.initial) == (0.5, 0.5)
-    assert found.step_times == StepTimes(0.01, 1e-5, 0.0, 0.005, 1e-5, 1e-8)
-    assert (found.retention_factor, found.lease_ttl_s) == (0.0, 30)
-    assert balancer_config(service(balancer={"step_times": "h200-qwen3-4b"})).step_times == FITS["h200-qwen3-4b"]
+    found = balancer_config(service(balancer={"max_kv_share": 0.2, "lease_ttl_s": 30}))
+    assert (found.share, found.lease_ttl_s) == (ShareBounds(0.2, 0.2), 30)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"min_kv_share": 2, "max_kv_share": 1}, "at most max_kv_share"),
-        ({"order": "shortest"}, "'age' or 'longest'"),
-        ({"step_times": "h300"}, "h200-qwen3-4b"),
-        ({"step_times": {"prefill": [0, 0, 0], "step": [1, 0, 0]}}, "take time"),
+        ({"order": "longest"}, "balancer.order is no setting any more: groups go out by `age`"),
+        ({"step_times": "h200-qwen3-8b"}, "balancer.step_times is no setting any more"),
+        ({"retention": 8}, "balancer.retention is no setting any more"),
         ({"rho": 1}, "not permitted"),
     ],
 )
 def test_a_balancer_that_cannot_be_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         service(balancer=settings)
-
-
-@pytest.mark.parametrize("name", FITS)
-def test_shipped_step_times_are_those_that_were_measured(name):
-    fit = json.loads((FITS_FOLDER / f"{name}.json").read_text())
-    assert FITS[name] == StepTimes(*fit["prefill"]["coefficients"], *fit["decode"]["coefficients"])

@@ -35,7 +35,7 @@ class Process:
         self.num_reports += 1
         return await self.coordinator.rollouts.report_leases(LeaseReport(self.name, self.num_reports, **news))
 
-    async def lease(self, name, num_tokens=100):
+    async def lease(self, name, num_tokens=10):
         return await self.coordinator.rollouts.lease(name, num_tokens, self.name)
 
     async def release(self, lease):
@@ -174,12 +174,14 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
         lease_id = one.lease.lease_id
         await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0, "slow")))
     asked = {(one.lease.lease_id, None) for one in gone}
-    while not asked <= set((await worker.report()).moves):  # until their KV is let go of
-        await coordinator.rollouts.take(report("w", 0, *assignment_ids(begun)), 0.0)
+    more = []
+    while not asked <= set((await worker.report()).moves):  # until others want their room
+        names = assignment_ids([*begun, *more])
+        more += (await coordinator.rollouts.take(report("w", 1, *names), 0.0)).start
         await site.clock.sleep(1.0)
         assert site.clock.now() < 60.0
-    names = assignment_ids(begun)
-    more = (await coordinator.rollouts.take(report("w", 50, *names), 0.0)).start
+    names = assignment_ids([*begun, *more])
+    more += (await coordinator.rollouts.take(report("w", 50, *names), 0.0)).start
     waiting = []
     for one in gone:
         moving = coordinator.rollouts.move(one.assignment_id, one.lease, False)

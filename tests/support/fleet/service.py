@@ -10,6 +10,7 @@ from agentloop.api.coordinator import WorkerReport
 from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig
+from agentloop.scheduling.kv_share import ShareBounds
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -23,7 +24,7 @@ CONFIG = CoordinatorConfig(
     placement_wait_s=5.0,
     restart_grace_s=3.0,
     fleet=FleetConfig(suspect_after_s=3.0, dead_after_s=6.0),
-    balancer=BalancerConfig(usual_growth_tokens=100.0),
+    balancer=BalancerConfig(usual_growth_tokens=100.0, share=ShareBounds(most=1.0)),
 )
 
 
