@@ -22,7 +22,7 @@ from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
 
 _GROWTH_TURNS = 4.0  # that each holder is promised room for
-_NUM_REMEMBERED = 1024  # turns and trajectories, by the running means
+_NUM_AVERAGED = 1024  # turns and trajectories, by the running means
 _NUM_PRIOR = 4  # turns and trajectories that the values before the first are worth
 _USUAL_TURN_TOKENS = 800.0
 
@@ -44,18 +44,18 @@ class Promise:
 
     def turn(self, num_tokens: float) -> None:
         """Learn from a turn that grew a context by so many tokens."""
-        self._num_turns = min(self._num_turns + 1, _NUM_REMEMBERED)
+        self._num_turns = min(self._num_turns + 1, _NUM_AVERAGED)
         self._turn_tokens += (num_tokens - self._turn_tokens) / (self._num_turns + _NUM_PRIOR)
 
     def end(self, num_tokens: float) -> None:
         """Learn from a trajectory that ended by itself after it grew by so many tokens."""
-        self._num_ended = min(self._num_ended + 1, _NUM_REMEMBERED)
+        self._num_ended = min(self._num_ended + 1, _NUM_AVERAGED)
         self._growth_tokens += (num_tokens - self._growth_tokens) / (self._num_ended + _NUM_PRIOR)
 
 
 @dataclass(slots=True)
-class _Group:
-    """The holders of one group on a replica, and the prompt that they share."""
+class _SharedPrompt:
+    """The prompt of one group on a replica, and its holders there."""
 
     num_holders: int
     prompt_tokens: float
@@ -69,7 +69,7 @@ class ReplicaBook:
     num_kept: int = 0  # of them, whose KV counts
     own_tokens: float = 0.0
     shared_tokens: float = 0.0
-    groups: dict[str, _Group] = field(default_factory=dict)
+    groups: dict[str, _SharedPrompt] = field(default_factory=dict)
     placed_at: int = 0  # number of its last placement
     line: OrderedDict[str, None] = field(default_factory=OrderedDict)
     hits: CacheHits = field(default_factory=CacheHits)
@@ -87,7 +87,7 @@ class ReplicaBook:
         holding.counted_tokens = holding.num_tokens
         if holding.shares_prompt:
             holding.counted_tokens -= holding.prompt_tokens
-            group = self.groups.setdefault(holding.demand.group_id, _Group(0, holding.prompt_tokens))
+            group = self.groups.setdefault(holding.demand.group_id, _SharedPrompt(0, holding.prompt_tokens))
             group.num_holders += 1
             if group.num_holders == 1:
                 self.shared_tokens += group.prompt_tokens
@@ -213,7 +213,7 @@ class ReplicaBooks:
             book.num_kept += holding.is_kept
             book.own_tokens += holding.counted_tokens if holding.is_kept else 0.0
             if holding.is_kept and holding.shares_prompt:
-                book.groups.setdefault(holding.demand.group_id, _Group(0, 0.0)).num_holders += 1
+                book.groups.setdefault(holding.demand.group_id, _SharedPrompt(0, 0.0)).num_holders += 1
         for name in expected.keys() | self._books.keys():
             found, wanted = self.book(name), expected.get(name, ReplicaBook())
             members = [{group: one.num_holders for group, one in book.groups.items()} for book in (found, wanted)]
