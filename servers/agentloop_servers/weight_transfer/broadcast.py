@@ -15,7 +15,8 @@ import torch
 from agentloop.engine import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout, Place, view
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, SendTransport
+from agentloop_servers.weight_transfer.protocol import Peer
+from agentloop_servers.weight_transfer.transports.base import Buffer, SendTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import DeviceMemory
 from agentloop_servers.weight_transfer.transports.shared_memory import create_pair, unlink
 from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host

@@ -239,7 +239,7 @@ class WeightStager:
             self._settle(staged)
             stage.staged = staged
         stage.report = StageReport(
-            stage.staged.held_in, incoming.transport, incoming.num_bytes, incoming.transfer_ms
+            stage.staged.held_in, incoming.transport, incoming.layout.num_bytes, incoming.transfer_ms
         )
 
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.protocol import Hello
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Hello, Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 
 CPU = "cpu"
 S = TypeVar("S", bound=msgspec.Struct)

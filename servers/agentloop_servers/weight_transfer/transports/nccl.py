@@ -27,7 +27,8 @@ import torch
 
 from agentloop.errors import EngineError
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 
 NCCL_POLL_S = 0.0005
 

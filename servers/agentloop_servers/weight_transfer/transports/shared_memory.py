@@ -17,7 +17,8 @@ import torch
 
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 from agentloop_servers.weight_transfer.transports.handshake import (
     AckedSendTransport,
     BucketConsumed,
