@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,12 +21,8 @@ from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer
 from agentloop_servers.weight_transfer.transports.handshake import (
     AckedSendTransport,
-    BucketConsumed,
-    BuffersMapped,
     MapBuffers,
-    post,
-    ready_buckets,
-    take,
+    MappedReceiveTransport,
 )
 
 SHM_FOLDER = "/dev/shm"
@@ -101,61 +97,26 @@ class ShmSendTransport(AckedSendTransport):
         return self._own
 
 
-class ShmReceiveTransport:
+class ShmReceiveTransport(MappedReceiveTransport):
     """The receiving half; see `ReceiveTransport`.
 
     Mappings are kept for the next attempt, the bounce buffer of a GPU is not.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mapped: dict[bytes, torch.Tensor] = {}
-        self._exports: list[bytes] = []
-        self._peer: Peer | None = None
-        self._layout: Layout | None = None
-
-    def begin(self, peer: Peer, layout: Layout) -> None:
-        setup = take(peer, MapBuffers)
-        try:
-            if setup.num_bytes < layout.largest_bucket or not setup.exports:
-                raise TransportBroken("the buffers are smaller than a bucket")
-            kept, self._mapped = self._mapped, {}
-            for path in setup.exports:
-                mapped = kept.get(path)
-                self._mapped[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
-        except (OSError, TransportBroken) as error:
-            post(peer, BuffersMapped(error=str(error)))
-            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
-        self._peer, self._layout, self._exports = peer, layout, setup.exports
-        post(peer, BuffersMapped())
-
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._peer is None or self._layout is None:
-            raise TransportBroken("the attempt was given up")
-        peer, layout = self._peer, self._layout
-        bounce = None
-        if self._device.type != "cpu":
-            bounce = torch.empty(layout.largest_bucket, dtype=torch.uint8, device=self._device)
-        for ready in ready_buckets(peer, layout, len(self._exports)):
-            data = self._mapped[self._exports[ready.buffer]][: layout.bucket_sizes[ready.bucket]]
-            if bounce is None:
-                yield ready.bucket, data
-                post(peer, BucketConsumed(ready.bucket))
-            else:  # the copy is ordered behind what the consumer has put on the current stream
-                arrived = bounce[: data.numel()]
-                arrived.copy_(data)
-                post(peer, BucketConsumed(ready.bucket))
-                yield ready.bucket, arrived
-
-    def finish(self) -> None:
-        self._peer = self._layout = None
-
-    def abort(self) -> None:
-        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
+        super().__init__(device, is_copied=device.type != "cpu")
+        self._files: dict[bytes, torch.Tensor] = {}
 
     def close(self) -> None:
-        self._peer = self._layout = None
-        self._mapped, self._exports = {}, []
+        super().close()
+        self._files = {}
+
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        kept, self._files = self._files, {}
+        for path in setup.exports:
+            mapped = kept.get(path)
+            self._files[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
+        return list(self._files.values())
 
 
 def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
