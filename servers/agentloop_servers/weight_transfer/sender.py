@@ -23,7 +23,7 @@ import torch
 
 from agentloop.engine import PushSource, TensorNames
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
-from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, Route, SentBuckets, send_buckets
+from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
 from agentloop_servers.weight_transfer.protocol import (
     CONNECTION_POLL_S,
@@ -80,11 +80,15 @@ class SendReport:
     failures: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+@dataclass(slots=True)
+class Offer:
+    """The weights that one `run` sends, and what is said of it meanwhile from other threads."""
+
     token: str
     items: tuple[Outgoing, ...]
     layout: Layout
+    cancelled: str | None = None  # the reason
+    num_expected: int | None = None  # workers that may still come, where less than they were told
 
 
 class WeightSender:
@@ -118,9 +122,7 @@ class WeightSender:
         self._condition = threading.Condition()  # guards what follows, and is shared with the connections
         self.connections: ControlConnections | None = None
         self._address = ""
-        self._offer: _Offer | None = None
-        self._cancelled: str | None = None
-        self._expected: int | None = None  # workers that may still come, where less than they were told
+        self._offer: Offer | None = None
         self._run_lock = threading.Lock()
         self._num_attempts = 0  # ever; numbers the attempts
 
@@ -135,12 +137,12 @@ class WeightSender:
         Listens from the first call on. `token`: a fresh secret that several senders share, instead of a new one.
         """
         tensors = tuple(item.info for item in items)
-        offer = _Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
+        offer = Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
         if self.connections is None:
             self.connections = ControlConnections("weights-sender", self._condition, self._knows)
             self._address = self.connections.listen(self._listen_host)
         with self._condition:
-            self._offer, self._cancelled, self._expected = offer, None, None
+            self._offer = offer
         return PushSource((self._address,), offer.token, tensors, names)
 
     def run(
@@ -157,13 +159,11 @@ class WeightSender:
         """
         with self._run_lock:
             deadline_at = time.monotonic() + timeout_s
-            group = ReceiverGroup(
-                self._condition, deadline_at, lambda: self._cancelled, late_grace_s, self._stall_s
-            )
+            offer, connections = self._opened()
+            group = ReceiverGroup(offer, connections, deadline_at, late_grace_s, self._stall_s)
             reason = "the transfer has begun without this worker"
             try:
-                offer, connections = self._opened()
-                group.gather(lambda: connections.known, lambda: self._expected)
+                group.gather()
                 group.accept(self._asked, device_name(self._device), self._bucket_bytes)
                 return self._send(offer, group, before_attempt)
             except Exception as error:
@@ -178,13 +178,15 @@ class WeightSender:
     def expect(self, num_receivers: int) -> None:
         """Wait for no more than so many workers, from any thread: the others are known to have failed."""
         with self._condition:
-            self._expected = num_receivers
+            if self._offer is not None:
+                self._offer.num_expected = num_receivers
             self._condition.notify_all()
 
     def cancel(self, reason: str) -> None:
         """End the offer, from any thread: a `run` in progress raises WeightUpdateFailed, or the next one does."""
         with self._condition:
-            self._cancelled = self._cancelled or reason
+            if self._offer is not None:
+                self._offer.cancelled = self._offer.cancelled or reason
             transports = list(self._transports.values())
             self._condition.notify_all()
         for transport in transports:
@@ -213,7 +215,7 @@ class WeightSender:
         finally:
             self._run_lock.release()
 
-    def _send(self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
+    def _send(self, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
         """Make attempts until one reaches every worker that is left: one that was lost ends an attempt for all."""
         broken = ""
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
@@ -234,22 +236,22 @@ class WeightSender:
         raise WeightUpdateFailed(f"{MAX_ATTEMPTS} passes broke off, the last one: {broken}")
 
     def _attempt(
-        self, attempt_id: int, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
+        self, attempt_id: int, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
     ) -> SentBuckets:
         """Bring every bucket to every worker that is left. Raises TransportBroken if another attempt may help."""
         connections = frozenset(worker.connection.connection_id for worker in group.left)
         buffers = self._buffers.get(offer.layout.largest_bucket, connections)
         if before_attempt is not None:
             before_attempt()
-        peers = group.begin_attempt(attempt_id)
-        routes = [Route(self._transport(kind), of_kind) for kind, of_kind in peers.items()]
+        by_kind = group.begin_attempt(attempt_id)
+        peers = {self._transport(kind): of_kind for kind, of_kind in by_kind.items()}
 
         def give_up(error: Exception) -> None:
-            for route in routes:
-                route.transport.abort()
+            for transport in peers:
+                transport.abort()
             group.tell_all(Abandon(str(error), attempt_id))
 
-        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.moved, give_up)
+        sent = send_buckets(offer.items, offer.layout, buffers, peers, group.moved, give_up)
         try:
             group.await_arrivals(attempt_id)
         except TransportBroken as error:
@@ -263,7 +265,7 @@ class WeightSender:
                 self._transports[kind] = self._make_transport[kind](self._device)
             return self._transports[kind]
 
-    def _opened(self) -> tuple[_Offer, ControlConnections]:
+    def _opened(self) -> tuple[Offer, ControlConnections]:
         with self._condition:
             if self._offer is None or self.connections is None:
                 raise WeightUpdateFailed("there is no open offer: call `offer` before each `run`")
@@ -348,15 +350,16 @@ class ReceiverGroup:
 
     def __init__(
         self,
-        condition: threading.Condition,
+        offer: Offer,
+        connections: ControlConnections,
         deadline_at: float,
-        cancelled: Callable[[], str | None],
         late_grace_s: float,
         stall_s: float,
     ) -> None:
-        self._condition = condition
+        self._offer = offer
+        self._connections = connections
+        self._condition = connections.condition
         self._deadline_at = deadline_at
-        self._cancelled = cancelled
         self._late_grace_s = late_grace_s
         self._stall_s = stall_s
         self._stall = GraceTimer(stall_s)  # of the attempt under way
@@ -376,21 +379,20 @@ class ReceiverGroup:
 
     def check(self, state: str) -> None:
         """Raise WeightUpdateFailed if the transfer was cancelled or its time is over."""
-        reason = self._cancelled()
-        if reason is not None:
-            raise WeightUpdateFailed(f"the transfer was cancelled: {reason}")
+        if self._offer.cancelled is not None:
+            raise WeightUpdateFailed(f"the transfer was cancelled: {self._offer.cancelled}")
         if time.monotonic() > self._deadline_at:
             raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
 
-    def gather(self, connections: Callable[[], Sequence[Connection]], expected: Callable[[], int | None]) -> None:
-        """Wait for as many hellos as the workers were told of, or as are `expected` if that is less.
+    def gather(self) -> None:
+        """Wait for as many hellos as the workers were told of, or as are expected if that is less.
 
         The last of them has the grace; those that the transfer can do without get a moment.
         """
         grace, optional_grace = GraceTimer(self._late_grace_s), GraceTimer(OPTIONAL_GRACE_S)
         with self._condition:
             while True:
-                for connection in connections():
+                for connection in self._connections.known:
                     hello = connection.pop(Hello)
                     if hello is not None:
                         connection.forget()
@@ -399,7 +401,7 @@ class ReceiverGroup:
                         optional_grace.restart()
                 hellos = [worker.hello for worker in self._workers]
                 told = max((hello.num_receivers for hello in hellos), default=1)
-                most = expected()
+                most = self._offer.num_expected
                 wanted = told if most is None else min(told, max(most, 1))
                 num_optional = sum(hello.is_optional for hello in hellos)
                 num_there = len(hellos) - num_optional

@@ -311,7 +311,7 @@ class TensorPusher:
             watching.cancel()
             if not sending.done():
                 sender.cancel("the update is over")
-            await run_to_end(_settled(sending, asking, watching))
+            await run_to_end(_all_done(sending, asking, watching))
         failure = sending.exception()
         if asking.cancelled():  # nothing from the service: the sender failed by itself
             raise failure or WeightUpdateFailed("the service gave no answer")
@@ -419,6 +419,6 @@ async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
             thread.join(_LET_GO_TIMEOUT_S)
 
 
-async def _settled(*work: asyncio.Future[Any]) -> None:
+async def _all_done(*work: asyncio.Future[Any]) -> None:
     """Wait until all is done, whatever it came to."""
     await asyncio.gather(*work, return_exceptions=True)

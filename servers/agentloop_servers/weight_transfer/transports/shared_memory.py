@@ -52,49 +52,62 @@ def unlink(buffers: Sequence[Buffer]) -> None:
             os.unlink(buffer.export)
 
 
+class HostBuffers:
+    """Two buffers of host memory, kept while their size and the connections that have them open stay the same."""
+
+    def __init__(self) -> None:
+        self._buffers: tuple[Buffer, ...] = ()
+        self._made_for: tuple[int, frozenset[int]] | None = None
+
+    def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
+        """Return both, new ones with names for other connections. Raises WeightUpdateFailed if there is no room."""
+        if (num_bytes, connections) != self._made_for:
+            self.free()
+            self._buffers = create_pair(num_bytes)
+            self._made_for = num_bytes, connections
+        return self._buffers
+
+    def free(self) -> None:
+        """Give the memory back; no transport uses it. Idempotent."""
+        unlink(self._buffers)
+        self._buffers, self._made_for = (), None
+
+
 class ShmSendTransport(AckedSendTransport):
     """The sending half; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._buffers: tuple[Buffer, ...] = ()
-        # With pack buffers on a GPU: host memory, for `_own_connections` alone.
-        self._own: tuple[Buffer, ...] = ()
-        self._own_connections: frozenset[int] = frozenset()
+        self._host = HostBuffers()  # where pack buffers are on a GPU
+        self._packed: Sequence[Buffer] = ()
+        self._shared: Sequence[Buffer] = ()  # the pack buffers themselves, or host memory
         self._sizes: tuple[int, ...] = ()  # of the buckets
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._sizes = layout.bucket_sizes
-        self._buffers = tuple(buffers)
-        shared = self._buffers
+        self._packed = self._shared = buffers
         if self._device.type != "cpu":
-            shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.connection_id for peer in peers))
+            connections = frozenset(peer.connection_id for peer in peers)
+            self._shared = self._host.get(buffers[0].data.numel(), connections)
         try:
-            self._map(peers, shared)
+            self._map(peers, self._shared)
         finally:
-            unlink(shared)
+            unlink(self._shared)
 
     def send(self, bucket: int, buffer: int) -> None:
-        if self._own and self._buffers:
+        if self._shared is not self._packed:
             size = self._sizes[bucket]
-            self._own[buffer].data[:size].copy_(self._buffers[buffer].data[:size])
+            self._shared[buffer].data[:size].copy_(self._packed[buffer].data[:size])
         self._announce(bucket, buffer)
 
     def finish(self) -> None:
         super().finish()
-        self._buffers = ()
+        self._packed = self._shared = ()
 
     def close(self) -> None:
         super().close()
-        self._buffers, self._own, self._own_connections = (), (), frozenset()
-
-    def _own_buffers(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return the same files for the same connections, which have them open; a new one needs names."""
-        if connections != self._own_connections or not self._own or self._own[0].data.numel() != num_bytes:
-            self._own, self._own_connections = (), frozenset()
-            self._own = create_pair(num_bytes)
-            self._own_connections = connections
-        return self._own
+        self._packed = self._shared = ()
+        self._host.free()
 
 
 class ShmReceiveTransport(MappedReceiveTransport):
