@@ -13,6 +13,7 @@ A connection survives an update only by a `Done`, so no message of an old update
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import itertools
@@ -257,6 +258,7 @@ class ControlConnections:
         self.known: list[Connection] = []
         self._server: asyncio.Server | None = None
         self._serving: dict[Connection, asyncio.Task[None]] = {}
+        atexit.register(self._close_at_exit)
 
     def listen(self, host: str) -> str:
         """Accept connections on `host`, on a port that the system chooses; returns "host:port"."""
@@ -298,8 +300,14 @@ class ControlConnections:
 
     def close(self) -> None:
         """Stop listening, close all connections, and end the thread; does not wait for it. Idempotent."""
+        atexit.unregister(self._close_at_exit)
         with contextlib.suppress(RuntimeError):  # it was closed
             self.thread.run(self._end())
+
+    def _close_at_exit(self) -> None:
+        """Close in a process that ends without it: peers hear its last words."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self.thread.run(self._end()).result(3 * LINGER_S)
 
     # --- on the thread ---
 

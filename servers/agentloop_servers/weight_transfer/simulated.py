@@ -1,7 +1,7 @@
 """Pushed weights for a simulated engine: every byte is received and checked as a worker does, and then dropped.
 
 So the whole path from a trainer to a fleet runs on a machine without an engine. Each update has receivers of its
-own, one a worker, driven by a thread each; whoever ends an update early aborts them, and their threads end.
+own, one a worker, driven by a thread each; an update that ends early aborts them, and their threads end.
 """
 
 from __future__ import annotations

@@ -468,7 +468,7 @@ class StagingMemory:
         return self._tensors
 
     def release(self) -> None:
-        """Give the memory back; whoever still has its tensors must be done with them."""
+        """Give the memory back; nothing uses its tensors any more."""
         had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
         self._tensors, self._form = {}, ()
         if had_device_memory:

@@ -2,7 +2,7 @@
 
 Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
 They find what has gone wrong silently in weight transfers: zeros, stale or shifted memory, tensors or rows that
-changed places. They are no defence against somebody who forges weights. `RowChecksums` has one sum a row, for all
+changed places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all
 of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
 to do while generation stands still.
 
