@@ -441,11 +441,14 @@ class ReceiverGroup:
         self._require_some()
 
     def begin_attempt(self, attempt_id: int) -> dict[TransportKind, tuple[Peer, ...]]:
-        """Begin an attempt with all workers that are left; returns them by the transport that serves them."""
+        """Begin an attempt with all workers that are left; returns them by the transport that serves them.
+
+        In the order of their connections, however they came: a transport keeps what it made for the same ones.
+        """
         self._stall.restart(START_STALLS)
         self.tell_all(StartAttempt(attempt_id))
         peers: dict[TransportKind, tuple[Peer, ...]] = {}
-        for worker in self.left:
+        for worker in sorted(self.left, key=lambda worker: worker.connection.connection_id):
             peer = Peer(worker.connection, attempt_id, self._check_attempt)
             peers[worker.transport] = (*peers.get(worker.transport, ()), peer)
         return peers
