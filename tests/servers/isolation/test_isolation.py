@@ -44,16 +44,15 @@ async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_use
         assert [turn.replica_id for turn in found.path.turns] == [turn.replica_id for turn in expected.path.turns]
 
 
-async def test_the_coordinator_hears_which_tool_runs_in_a_process():
-    other = call("weather", city="Ulm")
+async def test_the_coordinator_hears_of_turns_that_run_in_a_process():
     feeder = FakeCoordinator([task("t")])
-    async with poisoned_worker(feeder, scripted_engine(CALL, other, ANSWER)):
-        tools = []
-        while not feeder.is_done.is_set() or len(tools) < 3:
+    async with poisoned_worker(feeder, scripted_engine(CALL, ANSWER)):
+        ends = []
+        while not feeder.is_done.is_set() or len(ends) < 2:
             await asyncio.sleep(0.05)
             ends = [news for one in feeder.reports for news in one.turns if isinstance(news, TurnEnded)]
-            tools = [news.tool for news in ends]
-    assert tools == ["calculator", "weather", ""]
+    assert all(news.num_context_tokens > news.num_sampled_tokens > 0 for news in ends)
+    assert len(ends) == 2
 
 
 @pytest.mark.slow
