@@ -85,9 +85,10 @@ class ReplicaBook:
             return
         self.num_kept += 1
         holding.counted_tokens = holding.num_tokens
-        if holding.shares_prompt:
+        holding.counted_group = holding.demand.group_id if holding.demand.group_size > 1 else ""
+        if holding.counted_group:
             holding.counted_tokens -= holding.prompt_tokens
-            group = self.groups.setdefault(holding.demand.group_id, _SharedPrompt(0, holding.prompt_tokens))
+            group = self.groups.setdefault(holding.counted_group, _SharedPrompt(0, holding.prompt_tokens))
             group.num_holders += 1
             if group.num_holders == 1:
                 self.shared_tokens += group.prompt_tokens
@@ -100,12 +101,12 @@ class ReplicaBook:
             return
         self.num_kept -= 1
         self.own_tokens -= holding.counted_tokens
-        if holding.shares_prompt:
-            group = self.groups[holding.demand.group_id]
+        if holding.counted_group:
+            group = self.groups[holding.counted_group]
             group.num_holders -= 1
             if group.num_holders == 0:
                 self.shared_tokens -= group.prompt_tokens
-                del self.groups[holding.demand.group_id]
+                del self.groups[holding.counted_group]
         if self.num_kept == 0:  # the sums of floats must not drift
             self.own_tokens = self.shared_tokens = 0.0
 
@@ -212,8 +213,8 @@ class ReplicaBooks:
             book.num_leases += 1
             book.num_kept += holding.is_kept
             book.own_tokens += holding.counted_tokens if holding.is_kept else 0.0
-            if holding.is_kept and holding.shares_prompt:
-                book.groups.setdefault(holding.demand.group_id, _SharedPrompt(0, 0.0)).num_holders += 1
+            if holding.is_kept and holding.counted_group:
+                book.groups.setdefault(holding.counted_group, _SharedPrompt(0, 0.0)).num_holders += 1
         for name in expected.keys() | self._books.keys():
             found, wanted = self.book(name), expected.get(name, ReplicaBook())
             members = [{group: one.num_holders for group, one in book.groups.items()} for book in (found, wanted)]

@@ -27,7 +27,7 @@ from agentloop.engine import EngineInfo
 from agentloop.fleet.registry import Fleet
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from tests.benchmarks import report
 
@@ -135,7 +135,6 @@ class Service:
             one.holder.enter()
             one.holder.begin()
             one.holder.leave(one.holder.lease, request, generation)
-            one.holder.run_tool("search")
         spent = time.process_time() - begun
         for one, _, generation in answers:
             one.ids = (*one.ids, *generation.token_ids, *self.ids(NUM_OBSERVED))
