@@ -10,7 +10,7 @@ Ownership: the Balancer alone. Invariants: a book is the sum of the holdings cou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -164,25 +164,27 @@ class ReplicaBooks:
 
     def load(self, replica_id: str) -> float:
         """Return the share of a replica's KV that its holders have and are promised."""
-        book = self.book(replica_id)
-        soon_tokens = book.held_tokens + book.num_kept * self.promise.tokens
-        return soon_tokens / self.placeable[replica_id].capacity_tokens
+        return self._order()(replica_id)[0]
 
     def least(self, without: str | None = None, needs: Needs = NO_NEEDS) -> str:
         """Return the least loaded replica that suits, but for `without` if there is another.
 
         Raises NoHealthyReplica if none takes traffic, and UnsupportedParameter if the fleet has none that suits.
         """
-        suiting = [name for name in self.placeable if self.suits(name, needs)]
+        suiting: Collection[str] = self.placeable
+        if needs is not NO_NEEDS:
+            suiting = [name for name in suiting if self.suits(name, needs)]
         if not suiting:
             self._fleet.check_needs(needs)
             which = "that can serve this " if self.placeable else ""
             raise NoHealthyReplica(f"no replica {which}takes traffic now")
-        return min([name for name in suiting if name != without] or suiting, key=self._order)
+        if without in suiting and len(suiting) > 1:
+            suiting = [name for name in suiting if name != without]
+        return min(suiting, key=self._order())
 
     def by_load(self, replica_ids: Iterable[str], needs: Needs) -> list[str]:
         """Return those of the replicas that suit, the least loaded first."""
-        return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order)
+        return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
         """Tell if a holder with so much KV has room within `share` of a replica's, behind the holders that wait.
@@ -222,6 +224,14 @@ class ReplicaBooks:
             if not is_right or members[0] != members[1] or abs(found.own_tokens - wanted.own_tokens) > 1.0:
                 raise InvariantBroken(f"the book of replica {name} is not what its leases add up to")
 
-    def _order(self, replica_id: str) -> LoadOrder:
-        book = self.book(replica_id)
-        return self.load(replica_id), book.num_leases, book.placed_at
+    def _order(self) -> Callable[[str], LoadOrder]:
+        """Return the key of replicas by load. It looks at all of them: about 0.5 µs each."""
+        books, placeable, promised = self._books, self.placeable, self.promise.tokens
+        empty = ReplicaBook()
+
+        def order(name: str) -> LoadOrder:
+            book = books.get(name, empty)
+            tokens = book.own_tokens + book.shared_tokens + book.num_kept * promised
+            return tokens / placeable[name].capacity_tokens, book.num_leases, book.placed_at
+
+        return order
