@@ -29,8 +29,9 @@ from agentloop.chat.dialect import (
     versions_of,
     with_tool_names,
 )
+from agentloop.chat.fields import RefusalPart, TextPart, checked, read_json
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_bodies import CallBase, ChatBody, ChoiceFields, checked, read_json
+from agentloop.chat.openai_bodies import CallBase, ChatBody, ChoiceFields
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of
@@ -274,10 +275,10 @@ def _assistant(body: bodies.AssistantMessage) -> Message:
     )
 
 
-def _text(content: str | Sequence[bodies.TextPart | bodies.RefusalPart], role: str) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart], role: str) -> str:
     if isinstance(content, str):
         return content
-    parts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in content]
+    parts = [part.text if isinstance(part, TextPart) else part.refusal for part in content]
     return joined_text(parts, role)
 
 

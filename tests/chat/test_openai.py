@@ -15,9 +15,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
+from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, chat_chunks, read_chat, render_chat, to_call
-from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody
 from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest

@@ -21,8 +21,9 @@ from agentloop.chat import openai as openai_chat
 from agentloop.chat import openai_completions
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.sampling import template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
