@@ -8,7 +8,6 @@ https://docs.anthropic.com/en/docs/build-with-claude/streaming.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import orjson
@@ -88,11 +87,10 @@ def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     constraint_param = "output_config.format" if schema is not None else "output_format"
     schema = schema if schema is not None else body.output_format
     wanted = schema_constraint(schema.schema_) if schema is not None else None
-    sampling = sampling_params(body, body.max_tokens, model.vocab_size)
     constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
     return ChatCall(
         messages=messages,
-        sampling=replace(sampling, constraint=constraint),
+        sampling=sampling_params(body, body.max_tokens, model.vocab_size, constraint),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,

@@ -96,12 +96,7 @@ class TwoGenerationLru(Generic[T]):
 
     def find(self, values: Sequence[Any]) -> list[tuple[bytes | None, T | None]]:
         """Return the key of each of some JSON values, and the entry under it, if there is one."""
-        found: list[tuple[bytes | None, T | None]] = []
-        for value in values:
-            key = cache_key(value)
-            entry = None if key is None else self._young.get(key)
-            found.append((key, self.get(key) if entry is None else entry[0]))
-        return found
+        return [(key, self.get(key)) for key in map(cache_key, values)]
 
     def get(self, key: bytes | None) -> T | None:
         """Return the entry under this key, if there is one."""

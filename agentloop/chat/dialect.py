@@ -5,7 +5,7 @@ Pure. Invariant: a call that cannot be read keeps its text, so that its echo mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import orjson
@@ -74,6 +74,15 @@ def check_tool_names(tools: Sequence[Mapping[str, JSON]]) -> None:
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) != len(names):
         raise InvalidRequest("two tools have the same name", param="tools")
+
+
+def allowed_tools(
+    tools: Sequence[dict[str, JSON]], names: Collection[str], param: str
+) -> tuple[dict[str, JSON], ...]:
+    """Return the tools of these names. Raises InvalidRequest for a name that none has."""
+    if unknown := set(names) - {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest(f"there is no tool {min(unknown)!r} to allow", param=param)
+    return tuple(tool for tool in tools if tool["function"]["name"] in names)
 
 
 def joined_text(texts: Iterable[str], role: str) -> str:

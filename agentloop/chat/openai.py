@@ -14,6 +14,7 @@ from agentloop.chat.call import ChatCall, ChatModel, ToolChoice
 from agentloop.chat.choices import ChoiceWriter
 from agentloop.chat.dialect import (
     Answer,
+    allowed_tools,
     answer_constraint,
     check_tool_choice,
     check_tool_names,
@@ -141,7 +142,7 @@ def sampling_of(
     priority: int | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a body. Raises InvalidRequest."""
-    sampling = sampling_params(body, max_tokens, vocab_size)
+    sampling = sampling_params(body, max_tokens, vocab_size, constraint)
     biases = sorted((int(text), bias) for text, bias in (body.logit_bias or {}).items())
     if biases and biases[-1][0] >= vocab_size:
         raise InvalidRequest(f"token id {biases[-1][0]} is outside [0, {vocab_size})", param="logit_bias")
@@ -151,7 +152,6 @@ def sampling_of(
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=tuple(biases),
         num_top_logprobs=num_top,
-        constraint=constraint,
         priority=priority or 0,
     )
 
@@ -196,7 +196,8 @@ def _tools(
     choice = ToolChoice.AUTO
     if isinstance(wanted, bodies.AllowedToolsChoice):
         choice = ToolChoice(wanted.allowed_tools.mode)
-        tools = _allowed(tools, [tool.function.name for tool in wanted.allowed_tools.tools])
+        names = {tool.function.name for tool in wanted.allowed_tools.tools}
+        tools = allowed_tools(tools, names, "tool_choice.allowed_tools.tools")
     elif isinstance(wanted, bodies.NamedTool):
         choice, forced = ToolChoice.REQUIRED, wanted.function.name
     elif wanted is not None:
@@ -204,14 +205,6 @@ def _tools(
     check_tool_names(tools)
     check_tool_choice(choice, forced, tools)
     return tools, choice, forced
-
-
-def _allowed(tools: tuple[dict[str, JSON], ...], names: list[str]) -> tuple[dict[str, JSON], ...]:
-    known = {tool["function"]["name"] for tool in tools}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InvalidRequest(f"there is no tool {unknown[0]!r} to allow", param="tool_choice.allowed_tools.tools")
-    return tuple(tool for tool in tools if tool["function"]["name"] in set(names))
 
 
 def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSON], ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentloop.chat.blocks import Block, BlockKind, BlockWriter
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Answer,
+    allowed_tools,
     answer_constraint,
     capture_extras,
     check_tool_choice,
@@ -62,12 +63,11 @@ def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
     check_tool_choice(choice, forced, tools)
     is_parallel = body.parallel_tool_calls is not False
     wanted = _wanted(body.text.format if body.text is not None else None)
-    sampling = sampling_params(body, body.max_output_tokens, model.vocab_size)
     constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
     effort = body.reasoning.effort if body.reasoning is not None else None
     return ChatCall(
         messages=_messages(body),
-        sampling=replace(sampling, constraint=constraint),
+        sampling=sampling_params(body, body.max_output_tokens, model.vocab_size, constraint),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -88,10 +88,8 @@ def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
     ]
     check_tool_names(tools)
     if isinstance(body.tool_choice, ResponsesAllowedTools):
-        allowed = {_full_name(tool.namespace, tool.name) for tool in body.tool_choice.tools}
-        if unknown := allowed - {tool["function"]["name"] for tool in tools}:
-            raise InvalidRequest(f"there is no tool {min(unknown)!r} to allow", param="tool_choice.tools")
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        names = {_full_name(tool.namespace, tool.name) for tool in body.tool_choice.tools}
+        return allowed_tools(tools, names, "tool_choice.tools")
     return tuple(tools)
 
 

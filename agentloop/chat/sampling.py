@@ -23,7 +23,7 @@ from agentloop.checks import (
     MIN_TEMPERATURE,
 )
 from agentloop.errors import InvalidRequest
-from agentloop.types import JSON, SamplingParams
+from agentloop.types import JSON, Constraint, SamplingParams
 
 MAX_TEMPLATE_ARGUMENTS = 32
 MAX_TEMPLATE_ARGUMENT_BYTES = 4096  # of all of them, as JSON
@@ -115,7 +115,9 @@ class TemplateBody(Body):
     enable_thinking: bool | None = None
 
 
-def sampling_params(body: SamplingFields, max_tokens: int | None, vocab_size: int) -> SamplingParams:
+def sampling_params(
+    body: SamplingFields, max_tokens: int | None, vocab_size: int, constraint: Constraint | None = None
+) -> SamplingParams:
     """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest.
 
     A temperature so small that engines have no such one is 0: clients write it for that.
@@ -137,6 +139,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, vocab_size: in
         seed=None if body.seed is None else body.seed % MAX_CHAT_SEED,
         stop_token_ids=stops,
         ignore_eos=body.ignore_eos is True,
+        constraint=constraint,
     )
 
 

@@ -7,6 +7,7 @@ should see: too large, too deep, references that lead elsewhere, nowhere, or rou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import orjson
@@ -51,22 +52,11 @@ def check_schema(schema: Mapping[str, JSON]) -> None:
 
 def _check_references(schema: Mapping[str, JSON]) -> None:
     """Every reference has a target, and following references reads something before it comes round again."""
-    finished: set[int] = set()
-    for start in _objects(schema):
-        trail: list[tuple[int, Iterator[Any]]] = [(id(start), _same_place(start, schema))]
-        open_ids = {id(start)}
-        while trail:
-            at, successors = trail[-1]
-            target = next(successors, None)
-            if target is None:
-                trail.pop()
-                open_ids.discard(at)
-                finished.add(at)
-            elif id(target) in open_ids:
-                raise ValueError("a $ref leads back to itself and describes nothing")
-            elif id(target) not in finished:
-                open_ids.add(id(target))
-                trail.append((id(target), _same_place(target, schema)))
+    below = {id(one): {id(target) for target in _same_place(one, schema)} for one in _objects(schema)}
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError:
+        raise ValueError("a $ref leads back to itself and describes nothing") from None
 
 
 def _objects(schema: JSON) -> Iterator[Mapping[str, JSON]]:

@@ -81,25 +81,24 @@ def constraint_of_calls(
     }
     if turn.begin:
         calls = {"type": "tag", "begin": turn.begin, "content": calls, "end": turn.end}
-    tag = {"type": "structural_tag", "format": calls}
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+    return _constraint_of(calls)
 
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
     """Allow what one of two structural tags allows."""
-    elements = [format_of(one), format_of(other)]
-    tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+    return _constraint_of({"type": "or", "elements": [format_of(one), format_of(other)]})
 
 
 def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
     """Let a thought that the prompt left open end, and a few blanks, before what `constraint` allows."""
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
     blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
-    tag = {"type": "sequence", "elements": [thought, blanks, format_of(constraint)]}
-    return Constraint(
-        ConstraintKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
-    )
+    return _constraint_of({"type": "sequence", "elements": [thought, blanks, format_of(constraint)]})
+
+
+def _constraint_of(form: JSON) -> Constraint:
+    tag = {"type": "structural_tag", "format": form}
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 
 def format_of(constraint: Constraint) -> JSON:

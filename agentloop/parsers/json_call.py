@@ -8,6 +8,8 @@ from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
 from agentloop.parsers.grammar import loads
 from agentloop.types import JSON
 
+_MAX_MARKS_INSIDE = 4
+
 # Strings and brackets of any text, in linear time: a string without its end runs to the text's end.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 _CUT_CALL = re.compile(
@@ -29,6 +31,19 @@ def json_end(text: str, start: int, limit: int) -> int:
         if depth <= 0:
             return found.end() if closing is not None else -1
     return -1
+
+
+def next_mark(text: str, position: int, mark: str) -> int:
+    """Return where the next mark begins, or the text's end."""
+    found = text.find(mark, position)
+    return found if found >= 0 else len(text)
+
+
+def limit_of(text: str, position: int, mark: str) -> int:
+    """Return how far a value that begins there may reach: to a later mark than the next, which it may hold."""
+    for _ in range(_MAX_MARKS_INSIDE + 1):
+        position = next_mark(text, position, mark) + len(mark)
+    return min(position - len(mark), len(text))
 
 
 def cut_call(text: str) -> tuple[str, str]:

@@ -16,12 +16,11 @@ import re
 
 from agentloop.parsers.base import MalformedCall, Marks, TurnBuilder
 from agentloop.parsers.grammar import CallSyntax, loads
-from agentloop.parsers.json_call import call_of_object, cut_call, json_end
+from agentloop.parsers.json_call import call_of_object, cut_call, json_end, limit_of, next_mark
 from agentloop.parsers.marked import MarkedParser, Tools
 from agentloop.types import JSON
 
 _TAG = "<|python_tag|>"
-_MAX_TAGS_INSIDE = 4
 _KEYS = ("parameters", "arguments")
 _FIRST = re.compile(r"\s*+(?=\{)")
 _FOLLOWING = re.compile(r"\s*+;?\s*+(?=\{)")
@@ -52,7 +51,7 @@ class Llama3JsonParser(MarkedParser):
         body = _FIRST.match(builder.text, found.end())
         if body is not None:
             return _objects(builder, found.start(), body.end(), tools, is_marked=True)
-        end = _next_tag(builder.text, found.end())
+        end = next_mark(builder.text, found.end(), _TAG)
         error = f'behind {_TAG} stands no {{"name": ..., "parameters": ...}}'
         builder.add_malformed(found.start(), end, MalformedCall(error))
         return end
@@ -60,11 +59,11 @@ class Llama3JsonParser(MarkedParser):
 
 def _objects(builder: TurnBuilder, start: int, begin: int, tools: Tools, *, is_marked: bool) -> int:
     """Add the calls from `begin` on, the first with the text from `start`; return where the last one ends."""
-    text, limit = builder.text, _limit(builder.text, begin)
+    text, limit = builder.text, limit_of(builder.text, begin, _TAG)
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
     while True:
         end = json_end(text, begin, limit)
-        until = end if end >= 0 else _next_tag(text, begin)
+        until = end if end >= 0 else next_mark(text, begin, _TAG)
         try:
             call = _read_object(text[begin:until], names, is_marked=is_marked)
         except MalformedCall as malformed:
@@ -95,17 +94,3 @@ def _read_object(written: str, names: set[str], *, is_marked: bool) -> tuple[str
     if is_marked or is_whole or name in names:
         return call_of_object(value, *_KEYS)
     return None
-
-
-def _limit(text: str, position: int) -> int:
-    """Return how far an object that begins there may reach."""
-    for _ in range(_MAX_TAGS_INSIDE + 1):
-        position = _next_tag(text, position) + len(_TAG)
-        if position >= len(text):
-            return len(text)
-    return position - len(_TAG)
-
-
-def _next_tag(text: str, position: int) -> int:
-    found = text.find(_TAG, position)
-    return found if found >= 0 else len(text)

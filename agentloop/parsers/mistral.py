@@ -16,13 +16,12 @@ import re
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
 from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls, either_constraint, loads
-from agentloop.parsers.json_call import json_end, read_arguments, read_json_call
+from agentloop.parsers.json_call import json_end, limit_of, next_mark, read_arguments, read_json_call
 from agentloop.parsers.marked import MarkedParser, Tools
 from agentloop.types import JSON, Constraint
 
 _CALLS = "[TOOL_CALLS]"
 _THOUGHTS = ThoughtMarks("[THINK]", "[/THINK]")
-_MAX_MARKS_INSIDE = 4
 _LIST = re.compile(r"\s*+\[")
 _NAMED = re.compile(
     r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})(?:\[CALL_ID\]([^\[\]{}\n]{0,64}))?(?:\[ARGS\])?\s*+(?=\{)"
@@ -81,10 +80,10 @@ def _read_named(text: str, start: int, body: int, builder: TurnBuilder, mark: st
         error = f"behind {mark} stands neither a list of calls nor a name with its arguments"
         return _add_malformed(text, start, body, MalformedCall(error, name), builder, mark)
     name, begin = found[1].strip(), found.end()
-    end = json_end(text, begin, _limit(text, begin, mark))
+    end = json_end(text, begin, limit_of(text, begin, mark))
     try:
         if end < 0:
-            raise MalformedCall("the arguments have no end", name, text[begin : _next_mark(text, begin, mark)])
+            raise MalformedCall("the arguments have no end", name, text[begin : next_mark(text, begin, mark)])
         arguments = read_arguments(text[begin:end], name)
     except MalformedCall as malformed:
         return _add_malformed(text, start, begin, malformed, builder, mark)
@@ -94,7 +93,7 @@ def _read_named(text: str, start: int, body: int, builder: TurnBuilder, mark: st
 
 def _read_list(text: str, start: int, position: int, builder: TurnBuilder, mark: str) -> int:
     """Add the calls of one list, each with what stands before it; return where the last one ends."""
-    limit = _limit(text, position, mark)
+    limit = limit_of(text, position, mark)
     while True:
         if builder.is_full:
             builder.add_rest(start, '"name"')
@@ -106,7 +105,7 @@ def _read_list(text: str, start: int, position: int, builder: TurnBuilder, mark:
         begin = opening.end()
         end = json_end(text, begin, limit)
         try:
-            written = text[begin : end if end >= 0 else _next_mark(text, begin, mark)]
+            written = text[begin : end if end >= 0 else next_mark(text, begin, mark)]
             name, arguments = read_json_call(written, "arguments")
         except MalformedCall as malformed:
             return _add_malformed(text, start, begin, malformed, builder, mark)
@@ -128,20 +127,6 @@ def _add_malformed(
     text: str, start: int, body: int, malformed: MalformedCall, builder: TurnBuilder, mark: str
 ) -> int:
     """Report what stands before the next mark; return where that is."""
-    end = _next_mark(text, body, mark)
+    end = next_mark(text, body, mark)
     builder.add_malformed(start, end, malformed, is_cut=end == len(text))
     return end
-
-
-def _next_mark(text: str, position: int, mark: str) -> int:
-    found = text.find(mark, position)
-    return found if found >= 0 else len(text)
-
-
-def _limit(text: str, position: int, mark: str) -> int:
-    """Return how far a value that begins there may reach."""
-    for _ in range(_MAX_MARKS_INSIDE + 1):
-        position = _next_mark(text, position, mark) + len(mark)
-        if position >= len(text):
-            return len(text)
-    return position - len(mark)
