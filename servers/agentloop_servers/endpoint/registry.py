@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from agentloop.aio import KeyedLocks, run_to_end
+from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
@@ -48,7 +49,6 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason, Trajectory
-from agentloop_servers.endpoint.session_records import SessionRecords
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.http.auth import SessionKeys
 
@@ -219,7 +219,7 @@ class Sessions:
         self._parts = parts
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
         self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
-        self._records = SessionRecords(coordinator, self._store, limits.record_timeout_s)
+        self._notes = OwnedTasks("session-records")  # that records are in the run's store, on their way to the file
         self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
@@ -250,7 +250,7 @@ class Sessions:
         await asyncio.gather(*(session.close(stopping) for session in self._cache.sessions))
         await self._leases.close()
         await self.reporter.close()
-        await self._records.close()
+        await self._notes.close()
         await self._store.close()
 
     def check_health(self) -> None:
@@ -362,7 +362,7 @@ class Sessions:
         trajectory = await session.finish(end)
         self._leases.end(session.session_id)
         async with self._locks.of(session.session_id):
-            await self._records.record(session, trajectory, has_just_ended=has_just_ended)
+            await self._record(session, trajectory, has_just_ended=has_just_ended)
         return trajectory
 
     async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
@@ -547,7 +547,7 @@ class Sessions:
             # Nobody was to finish a one-off session: its time is its natural end.
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
-            await self._record_or_settle(session, await session.finish(SessionEnd(reason, error)))
+            await self._record_or_give_up(session, await session.finish(SessionEnd(reason, error)))
         await self._delete(
             session, None if is_one_off else SessionState.GONE, _gone(session_id, session.record.rollout_id)
         )
@@ -565,17 +565,37 @@ class Sessions:
                         session = await self._found(session_id, None)
                     except (SessionNotFound, Gone):
                         continue
-                    await self._record_or_settle(session, await session.finish())
+                    await self._record_or_give_up(session, await session.finish())
 
-    async def _record_or_settle(self, session: Session, trajectory: Trajectory) -> None:
-        """Record, or know that it will never be possible. Raises what may pass."""
+    async def _record_or_give_up(self, session: Session, trajectory: Trajectory) -> None:
+        """Record, or note that it will never be possible. Raises what may pass."""
         try:
-            await self._records.record(session, trajectory)
+            await self._record(session, trajectory)
         except AgentLoopError as error:
             if error.retryable:
                 raise
             _log.error("session_not_recorded", session=session.session_id, code=error.code, error=str(error))
-            self._records.settle(session.session_id)
+            self._notes.start(self._store.mark_recorded(session.session_id))
+
+    async def _record(self, session: Session, trajectory: Trajectory, *, has_just_ended: bool = False) -> None:
+        """Give a finished session's trajectory to the run's store, unless it has it; the caller holds its lock.
+
+        The answer does not wait for the note in the file. A record whose note was lost is given again, which
+        changes nothing. Raises what the coordinator raises, and ServiceUnavailable.
+        """
+        session_id, owner = session.session_id, None if session.record.is_claimed else session.record.owner
+        if trajectory.rollout_id == SESSIONS_ROLLOUT_ID and owner is not None:
+            owner = ""  # of an earlier release, where all shared it
+        if not has_just_ended and await self._store.is_recorded(session_id):
+            return
+        try:
+            async with asyncio.timeout(self._limits.record_timeout_s):
+                await self._coordinator.record(trajectory, owner)
+        except TimeoutError as error:
+            raise ServiceUnavailable("the coordinator did not take the record in time") from error
+        except sqlite3.Error as error:  # of a coordinator in this process
+            raise ServiceUnavailable(f"the run's store failed: {error}") from error
+        self._notes.start(self._store.mark_recorded(session_id))
 
 
 def _owned(session: Session, owner: str | None) -> Session:
