@@ -20,7 +20,7 @@ from agentloop.generation.deadline import Deadline
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of, joined
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 
-_RECORD_BYTES = 360  # a settled record with its entries in two dicts
+_RECORD_BYTES = 215  # with its entry in a dict
 _PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int
 
 
@@ -37,7 +37,7 @@ class LiveCall:
         self.is_streamed = is_streamed
         self.deadline = Deadline(loop.time() + chat.timeout_s)
         self.is_begun = False  # in the journal
-        self.is_settling = False  # sampled: it will be committed, whoever waits
+        self.is_sampled = False  # it will be committed, whatever its clients do
         self.num_prompt_tokens = 0
         self.num_new_tokens = 0  # of its prompt, stored once it is committed
         self.generate_s = 0.0
@@ -51,11 +51,6 @@ class LiveCall:
         self._readers: set[asyncio.Event] = set()
         self._scope: asyncio.Timeout | None = None
 
-    @property
-    def is_joinable(self) -> bool:
-        """True while a retry may still wait for it."""
-        return self.lost is None
-
     def join(self) -> None:
         """Count one more client that waits."""
         self._num_waiting += 1
@@ -68,7 +63,7 @@ class LiveCall:
 
     def give_up(self, error: AgentLoopError) -> None:
         """End the call with `error`, unless it is sampled already. Idempotent."""
-        if self.lost is not None or self.is_settling or self._outcome.done():
+        if self.lost is not None or self.is_sampled or self._outcome.done():
             return
         self.lost = error
         if self._scope is not None and not self._scope.expired():
@@ -146,18 +141,16 @@ class LiveCall:
 
 
 class CallTable:
-    """Every call of a session, in the order in which they began."""
+    """Every call of a session: those that run, and records in the order in which calls began."""
 
     def __init__(self, records: Iterable[CallRecord] = ()) -> None:
         """`records` of an earlier process, in the journal's order. Those it left open are lost."""
         self.live: dict[str, LiveCall] = {}
         self._records: dict[str, CallRecord] = {}
-        self._by_digest: dict[bytes, list[str]] = {}  # ids of its calls, the latest last
         for record in records:
             if record.state is ModelCallState.OPEN:
                 record = replace(record, state=ModelCallState.FAILED, error="the process that ran it ended")
             self._records[record.call_id] = record
-            self._by_digest.setdefault(record.digest, []).append(record.call_id)
 
     @property
     def num_calls(self) -> int:
@@ -176,11 +169,14 @@ class CallTable:
         return tuple(self._records.values())
 
     def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
-        """Return the call that a retry with this digest means."""
-        call_ids = self._by_digest.get(digest)
-        if not call_ids:
-            return None
-        return self.live.get(call_ids[-1]) or self._records[call_ids[-1]]
+        """Return the call that a retry with this digest means. Looks at every call: retries are few."""
+        for live in reversed(self.live.values()):
+            if live.digest == digest and not live.is_begun:
+                return live
+        for record in reversed(self._records.values()):
+            if record.digest == digest:
+                return self.live.get(record.call_id, record)
+        return None
 
     def lost(self) -> list[CallRecord]:
         """Return the calls that failed and were not made good by a later one."""
@@ -199,35 +195,14 @@ class CallTable:
         num_failed = sum(record.state is ModelCallState.FAILED for record in self._records.values())
         return num_failed - len(self.lost())
 
-    def enter(self, live: LiveCall) -> None:
-        """Have a call that is about to begin."""
-        self.live[live.call_id] = live
-        self._by_digest.setdefault(live.digest, []).append(live.call_id)
-
     def begin(self, live: LiveCall) -> None:
-        """Make it the latest, as it will be in the journal."""
+        """Note that a call has begun, as the journal has it."""
         live.is_begun = True
-        call_ids = self._by_digest[live.digest]
-        call_ids.remove(live.call_id)
-        call_ids.append(live.call_id)
-        self._records[live.call_id] = record_of(live, ModelCallState.OPEN)
+        self.note(record_of(live, ModelCallState.OPEN))
 
-    def forget(self, live: LiveCall) -> None:
-        """Drop a call that was refused before it began."""
-        live.is_begun = False
-        self._records.pop(live.call_id, None)
-        call_ids = self._by_digest[live.digest]
-        call_ids.remove(live.call_id)
-        if not call_ids:
-            del self._by_digest[live.digest]
-
-    def settle(self, record: CallRecord) -> None:
-        """Keep what became of a call that was begun."""
+    def note(self, record: CallRecord) -> None:
+        """Keep the present state of a call that has begun."""
         self._records[record.call_id] = record
-
-    def leave(self, live: LiveCall) -> None:
-        """Drop a call that does not run any more."""
-        del self.live[live.call_id]
 
 
 def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> CallRecord:

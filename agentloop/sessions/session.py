@@ -44,7 +44,7 @@ from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_t
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
-from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
+from agentloop.sessions.prompts import PreparedCall, Prompt, SessionParts, as_asked, make_prompt, prepare_call
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -82,7 +82,7 @@ class Session:
         self._parts = parts
         self._engine = engine
         self._journal = journal
-        self._graph = TurnGraph()
+        self.graph = TurnGraph()  # the turns so far; others only read it
         self._table = CallTable(calls)
         self._first_version: int | None = None  # the weight version that the first token was sampled under
         self._num_tool_calls = 0
@@ -109,23 +109,18 @@ class Session:
         return self._record
 
     @property
-    def graph(self) -> TurnGraph:
-        """The turns so far. Not to be changed."""
-        return self._graph
-
-    @property
     def calls(self) -> tuple[CallRecord, ...]:
         """The calls that were begun, in that order."""
         return self._table.records
 
     @property
     def num_turns(self) -> int:
-        return self._graph.num_turns
+        return self.graph.num_turns
 
     @property
     def num_bytes(self) -> int:
         """An estimate of the memory it takes up."""
-        return self._graph.num_bytes + self._table.num_bytes
+        return self.graph.num_bytes + self._table.num_bytes
 
     @property
     def num_open_calls(self) -> int:
@@ -139,19 +134,19 @@ class Session:
         MAX_CONTEXT if the last prompt left no room; else what is wrong with the last turn, by which agents fail: a
         limit cut it, or it has a call that cannot be read. None: an agent that fails now does so by itself.
         """
-        last = self._graph.last
+        last = self.graph.last
         if last is None:
             return None
         return StopReason.MAX_CONTEXT if self._is_overflown else self._failure_of(last)
 
     @property
     def _is_overflown(self) -> bool:
-        return self._record.overflow_at == self._graph.num_turns
+        return self._record.overflow_at == self.graph.num_turns
 
     def _failure_of(self, node: Node) -> StopReason | None:
         reply = node.reply
         if reply.finish_reason is FinishReason.LENGTH:
-            is_full = len(self._graph.context_ids(node.node_id)) >= self._parts.max_context_tokens
+            is_full = len(self.graph.context_ids(node.node_id)) >= self._parts.max_context_tokens
             return StopReason.MAX_CONTEXT if is_full else StopReason.MAX_TOKENS_PER_TURN
         return StopReason.MALFORMED_CALL if reply.has_unread_call else None
 
@@ -167,7 +162,7 @@ class Session:
             return said
         if self._is_overflown:
             return StopReason.MAX_CONTEXT
-        failure = self._failure_of(self._graph.node(main.turns[-1].turn_id))
+        failure = self._failure_of(self.graph.node(main.turns[-1].turn_id))
         return StopReason.MALFORMED_CALL if failure is StopReason.MALFORMED_CALL else said
 
     @property
@@ -217,14 +212,14 @@ class Session:
 
     async def preview(self, chat: ChatCall) -> Prompt:
         """Return the prompt that a call would have, and how it extends the session. Changes nothing."""
-        return await make_prompt(chat, self._graph, self._parts, self._engine, f"{self.session_id}:preview")
+        return await make_prompt(chat, self.graph, self._parts, self._engine, f"{self.session_id}:preview")
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
         if self._closed is not None:
             raise self._closed
         latest = self._table.latest(key.digest) if key.retry_count > 0 else None
-        if isinstance(latest, LiveCall) and latest.is_joinable:
+        if isinstance(latest, LiveCall) and latest.lost is None:
             latest.join()
             return latest
         self._require_open("it takes no calls")
@@ -283,7 +278,7 @@ class Session:
             return self._trajectory
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
-        paths = token_paths(self._graph)
+        paths = token_paths(self.graph)
         trajectory = Trajectory(
             task_id=record.task_id,
             group_id=record.group_id or self.shown_id,
@@ -302,7 +297,7 @@ class Session:
             ),
             rollout_id=record.rollout_id,
             task_messages=record.task_messages,
-            constraints=dict(self._graph.constraints),
+            constraints=dict(self.graph.constraints),
         )
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
@@ -353,7 +348,7 @@ class Session:
         except RewardError as error:
             raise InvalidRequest(str(error), param="reward") from error
         for turn_id in (*score.turn_rewards, *score.untrainable_turns, *score.paths):
-            if not self._graph.has_turn(turn_id):
+            if not self.graph.has_turn(turn_id):
                 raise InvalidRequest(f"there is no turn {str(turn_id)[:128]!r}", param="reward")
 
     def _require_open(self, so: str) -> None:
@@ -368,9 +363,9 @@ class Session:
         created_at = int(self._parts.unix_time())
         live = LiveCall(uuid.uuid4().hex, chat, key, created_at=created_at, is_streamed=is_streamed)
         live.join()
-        self._table.enter(live)
+        self._table.live[live.call_id] = live
         live.task = asyncio.create_task(self._run(live), name=f"call {live.call_id}")
-        live.task.add_done_callback(lambda _: self._settle(live, _cut_off()))  # it may be cancelled before it runs
+        live.task.add_done_callback(lambda _: self._deliver(live, _cut_off()))  # it may be cancelled before it runs
         return live
 
     async def _end_calls(self, error: AgentLoopError, wait_s: float) -> None:
@@ -389,7 +384,7 @@ class Session:
         limits, live_calls = self._parts.limits, self._table.live.values()
         if len(live_calls) >= limits.max_open_calls:
             raise Overloaded(f"the session has {limits.max_open_calls} open calls, the most it may have")
-        num_nodes = self._graph.num_turns + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
+        num_nodes = self.graph.num_turns + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
         if num_nodes > limits.max_nodes:
             raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
 
@@ -411,27 +406,27 @@ class Session:
                 if live.result is None and live.is_begun:
                     await run_to_end(self._fail(live, failure))
             finally:
-                self._settle(live, failure)
+                self._deliver(live, failure)
 
     async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
-            question = await make_question(live.chat, self._graph, self._parts, self._engine, live.call_id)
+            prepared = await prepare_call(live.chat, self.graph, self._parts, self._engine, live.call_id)
             await self._parts.keep_images(live.chat.images)
-            self._check_tokens(live, question.prompt)
+            self._check_tokens(live, prepared.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
-            if question.overflow is not None:
-                await self._answer_overflow(live, question.prompt, question.overflow)
+            if prepared.overflow is not None:
+                await self._answer_overflow(live, prepared.prompt, prepared.overflow)
                 return
             self._begin(record_of(live, ModelCallState.OPEN))
             self._table.begin(live)
             started = self._parts.clock.now()
             try:
-                replies = await self._sample(live, question, self._next_number(live.chat))
+                replies = await self._sample(live, prepared, self._next_number(live.chat))
             finally:
                 live.generate_s = self._parts.clock.now() - started
-        live.is_settling = True
-        await run_to_end(self._commit(live, question.prompt, replies))
+        live.is_sampled = True
+        await run_to_end(self._commit(live, prepared.prompt, replies))
 
     def _next_number(self, chat: ChatCall) -> int:
         """Return the number of choice 0: above those of earlier turns, and of what the client shows. It is in the
@@ -446,7 +441,7 @@ class Session:
         Raises `overflow` where that is not wanted, for raw prompts, and where the policy has had no turn yet. But
         for the last two the record keeps that it was so; the prompt is in no path, and a retry is answered anew.
         """
-        num_turns = self._graph.num_turns
+        num_turns = self.graph.num_turns
         if live.chat.prompt_ids is not None or not num_turns:
             raise overflow
         await run_to_end(self._save(lambda record: replace(record, overflow_at=num_turns)))
@@ -464,28 +459,28 @@ class Session:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
         max_tokens = self._parts.limits.max_tokens
         live.num_new_tokens, live.num_prompt_tokens = len(prompt.observed_ids), len(prompt.ids)
-        num_tokens = self._graph.num_tokens + sum(other.num_new_tokens for other in self._table.live.values())
+        num_tokens = self.graph.num_tokens + sum(other.num_new_tokens for other in self._table.live.values())
         if num_tokens >= max_tokens:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
 
-    async def _sample(self, live: LiveCall, question: Question, number: int) -> list[Reply]:
+    async def _sample(self, live: LiveCall, prepared: PreparedCall, number: int) -> list[Reply]:
         """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
         choices = range(live.chat.num_choices)
-        turns = [self._turn_request(live, question, number, choice_index) for choice_index in choices]
+        turns = [self._turn_request(live, prepared, number, choice_index) for choice_index in choices]
         return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
 
-    def _turn_request(self, live: LiveCall, question: Question, number: int, choice_index: int) -> TurnRequest:
+    def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
         chat = live.chat
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
             request_id=f"{live.call_id}:{choice_index}",
-            prompt_ids=question.prompt.ids,
-            sampling=question.sampling.of_choice(choice_index),
+            prompt_ids=prepared.prompt.ids,
+            sampling=prepared.sampling.of_choice(choice_index),
             turn_index=number + choice_index,
             choice_index=choice_index,
             stop=chat.stop,
             tools=chat.tools,
-            reads_calls=question.reads_calls,
+            reads_calls=prepared.reads_calls,
             shows_unread_calls=not self._record.gives_unread_calls,
             reads_thoughts=chat.prompt_ids is None and not chat.continues,
             timeout_s=chat.timeout_s,
@@ -493,7 +488,7 @@ class Session:
             trajectory_id=self.session_id,
             keeps_kv=keeps_kv,
             kv_version=self._first_version if keeps_kv else None,
-            images=question.prompt.images,
+            images=prepared.prompt.images,
             image_data=chat.images,
         )
 
@@ -515,7 +510,7 @@ class Session:
         await self._end(call, nodes)
         for node in nodes:
             self._take(node)
-        self._table.settle(call)
+        self._table.note(call)
         live.result = ChatResult(live.call_id, live.created_at, self.shown_id, prompt.ids, nodes)
 
     def _nodes_of(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> tuple[Node, ...]:
@@ -527,7 +522,7 @@ class Session:
                 parent_id=prompt.parent_id,
                 observed=prompt.observed,
                 observed_ids=prompt.observed_ids,
-                reply=self._graph.told_once(reply if not choice_index else replace(reply, constraint="")),
+                reply=self.graph.told_once(reply if not choice_index else replace(reply, constraint="")),
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,
@@ -541,20 +536,17 @@ class Session:
         # An engine that refuses a request has sampled nothing, so nothing is lost.
         state = ModelCallState.COMMITTED if isinstance(failure, InvalidRequest) else ModelCallState.FAILED
         call = record_of(live, state, error=str(failure) or repr(failure))
-        self._table.settle(call)
+        self._table.note(call)
         try:
             await self._end(call, ())
         except AgentLoopError as error:
             # It stays open in the journal: a process that restores the session finds it lost.
             _log.warning("failure_not_written", session=self.session_id, call=live.call_id, error=str(error))
 
-    def _settle(self, live: LiveCall, failure: BaseException) -> None:
+    def _deliver(self, live: LiveCall, failure: BaseException) -> None:
         """Let the outcome out. Idempotent."""
-        if live.call_id not in self._table.live:
+        if self._table.live.pop(live.call_id, None) is None:
             return
-        if not live.is_begun:
-            self._table.forget(live)
-        self._table.leave(live)
         if live.result is not None:
             live.succeed(live.result)
         else:
@@ -575,18 +567,18 @@ class Session:
 
     def _take(self, node: Node) -> None:
         """Have a node that the journal has. Raises InvariantBroken for one that does not fit."""
-        self._graph.add(node)
+        self.graph.add(node)
         self._num_tool_calls += len(node.reply.calls) + len(node.reply.unread_calls)
         if self._first_version is None and node.reply.weight_versions:
             self._first_version = node.reply.weight_versions[0].version
 
     def _answer_again(self, call: CallRecord) -> ChatResult:
         """Return a committed call's answer. Looks at every turn: retries are few, and an index would not be."""
-        nodes = tuple(node for node in self._graph.nodes if node.call_id == call.call_id)
+        nodes = tuple(node for node in self.graph.nodes if node.call_id == call.call_id)
         if not nodes:
             raise InvariantBroken(f"call {call.call_id} is committed, but has no turn")
         first = nodes[0]
-        prompt_ids = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
+        prompt_ids = () if first.parent_id is None else self.graph.context_ids(first.parent_id)
         prompt_ids = (*prompt_ids, *first.observed_ids.tolist())
         return ChatResult(call.call_id, call.created_at, self.shown_id, prompt_ids, nodes)
 

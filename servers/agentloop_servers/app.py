@@ -329,12 +329,12 @@ class IngressProcess:
         Raises InvalidRequest if the service would be open to other machines without keys.
         """
         config, closing = self._config, self._closing
-        shard = await take_shard_lock(self._run_dir, config.num_ingress, first=first_shard)
-        closing.callback(shard.release)
+        shard, lock = await take_shard_lock(self._run_dir, config.num_ingress, first=first_shard)
+        closing.callback(lock.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard.number, config.num_ingress, self._owner_wait_s)
-        store_path = self._run_dir / sessions_name(shard.number)
+        router = ShardRouter(self._coordinator, shard, config.num_ingress, self._owner_wait_s)
+        store_path = self._run_dir / sessions_name(shard)
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
@@ -348,8 +348,8 @@ class IngressProcess:
         server = DirectServer(app, private_host(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
-        url = await server.start(shard.port, public)
-        shard.set_port(int(url.rpartition(":")[2]))
+        url = await server.start(int(lock.text or 0), public)
+        lock.set_text(url.rpartition(":")[2])
         # The one process is on the public port too, where a call waits while it is started again.
         endpoint.direct_url = url if config.num_ingress > 1 else None
         endpoint.public_url = None if name is None else name.rstrip("/")

@@ -138,10 +138,9 @@ async def _measure(pipe: Connection, sessions: Sessions, engine: TimedEngine | N
             cpu_s = time.process_time()
             pipe.send(None)
         else:
-            stats = sessions.stats()
             used_s = time.process_time() - cpu_s
             seconds = {} if engine is None else engine.seconds
-            counted, held = stats.resident_bytes, stats.num_resident
+            counted, held = sessions.cache.num_bytes, len(sessions.cache)
             pipe.send(EndpointFigures(used_s, lags_ms, resident_bytes() - rss, counted, held, seconds))
     probe.cancel()
 

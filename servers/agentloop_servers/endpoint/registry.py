@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from agentloop.aio import KeyedLocks, run_to_end
+from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
@@ -48,7 +49,6 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason, Trajectory
-from agentloop_servers.endpoint.session_records import SessionRecords
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.http.auth import SessionKeys
 
@@ -93,19 +93,6 @@ class NewSession:
     refuses_overflow: bool = False
     gives_unread_calls: bool = False
     task_messages: tuple[Message, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStats:
-    """The registry at one moment. `num_evicted`, `num_restored`, `num_expired`, `num_corrupt_rows`: so far."""
-
-    num_open: int
-    num_resident: int
-    resident_bytes: int
-    num_evicted: int
-    num_restored: int
-    num_expired: int
-    num_corrupt_rows: int
 
 
 class SessionCache:
@@ -216,11 +203,11 @@ class Sessions:
         self._limits = limits
         self._new_id = new_id
         self.keys = SessionKeys(secret)
-        self._parts = parts
+        self.parts = parts  # calls that no session records are made with them too
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
-        self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
-        self._records = SessionRecords(coordinator, self._store, limits.record_timeout_s)
-        self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
+        self.store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
+        self._notes = OwnedTasks("session-records")  # that records are in the run's store, on their way to the file
+        self.cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
         self._leases = SessionLeases(
@@ -231,13 +218,13 @@ class Sessions:
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
-        self._num_open = self._num_restored = self._num_expired = 0
+        self.num_open = self.num_restored = 0
 
     async def start(self) -> None:
         """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
-        self._num_open = await self._store.start()
-        self._time.not_before(await self._store.last_use())
-        await self._store.spare(self._limits.restart_grace_s)
+        self.num_open = await self.store.start()
+        self._time.not_before(await self.store.last_use())
+        await self.store.spare(self._limits.restart_grace_s)
         self._watching = asyncio.create_task(self._watch(), name="sessions-watch")
 
     async def close(self) -> None:
@@ -247,34 +234,16 @@ class Sessions:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         stopping = ServiceUnavailable("the service is stopping")
-        await asyncio.gather(*(session.close(stopping) for session in self._cache.sessions))
+        await asyncio.gather(*(session.close(stopping) for session in self.cache.sessions))
         await self._leases.close()
         await self.reporter.close()
-        await self._records.close()
-        await self._store.close()
+        await self._notes.close()
+        await self.store.close()
 
     def check_health(self) -> None:
         """Raises what ended the watch, if something did."""
         if self._watching is not None and self._watching.done():
             self._watching.result()
-
-    @property
-    def parts(self) -> SessionParts:
-        """Return what calls are made with, also those that no session records."""
-        return self._parts
-
-    def stats(self) -> SessionStats:
-        """Count the sessions, and what they take."""
-        cache = self._cache
-        return SessionStats(
-            num_open=self._num_open,
-            num_resident=len(cache),
-            resident_bytes=cache.num_bytes,
-            num_evicted=cache.num_evicted,
-            num_restored=self._num_restored,
-            num_expired=self._num_expired,
-            num_corrupt_rows=self._store.num_corrupt_rows,
-        )
 
     # --- requests ---
 
@@ -303,7 +272,7 @@ class Sessions:
     def resident(self, session_id: str, reaches: Sequence[str] | None) -> Session | None:
         """Return the session, if it is in memory, and the caller's (`possible_ids`)."""
         for name, owner in possible_ids(session_id, reaches):
-            session = self._cache.get(name)
+            session = self.cache.get(name)
             if session is not None and owner in (None, session.record.owner):
                 return session
         return None
@@ -340,11 +309,11 @@ class Sessions:
 
     async def num_of_owners(self) -> dict[str, int]:
         """Count the open sessions of each owner."""
-        return await self._store.num_of_owners()
+        return await self.store.num_of_owners()
 
     async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
         """Return up to `limit` of a user's open and finished sessions in this process, by id after `after`."""
-        return await self._store.of_owners(names, after, limit)
+        return await self.store.of_owners(names, after, limit)
 
     async def finish(
         self,
@@ -362,7 +331,7 @@ class Sessions:
         trajectory = await session.finish(end)
         self._leases.end(session.session_id)
         async with self._locks.of(session.session_id):
-            await self._records.record(session, trajectory, has_just_ended=has_just_ended)
+            await self._record(session, trajectory, has_just_ended=has_just_ended)
         return trajectory
 
     async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
@@ -378,19 +347,19 @@ class Sessions:
 
     def begin(self, session_id: str, call: CallRecord) -> None:
         """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
-        if self._cache.get(session_id) is None:
+        if self.cache.get(session_id) is None:
             raise _not_found(session_id)
-        self._store.begin(session_id, call)
+        self.store.begin(session_id, call)
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep what became of a call; its session is used now, and of a new size."""
-        await self._store.end(session_id, call, nodes)
-        self._cache.get(session_id)
+        await self.store.end(session_id, call, nodes)
+        self.cache.get(session_id)
 
     async def save(self, record: SessionRecord) -> None:
         """Keep this record instead of the one before."""
-        if await self._store.save(record):
-            self._num_open -= 1
+        if await self.store.save(record):
+            self.num_open -= 1
 
     # --- inside ---
 
@@ -405,7 +374,7 @@ class Sessions:
             raise InvalidRequest(f"ttl_s is not in (0, {limits.max_ttl_s:g}]", param="ttl_s")
         return SessionRecord(
             session_id=own_id(owner, given),
-            created_at=self._parts.unix_time(),
+            created_at=self.parts.unix_time(),
             ttl_s=ttl_s,
             owner=owner,
             rollout_id=own_id(owner, SESSIONS_ROLLOUT_ID)
@@ -437,8 +406,8 @@ class Sessions:
 
     async def _create(self, record: SessionRecord) -> Session | None:
         """Create a session, durably; None if its id was used. Raises Overloaded."""
-        if self._num_open >= self._limits.max_sessions:
-            if await self._store.load(record.session_id) is not None:
+        if self.num_open >= self._limits.max_sessions:
+            if await self.store.load(record.session_id) is not None:
                 return None
             raise Overloaded(f"{self._limits.max_sessions} sessions are open")
         if self.on_new is not None:
@@ -447,20 +416,20 @@ class Sessions:
         return self._resident(record) if await run_to_end(self._store_new(record)) else None
 
     async def _store_new(self, record: SessionRecord) -> bool:  # what is stored is counted, whoever leaves
-        self._num_open += 1  # its place, before anybody else runs
+        self.num_open += 1  # its place, before anybody else runs
         is_new = False
         try:
-            is_new = await self._store.create(record)
+            is_new = await self.store.create(record)
         finally:
-            self._num_open -= not is_new
+            self.num_open -= not is_new
         return is_new
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
         """Find the session, in memory or on disk; None may be any owner. The caller holds its lock."""
-        session = self._cache.get(session_id)
+        session = self.cache.get(session_id)
         if session is not None:
             return _owned(session, owner)
-        stored = await self._store.load(session_id)
+        stored = await self.store.load(session_id)
         if stored is None or stored.state is SessionState.DELETED or owner not in (None, stored.owner):
             raise _not_found(session_id)
         if stored.state is SessionState.GONE:
@@ -475,26 +444,26 @@ class Sessions:
     def _restored(self, session_id: str, stored: StoredSession) -> Session:
         if stored.record is None:
             raise Gone(f"what the disk had of session {shown_id(session_id)!r} is damaged", param="session_id")
-        self._num_restored += 1
+        self.num_restored += 1
         return self._resident(stored.record, stored.nodes, stored.calls)
 
     def _resident(
         self, record: SessionRecord, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
     ) -> Session:
         engine = self._leases.engine(record.session_id)
-        session = Session(record, parts=self._parts, engine=engine, journal=self, nodes=nodes, calls=calls)
-        self._cache.add(session)
+        session = Session(record, parts=self.parts, engine=engine, journal=self, nodes=nodes, calls=calls)
+        self.cache.add(session)
         return session
 
     def _make_room(self) -> None:
         """Raises Overloaded if sessions with open calls use up the memory."""
-        if self._cache.is_full:
+        if self.cache.is_full:
             self._evict()
-            if self._cache.is_full:
+            if self.cache.is_full:
                 raise Overloaded("the open sessions use up the endpoint's memory")
 
     def _evict(self) -> None:
-        for session_id in self._cache.evict():
+        for session_id in self.cache.evict():
             self._leases.release(session_id)
 
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
@@ -502,17 +471,17 @@ class Sessions:
         session_id = session.session_id
         await session.close(error)
         self._leases.end(session_id)
-        self._cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
+        self.cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
         await run_to_end(self._delete_stored(session_id, state))
 
     async def _delete_stored(self, session_id: str, state: SessionState | None) -> None:
-        self._num_open -= await self._store.delete(session_id, state)
+        self.num_open -= await self.store.delete(session_id, state)
 
     # --- the watch ---
 
     async def _watch(self) -> None:
         while True:
-            await self._parts.clock.sleep(self._limits.watch_interval_s)
+            await self.parts.clock.sleep(self._limits.watch_interval_s)
             self._evict()
             try:
                 await self._expire_all()
@@ -523,12 +492,12 @@ class Sessions:
                 _log.error("sessions_not_settled", code=error.code, error=str(error))
 
     async def _expire_all(self) -> None:
-        while expired := await self._store.expired(_PAGE):
+        while expired := await self.store.expired(_PAGE):
             for session_id in expired:
                 async with self._locks.of(session_id):
-                    session = self._cache.get(session_id)
+                    session = self.cache.get(session_id)
                     if session is None:
-                        stored = await self._store.load(session_id)
+                        stored = await self.store.load(session_id)
                         if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
                             continue  # another task was faster
                         if stored.record is None:
@@ -540,24 +509,23 @@ class Sessions:
     async def _expire(self, session_id: str, session: Session) -> None:
         """End a session whose time is over; the caller holds its lock. It lives on while calls are open."""
         if session.num_open_calls:
-            await self._store.extend(session_id)
+            await self.store.extend(session_id)
             return
         is_open, is_one_off = session.record.state is SessionState.OPEN, session.record.is_one_off
         if not (is_open and is_one_off and session.num_turns == 0):
             # Nobody was to finish a one-off session: its time is its natural end.
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
-            await self._record_or_settle(session, await session.finish(SessionEnd(reason, error)))
+            await self._record_or_give_up(session, await session.finish(SessionEnd(reason, error)))
         await self._delete(
             session, None if is_one_off else SessionState.GONE, _gone(session_id, session.record.rollout_id)
         )
-        self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
 
     async def _record_owed(self) -> None:
         """Record what was finished while the coordinator, or this process, was not there."""
         after = ""
-        while owed := await self._store.owed(after, _PAGE):
+        while owed := await self.store.owed(after, _PAGE):
             after = owed[-1]
             for session_id in owed:
                 async with self._locks.of(session_id):
@@ -565,17 +533,37 @@ class Sessions:
                         session = await self._found(session_id, None)
                     except (SessionNotFound, Gone):
                         continue
-                    await self._record_or_settle(session, await session.finish())
+                    await self._record_or_give_up(session, await session.finish())
 
-    async def _record_or_settle(self, session: Session, trajectory: Trajectory) -> None:
-        """Record, or know that it will never be possible. Raises what may pass."""
+    async def _record_or_give_up(self, session: Session, trajectory: Trajectory) -> None:
+        """Record, or note that it will never be possible. Raises what may pass."""
         try:
-            await self._records.record(session, trajectory)
+            await self._record(session, trajectory)
         except AgentLoopError as error:
             if error.retryable:
                 raise
             _log.error("session_not_recorded", session=session.session_id, code=error.code, error=str(error))
-            self._records.settle(session.session_id)
+            self._notes.start(self.store.mark_recorded(session.session_id))
+
+    async def _record(self, session: Session, trajectory: Trajectory, *, has_just_ended: bool = False) -> None:
+        """Give a finished session's trajectory to the run's store, unless it has it; the caller holds its lock.
+
+        The answer does not wait for the note in the file. A record whose note was lost is given again, which
+        changes nothing. Raises what the coordinator raises, and ServiceUnavailable.
+        """
+        session_id, owner = session.session_id, None if session.record.is_claimed else session.record.owner
+        if trajectory.rollout_id == SESSIONS_ROLLOUT_ID and owner is not None:
+            owner = ""  # of an earlier release, where all shared it
+        if not has_just_ended and await self.store.is_recorded(session_id):
+            return
+        try:
+            async with asyncio.timeout(self._limits.record_timeout_s):
+                await self._coordinator.record(trajectory, owner)
+        except TimeoutError as error:
+            raise ServiceUnavailable("the coordinator did not take the record in time") from error
+        except sqlite3.Error as error:  # of a coordinator in this process
+            raise ServiceUnavailable(f"the run's store failed: {error}") from error
+        self._notes.start(self.store.mark_recorded(session_id))
 
 
 def _owned(session: Session, owner: str | None) -> Session:

@@ -33,7 +33,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.session import Session
 from agentloop.types import Generation, Message, Trajectory
-from agentloop_servers.endpoint.call_handler import CallHandler
+from agentloop_servers.endpoint.calls import answer_call
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, admit, caller_of, require_control, require_owner, session_in_path
@@ -109,14 +109,14 @@ class SessionRoutes:
         session_id, keys = session.shown_id, endpoint.sessions.keys
         request.scope["state"]["session_id"] = session_id
         path, (host, port) = f"/sessions/{session_id}/v1", request.scope["server"]
-        answer = NewSessionAnswer(
+        created = NewSessionAnswer(
             session_id=session_id,
             base_url=f"{endpoint.public_url or url_of(host, port, request.url.scheme)}{path}",
             api_key=keys.agent_key(session.session_id),
             control_key=keys.control_key(session.session_id),
             direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",
         )
-        return json_response(answer.model_dump())
+        return json_response(created.model_dump())
 
     async def sessions(self, request: Request, after: AfterId = "", limit: PageSize = 100) -> Response:
         """The caller's open and finished sessions, by id after `after`; with several processes, of all of them."""
@@ -176,8 +176,7 @@ class SessionRoutes:
             max_tokens=asked.sampling.max_tokens,
             timeout_s=asked.timeout_s,
         )
-        handler = await CallHandler.open(request, self._endpoint, None)
-        return await handler.answer(chat, render_generation)
+        return await answer_call(request, self._endpoint, chat, None, render_generation)
 
     async def _found(self, request: Request) -> Session:
         """Return the session in the path. Raises SessionNotFound for another's key."""

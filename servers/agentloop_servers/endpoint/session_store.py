@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import itertools
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,13 +201,10 @@ class SessionStore:
         open_calls = self._log.of_session(session_id)
         return await self._run(lambda db: self._load(db, session_id, open_calls))
 
-    async def mark_recorded(self, session_ids: Collection[str]) -> None:
-        """Note that the records of finished sessions are in the run's store, or never will be."""
-        statement, rows = (
-            "UPDATE sessions SET is_recorded = 1 WHERE session_id = ?",
-            [(one,) for one in session_ids],
-        )
-        await self._run(lambda db: db.executemany(statement, rows).rowcount)
+    async def mark_recorded(self, session_id: str) -> None:
+        """Note that a finished session's record is in the run's store, or never will be."""
+        statement = "UPDATE sessions SET is_recorded = 1 WHERE session_id = ?"
+        await self._run(lambda db: db.execute(statement, (session_id,)).rowcount)
 
     async def is_recorded(self, session_id: str) -> bool:
         """Return whether a finished session's record needs no more care."""

@@ -15,21 +15,20 @@ import asyncio
 import uuid
 import zlib
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 import structlog
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import MAX_TIMEOUT_S
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
 from agentloop_servers.http.guard import envelope_of, error_response
-from agentloop_servers.http.responses import unless_client_leaves
+from agentloop_servers.http.responses import send_in_time, unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
 from agentloop_servers.private_http.client import Connector
 
@@ -54,57 +53,30 @@ LOCK_TIMEOUT_S = 60.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class ShardLock:
-    """The shard that this process holds until it ends or releases it: a number, and so one file of sessions.
-
-    So no two processes write the sessions of one shard, not even while a wedged one is being replaced, when Serve's
-    own rank of the new one is beyond their number. The lock's file also says on which port the shard was last
-    reached: the process that takes it over listens there again, and the URLs that agents hold go on working.
-    """
-
-    def __init__(self, number: int, lock: FileLock) -> None:
-        self.number = number
-        self._lock = lock
-
-    @property
-    def port(self) -> int:
-        """Return where the shard was last reached; 0 if it is new."""
-        text = self._lock.text
-        return int(text) if text.isdigit() else 0
-
-    def set_port(self, port: int) -> None:
-        """Keep it for the process that has the shard next."""
-        self._lock.set_text(str(port))
-
-    def release(self) -> None:
-        """Leave it to others. Idempotent."""
-        self._lock.release()
-
-
 async def take_shard_lock(
     run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
-) -> ShardLock:
-    """Take the lock of a free shard, `first` if it is. Raises ServiceUnavailable if none gets free in time."""
+) -> tuple[int, FileLock]:
+    """Take a free shard, `first` if it is: its number, and so one file of sessions, with the lock that holds it.
 
-    def take() -> ShardLock | None:
+    So no two processes write the sessions of one shard, not even while a wedged one is being replaced, when Serve's
+    own rank of the new one is beyond their number. The lock's text is the port on which the shard was last reached:
+    the process that takes it over listens there again, and the URLs that agents hold go on working.
+
+    Raises ServiceUnavailable if none gets free in time.
+    """
+
+    def take() -> tuple[int, FileLock] | None:
         for offset in range(num_shards):
             number = (first + offset) % num_shards
             lock = take_lock(run_dir / f"sessions-{number}.lock")
             if lock is not None:
-                return ShardLock(number, lock)
+                return number, lock
         return None
 
     shard = await taken_in_time(take, timeout_s)
     if shard is None:
         raise ServiceUnavailable(f"other processes hold all {num_shards} shards of {run_dir}")
     return shard
-
-
-class Directory(Protocol):
-    """The part of the coordinator that knows the endpoint's processes."""
-
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        """Say where process `rank` listens; returns where each known one does."""
 
 
 class NotOwner(Exception):
@@ -119,11 +91,11 @@ class ShardRouter:
     """The endpoint's processes as one of them sees it. `start` it once its own URL is known."""
 
     def __init__(
-        self, directory: Directory, rank: int = 0, num_processes: int = 1, owner_wait_s: float = OWNER_WAIT_S
+        self, coordinator: FrontPort, rank: int = 0, num_processes: int = 1, owner_wait_s: float = OWNER_WAIT_S
     ) -> None:
         if not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
-        self._directory = directory
+        self._coordinator = coordinator
         self._rank = rank
         self._num_processes = num_processes
         self._owner_wait_s = owner_wait_s
@@ -193,15 +165,20 @@ class ShardRouter:
         return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
-        """Ask the owner and send what it answers. Raises ServiceUnavailable or Overloaded before anything is sent;
-        later, what cuts the answer short."""
-        if HOP_HEADER in request.headers:
-            raise ServiceUnavailable("the endpoint's processes do not agree who has this session")
-        if self._num_passed_on >= MAX_PASSED_ON:
-            raise Overloaded(f"{MAX_PASSED_ON} calls are being passed on")
+        """Ask the owner and send what it answers; an error answer if it cannot be asked. Raises ServiceUnavailable
+        for an answer that is cut short, and ClientDisconnect for a client that does not read."""
         self._num_passed_on += 1
         try:
-            answer = await self._asked(request, rank, body)
+            try:
+                if HOP_HEADER in request.headers:
+                    raise ServiceUnavailable("the endpoint's processes do not agree who has this session")
+                if self._num_passed_on > MAX_PASSED_ON:
+                    raise Overloaded(f"{MAX_PASSED_ON} calls are being passed on")
+                answer = await self._asked(request, rank, body)
+            except AgentLoopError as error:
+                refusal = error_response(error, envelope=envelope_of(request.scope))
+                await refusal(request.scope, request.receive, send)
+                return
             try:
                 await _send_answer(answer, rank, send)
             finally:
@@ -239,7 +216,7 @@ class ShardRouter:
         while True:
             try:
                 # A coordinator that has just started does not know all of them yet: what is known stays.
-                self._urls.update(await self._directory.join_endpoint(self._rank, url))
+                self._urls.update(await self._coordinator.join_endpoint(self._rank, url))
             except AgentLoopError as error:
                 _log.warning("endpoint_not_announced", rank=self._rank, code=error.code)
             await asyncio.sleep(ANNOUNCE_S if len(self._urls) == self._num_processes else _RETRY_S)
@@ -256,37 +233,21 @@ class _PassedOn(Response):
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_client_leaves(self._request, self._pass_on(scope, receive, send))
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            try:
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await send(message)
-            except TimeoutError as error:
-                raise ClientDisconnect from error
-
-        try:
-            await self._router.pass_on(self._request, self._rank, self._body, watched)
-        except AgentLoopError as error:
-            if is_started:
-                raise
-            await error_response(error, envelope=envelope_of(scope))(scope, receive, send)
+        await unless_client_leaves(self._request, self._router.pass_on(self._request, self._rank, self._body, send))
 
 
 async def _send_answer(answer: aiohttp.ClientResponse, rank: int, send: Send) -> None:
     headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in _NOT_ANSWERED]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    start = {"type": "http.response.start", "status": answer.status, "headers": headers}
+    await send_in_time(send, start, SEND_TIMEOUT_S)
     try:
         async for piece in answer.content.iter_any():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send_in_time(
+                send, {"type": "http.response.body", "body": piece, "more_body": True}, SEND_TIMEOUT_S
+            )
     except (aiohttp.ClientError, OSError) as error:
         raise ServiceUnavailable(f"endpoint process {rank} was lost within its answer") from error
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    await send_in_time(send, {"type": "http.response.body", "body": b"", "more_body": False}, SEND_TIMEOUT_S)
 
 
 def _forwarded(request: Request) -> list[tuple[str, str]]:

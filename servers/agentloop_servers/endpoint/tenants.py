@@ -11,11 +11,11 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import structlog
 
-from agentloop.api.owners import NO_LIMITS, UserLimits, UsersNews, UserUsage
+from agentloop.api.coordinator import FrontPort
+from agentloop.api.owners import NO_LIMITS, UserLimits, UserUsage
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded
 from agentloop_servers.http.auth import Keys, User
 
@@ -24,22 +24,13 @@ _REPORT_S = 1.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class UsersPort(Protocol):
-    """The part of the coordinator that knows the users of all processes."""
-
-    async def report_users(
-        self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
-    ) -> UsersNews:
-        """Tell what users have open here; returns what they have in all processes."""
-
-
 class Tenants:
     """The users that one process serves. `start` it, and `close` it in the end."""
 
     def __init__(
         self,
         keys: Keys,
-        coordinator: UsersPort,
+        coordinator: FrontPort,
         read: Callable[[], tuple[User, ...]] | None,
         count_sessions: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:

@@ -322,29 +322,27 @@ def require_control(request: Request, *, has_control_key: bool) -> None:
 # --- names of sessions ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SessionName:
-    """The session that a request means, as `Sessions.find` takes it; `session_id` None: one of its own."""
-
-    session_id: str | None
-    must_exist: bool
-    reaches: tuple[str, ...] | None  # None: a session key proved the right to the session
-
-
-def session_name(request: Request, body_session_id: str | None) -> SessionName:
-    """Return the name of the session that a request means.
+def session_name(request: Request, body_session_id: str | None) -> tuple[str | None, bool]:
+    """Return the id of the session that a request means, and whether it must exist; None: one of its own.
 
     Raises InvalidRequest for names that disagree, and SessionNotFound for a path with another session's key.
     """
-    caller = caller_of(request)
     in_path = session_in_path(request) if "session_id" in request.path_params else None
-    named = in_path if in_path is not None else caller.session_id
-    offered = _offered(request if in_path is None else None, body_session_id)
-    if named is not None and offered is not None and shown_id(named) != offered:
-        raise InvalidRequest(
-            f"the request names two sessions, {shown_id(named)!r} and {offered!r}", param=SESSION_HEADER
-        )
-    return SessionName(offered if named is None else named, named is not None, caller.reaches)
+    named = in_path if in_path is not None else caller_of(request).session_id
+    offered = set() if in_path is not None else {*request.headers.getlist(SESSION_HEADER)}
+    if body_session_id is not None:
+        offered.add(body_session_id)
+    if len(offered) > 1:
+        raise InvalidRequest("header and body name different sessions", param=SESSION_HEADER)
+    for name in offered:
+        if _SESSION_ID.fullmatch(name) is None:
+            raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param=SESSION_HEADER)
+        if named is not None and shown_id(named) != name:
+            raise InvalidRequest(
+                f"the request names two sessions, {shown_id(named)!r} and {name!r}", param=SESSION_HEADER
+            )
+        return named or name, named is not None
+    return named, named is not None
 
 
 def session_in_path(request: Request) -> str:
@@ -363,17 +361,3 @@ def names_session(request: Request) -> bool:
     """Tell whether the URL, the key or the header names a session."""
     named = "session_id" in request.path_params or SESSION_HEADER in request.headers
     return named or caller_of(request).session_id is not None
-
-
-def _offered(request: Request | None, body_session_id: str | None) -> str | None:
-    """Return the session that header and body name, if any."""
-    names = set() if request is None else {*request.headers.getlist(SESSION_HEADER)}
-    if body_session_id is not None:
-        names.add(body_session_id)
-    if len(names) > 1:
-        raise InvalidRequest("header and body name different sessions", param=SESSION_HEADER)
-    for name in names:
-        if _SESSION_ID.fullmatch(name) is None:
-            raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param=SESSION_HEADER)
-        return name
-    return None

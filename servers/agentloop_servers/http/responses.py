@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Message, Receive, Send
 
 from agentloop.codec import MSGPACK
 from agentloop.errors import DeadlineExceeded
@@ -76,3 +76,12 @@ async def client_left(receive: Receive) -> None:
     """Return once the client of a request, whose body has been read, is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def send_in_time(send: Send, message: Message, timeout_s: float) -> None:
+    """Send a part of an answer. Raises ClientDisconnect if the client does not take what was sent before."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError as error:
+        raise ClientDisconnect from error

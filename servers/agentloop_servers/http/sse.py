@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentloop.errors import AgentLoopError
-from agentloop_servers.http.responses import client_left
+from agentloop_servers.http.responses import client_left, send_in_time
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -131,12 +131,10 @@ class _Writer:
 
     async def _send_in_time(self, data: bytes, *, more_body: bool) -> None:
         """Raises ClientDisconnect if the client does not take what was sent before."""
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                if not self.is_started:
-                    self.is_started = True
-                    await self._send({"type": "http.response.start", "status": 200, "headers": self._raw_headers})
-                await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
-        except TimeoutError as error:
-            raise ClientDisconnect from error
+        if not self.is_started:
+            self.is_started = True
+            start = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}
+            await send_in_time(self._send, start, self._send_timeout_s)
+        body = {"type": "http.response.body", "body": data, "more_body": more_body}
+        await send_in_time(self._send, body, self._send_timeout_s)
         self.last_at = asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ from agentloop.engine import TokenEngine
 from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.plugins import AllowedImports
-from agentloop_servers.endpoint import routes_dialects, routes_openai, routes_sessions, routes_vllm
+from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.shards import NotOwner
 from agentloop_servers.endpoint.token_calls import TokenCalls
@@ -84,8 +84,8 @@ def create_app(
     add_error_handlers(app, limits)
     bodies: list[type[BaseModel]] = [*ROLLOUT_BODIES, *ADMIN_BODIES]
     if endpoint is not None:
-        bodies += _include_endpoint(app, endpoint, keys)  # first: most requests are its
-        app.include_router(routes_vllm.router(endpoint, keys, TokenCalls(endpoint.sessions.parts, leases)))
+        # First: most requests are its.
+        bodies += _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     own = (rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys))
     for router in own:
@@ -94,7 +94,9 @@ def create_app(
     return app
 
 
-def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys) -> list[type[BaseModel]]:
+def _include_endpoint(
+    app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls
+) -> list[type[BaseModel]]:
     """Add the routes for agents; returns the bodies that they take."""
 
     async def pass_on(request: Request, error: Exception) -> Response:
@@ -103,8 +105,6 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys) -> list[type
         return await endpoint.router.forward(request, error.rank)
 
     app.add_exception_handler(NotOwner, pass_on)
-    bodies: list[type[BaseModel]] = [*routes_vllm.BODIES, *VLLM_BODIES]
-    for routes in (routes_openai, routes_sessions, routes_dialects):
-        app.include_router(routes.router(endpoint, keys))
-        bodies += routes.BODIES
-    return bodies
+    app.include_router(routes_calls.router(endpoint, keys, token_calls))
+    app.include_router(routes_sessions.router(endpoint, keys))
+    return [*routes_calls.BODIES, *routes_sessions.BODIES, *VLLM_BODIES]

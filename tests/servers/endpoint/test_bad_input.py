@@ -362,7 +362,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
 
 
 async def check_refused(service: ChatService, case: Case, headers: dict[str, str] = JSON) -> None:
-    before = service.sessions.stats().num_open
+    before = service.sessions.num_open
     answered = await service.call("POST", case.path, data=BytesIO(case.body), headers=headers)
     status, error = answered[0], answered[1]["error"]
     assert (status, error["code"]) == (case.status, case.code), error
@@ -371,7 +371,7 @@ async def check_refused(service: ChatService, case: Case, headers: dict[str, str
     assert "Traceback" not in error["message"]
     assert "site-packages" not in error["message"]
     if case.code != "context_length_exceeded":  # which is known only once a session has rendered it
-        assert service.sessions.stats().num_open == before
+        assert service.sessions.num_open == before
     assert (await service.call("POST", CHAT, json=GOOD[CHAT]))[0] == 200
 
 

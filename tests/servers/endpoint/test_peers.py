@@ -403,21 +403,21 @@ async def test_what_goes_on_is_what_came(http):
 
 
 async def test_each_shard_is_taken_once_and_keeps_its_port(tmp_path):
-    first = await take_shard_lock(tmp_path, 2, first=1)
-    second = await take_shard_lock(tmp_path, 2, first=1)
-    assert (first.number, second.number, first.port) == (1, 0, 0)
+    number, first = await take_shard_lock(tmp_path, 2, first=1)
+    other, second = await take_shard_lock(tmp_path, 2, first=1)
+    assert (number, other, first.text) == (1, 0, "")
     with pytest.raises(ServiceUnavailable):
         await take_shard_lock(tmp_path, 2, timeout_s=0.2)
-    first.set_port(65_535)
-    first.set_port(4711)
+    first.set_text("65535")
+    first.set_text("4711")
     waiting = asyncio.create_task(take_shard_lock(tmp_path, 2))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     first.release()
     first.release()
     async with asyncio.timeout(5):
-        third = await waiting
-    assert (third.number, third.port) == (1, 4711)
+        number, third = await waiting
+    assert (number, third.text) == (1, "4711")
     third.release()
     second.release()
 

@@ -113,7 +113,7 @@ async def test_a_create_may_be_repeated_until_the_first_call(site: SessionSite, 
     with pytest.raises(Conflict):
         await sessions.create(wanted, NOBODY)
     assert (await sessions.create(NewSession(), NOBODY)).session_id != "s"
-    assert sessions.stats().num_open == 2
+    assert sessions.num_open == 2
 
 
 @virtually()
@@ -131,7 +131,7 @@ async def test_what_is_asked_for_is_checked(site: SessionSite, sessions: Session
             await sessions.create(wanted, NOBODY)
     with pytest.raises(InvalidRequest):
         await sessions.find_or_create("a/b", NOBODY)
-    assert sessions.stats().num_open == 0
+    assert sessions.num_open == 0
 
 
 @virtually()
@@ -141,7 +141,7 @@ async def test_first_users_of_an_id_share_one_session(site: SessionSite, session
     one_offs = await asyncio.gather(*(sessions.find_or_create(None, NOBODY) for _ in range(5)))
     assert len({session.session_id for session in one_offs}) == 5
     assert all(session.record.is_one_off for session in one_offs)
-    assert sessions.stats().num_open == 6
+    assert sessions.num_open == 6
 
 
 @virtually()
@@ -157,7 +157,7 @@ async def test_open_sessions_are_bounded(site: SessionSite, sessions: Sessions) 
     await sessions.create(NewSession("more"), NOBODY)
     await sessions.delete("s1", NOBODY)
     await sessions.create(NewSession("even-more"), NOBODY)
-    assert sessions.stats().num_open == 8
+    assert sessions.num_open == 8
 
 
 async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_true(tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_tru
     for index in range(6):
         stored = await site.store.load(f"s{index}")
         made += stored is not None
-    assert sessions.stats().num_open == made
+    assert sessions.num_open == made
     deleting = asyncio.create_task(sessions.delete("s0", NOBODY))
     await asyncio.sleep(0.001)
     deleting.cancel()
     await asyncio.gather(deleting, return_exceptions=True)
     stored = await site.store.load("s0")
     is_open = stored is not None and stored.record is not None
-    assert sessions.stats().num_open == made - 1 + is_open
+    assert sessions.num_open == made - 1 + is_open
     await site.stop()
 
 
@@ -213,12 +213,12 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
     before = session.trajectory()
     assert len(site.coordinator.leases) == 1
     await site.clock.sleep(65.0)
-    assert (sessions.stats().num_resident, sessions.stats().resident_bytes) == (0, 0)
+    assert (len(sessions.cache), sessions.cache.num_bytes) == (0, 0)
     assert site.coordinator.leases == {}
     del session
     gc.collect()
     session = await sessions.find("s", NOBODY)
-    assert sessions.stats().num_restored == 1
+    assert sessions.num_restored == 1
     after = session.trajectory()
     assert to_builtins(replace(after, timings=before.timings)) == to_builtins(before)
     result = await say(session, *history, Message("user", "and now?"))
@@ -231,13 +231,13 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
 async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", NOBODY)
     await site.clock.sleep(65.0)
-    assert sessions.stats().num_resident == 0
+    assert len(sessions.cache) == 0
     await talk(session, 1)  # by who has had it all the time
-    assert sessions.stats().num_resident == 1
+    assert len(sessions.cache) == 1
     assert await sessions.find("s", NOBODY) is session
     await site.clock.sleep(65.0)
     assert await sessions.find("s", NOBODY) is session
-    assert sessions.stats().num_restored == 0
+    assert sessions.num_restored == 0
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
@@ -266,7 +266,7 @@ async def test_a_session_with_a_call_under_way_stays_and_lives(site: SessionSite
     site.talker.gate.clear()
     calling = asyncio.create_task(talk(session, 1))
     await site.clock.sleep(200.0)
-    assert sessions.stats().num_resident == 1
+    assert len(sessions.cache) == 1
     site.talker.gate.set()
     await calling
     assert (await sessions.find("s", NOBODY)).num_turns == 1
@@ -276,14 +276,13 @@ async def test_a_session_with_a_call_under_way_stays_and_lives(site: SessionSite
 async def test_over_the_quota_the_longest_unused_go(site: SessionSite, sessions: Sessions) -> None:
     for index in range(100):
         await talk(await sessions.find_or_create(f"s{index}", NOBODY), 2)
-        assert sessions.stats().resident_bytes < 150_000
-    stats = sessions.stats()
-    assert stats.num_evicted >= 50
-    assert 1 <= stats.num_resident < 50
+        assert sessions.cache.num_bytes < 150_000
+    assert sessions.cache.num_evicted >= 50
+    assert 1 <= len(sessions.cache) < 50
     await sessions.find("s99", NOBODY)
-    assert sessions.stats().num_restored == 0
+    assert sessions.num_restored == 0
     assert (await sessions.find("s0", NOBODY)).num_turns == 2
-    assert sessions.stats().num_restored == 1
+    assert sessions.num_restored == 1
 
 
 @virtually(replace(LIMITS, max_resident_bytes=20_000, max_sessions=1000))
@@ -328,15 +327,14 @@ async def test_many_sessions_take_bounded_memory_and_all_come_back(tmp_path: Pat
     async def use(index: int) -> None:
         nonlocal largest
         await talk(await sessions.find_or_create(f"s{index}", NOBODY), 2)
-        largest = max(largest, sessions.stats().resident_bytes)
+        largest = max(largest, sessions.cache.num_bytes)
 
     for start in range(0, num_sessions, 100):
         await asyncio.gather(*(use(index) for index in range(start, start + 100)))
-    stats = sessions.stats()
-    assert stats.num_open == num_sessions
+    assert sessions.num_open == num_sessions
     assert largest < quota_bytes + 100 * 100_000  # the quota, and what the calls under way add
-    assert stats.num_evicted > num_sessions / 2
-    assert num_alive() - num_others == stats.num_resident
+    assert sessions.cache.num_evicted > num_sessions / 2
+    assert num_alive() - num_others == len(sessions.cache)
     for start in range(0, num_sessions, 100):
         found = await asyncio.gather(*(sessions.find(f"s{index}", NOBODY) for index in range(start, start + 100)))
         assert [session.num_turns for session in found] == [2] * 100

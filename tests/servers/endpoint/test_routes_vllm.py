@@ -102,7 +102,7 @@ async def test_stop_reasons(tmp_path: Path) -> None:
 
 
 async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(service: ChatService) -> None:
-    coordinator, before = service.coordinator, service.sessions.stats().num_open
+    coordinator, before = service.coordinator, service.sessions.num_open
     for _ in range(3):
         await generated(service, asked(5, 6), **{"X-Session-ID": "rollout 1/é"})
     await generated(service, asked(5, 6), **{"X-Session-ID": "another"})
@@ -110,7 +110,7 @@ async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(se
     await generated(service, asked(5, 6))
     await generated(service, asked(5, 6))
     assert coordinator.num_leased == 4  # calls without a name have a lease each
-    assert service.sessions.stats().num_open == before
+    assert service.sessions.num_open == before
     names = [name for name in coordinator.held if name.startswith("tokens-")]
     assert len(names) == 2
     status, answer, _ = await service.call("POST", "/finish_session", params={"session_id": "another"})

@@ -143,7 +143,7 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
         assert await store.owed("", 10) == ["s"]
         assert await store.owed("s", 10) == []
         assert not await store.is_recorded("s")
-        await store.mark_recorded(["s"])
+        await store.mark_recorded("s")
         assert await store.is_recorded("s")
         assert await store.owed("", 10) == []
 

@@ -136,8 +136,7 @@ async def test_an_unused_session_expires_and_is_recorded_as_incomplete(
         await sessions.find("used", "another")
     assert site.recorded == [("empty", "deadline", False), ("used", "deadline", False)]
     assert site.coordinator.finished["sessions"][1].num_sampled_tokens > 0
-    stats = sessions.stats()
-    assert (stats.num_open, stats.num_expired, stats.num_resident) == (0, 2, 0)
+    assert (sessions.num_open, len(sessions.cache)) == (0, 0)
 
 
 @virtually()
@@ -157,7 +156,7 @@ async def test_a_one_off_session_ends_by_itself(site: SessionSite, sessions: Ses
     for session in (kept, left, failed, unused):
         with pytest.raises(SessionNotFound):
             await sessions.find(session.session_id, NOBODY)
-    assert sessions.stats().num_open == 0
+    assert sessions.num_open == 0
 
 
 @virtually()
@@ -184,7 +183,7 @@ async def test_a_deleted_session_is_gone_for_good(site: SessionSite, sessions: S
         await sessions.create(NewSession("s"), NOBODY)
     await site.clock.sleep(2000.0)
     assert site.recorded == []
-    assert sessions.stats().num_open == 0
+    assert sessions.num_open == 0
     sessions = await site.restart()
     with pytest.raises(SessionNotFound):
         await sessions.find_or_create("s", NOBODY)
@@ -268,7 +267,7 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
     await site.stop()
     site.path /= "after"
     sessions = await site.start()
-    assert sessions.stats().num_open == 2
+    assert sessions.num_open == 2
     restored = await sessions.find("open", "alice")
     assert restored.is_complete
     result = await say(restored, *history, Message("user", "more"))
@@ -303,7 +302,7 @@ async def test_damaged_rows_leave_a_session_incomplete(site: SessionSite, sessio
     await talk(session, 1)
     await site.clock.sleep(2000.0)
     sessions.check_health()
-    assert sessions.stats().num_corrupt_rows > 0
+    assert sessions.store.num_corrupt_rows > 0
     assert site.recorded == [("turns", "deadline", False)]
 
 

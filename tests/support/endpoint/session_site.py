@@ -116,7 +116,7 @@ class SessionSite:
 
     @property
     def store(self) -> SessionStore:
-        return self.sessions._store
+        return self.sessions.store
 
     async def in_store(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         """Do something in the store's file."""

@@ -1,0 +1,176 @@
+"""One model call over HTTP, the same for every dialect: its session, its identity, its deadline and its answer.
+
+A route checks its body, makes a `ChatCall`, and says how a result looks. A client that leaves cancels the call,
+whole or streamed, and the answer returns only when what was cancelled has ended. The session keeps the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import orjson
+from fastapi import Request
+from starlette.responses import Response
+
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.errors import AgentLoopError
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.sessions.session import Session
+from agentloop.trajectory.node import Reply
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http.auth import caller_of, names_session, session_name
+from agentloop_servers.http.guard import envelope_of, error_response
+from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
+from agentloop_servers.http.sse import DONE, EventStream, sse
+
+Events: TypeAlias = Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncGenerator[dict[str, Any], None]]
+"""Turns the pieces of an answer into the events of a dialect."""
+
+LONG_CONVERSATION = 512
+"""Messages of a body that is turned into a call in a thread."""
+
+RETRY_COUNT_HEADER = "x-stainless-retry-count"
+IDEMPOTENCY_HEADER = "idempotency-key"
+READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
+TURN_HEADER = "x-turn-id"
+
+LONG_ANSWER_TOKENS = 2048
+"""Longer answers are written in a thread: with logprobs they are megabytes."""
+
+_DIGEST_BYTES = 16
+_MAX_RETRY_COUNT = 1000
+
+
+async def answer_call(
+    request: Request, endpoint: Endpoint, chat: ChatCall, name: str | None, render: Callable[[ChatResult], Any]
+) -> Response:
+    """Answer a call as JSON, which `render` gives as `orjson` takes it. `name` is the body's of the session.
+
+    Raises as `session_of`, and what the call raises.
+    """
+    session, key = await session_of(request, endpoint, name), await call_key(request)
+    with endpoint.admitted(session.record.owner):
+        result = await unless_client_leaves(request, session.call(bounded(request, chat), key))
+    if result is None:
+        return unread_response()
+    replies, headers = [node.reply for node in result.choices], {TURN_HEADER: result.choices[0].node_id}
+    return await json_of_replies(replies, lambda: render(result), headers)
+
+
+async def json_of_replies(
+    replies: list[Reply], render: Callable[[], Any], headers: dict[str, str] | None = None
+) -> Response:
+    """Return what `render` makes of replies; long ones are written in a thread."""
+    if sum(len(reply.token_ids) for reply in replies) > LONG_ANSWER_TOKENS:
+        return json_response(await asyncio.to_thread(lambda: orjson.dumps(render())), headers=headers)
+    return json_response(render(), headers=headers)
+
+
+async def stream_call(
+    request: Request,
+    endpoint: Endpoint,
+    chat: ChatCall,
+    name: str | None,
+    write: Events,
+    error_event: Callable[[AgentLoopError], bytes],
+    *,
+    are_named: bool,
+) -> Response:
+    """Answer a call with server-sent events, `are_named` by their types or ended by a mark, and with keep-alives.
+
+    A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
+    """
+    session, key = await session_of(request, endpoint, name), await call_key(request)
+
+    async def sent() -> AsyncGenerator[bytes, None]:
+        # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
+        with endpoint.admitted(session.record.owner):
+            async with aclosing(session.stream(chat, key)) as pieces, aclosing(write(pieces)) as events:
+                async for event in events:
+                    yield sse(event, event["type"] if are_named else None)
+                if not are_named:
+                    yield DONE
+
+    return EventStream(
+        sent(),
+        error_event,
+        lambda error: error_response(error, envelope=envelope_of(request.scope)),
+        keep_alive_s=endpoint.limits.keep_alive_s,
+        send_timeout_s=endpoint.limits.send_timeout_s,
+    )
+
+
+def bounded(request: Request, chat: ChatCall) -> ChatCall:
+    """Return the call, ending no later than the client stops waiting for it."""
+    hint_s = _read_timeout_s(request)
+    return chat if hint_s is None or hint_s >= chat.timeout_s else replace(chat, timeout_s=hint_s)
+
+
+async def session_of(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
+    """Return the session that a request means; from here on its answer has `x-session-id`.
+
+    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and NotOwner.
+    """
+    session_id, must_exist = session_name(request, body_session_id)
+    sessions, reaches = endpoint.sessions, caller_of(request).reaches
+    found: Session | None = None
+    if session_id is not None:
+        endpoint.check_own(session_id)
+        found = sessions.resident(session_id, reaches)
+    if found is None:
+        if session_id is not None and must_exist:
+            finding = sessions.find(session_id, reaches)
+        else:
+            assert reaches is not None  # a session's key names its session
+            finding = sessions.find_or_create(session_id, reaches)
+        found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
+    request.scope["state"]["session_id"] = found.shown_id
+    return found
+
+
+async def as_call(reading: Callable[[], ChatCall], num_messages: int) -> ChatCall:
+    """Return the call that a body means; a long conversation is read in a thread."""
+    return await asyncio.to_thread(reading) if num_messages > LONG_CONVERSATION else reading()
+
+
+def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
+    """Check that a model is served. In a session every name means its policy: agents have names of their own.
+
+    Raises ModelNotFound.
+    """
+    if body_session_id is None and not names_session(request):
+        endpoint.check_model(name)
+
+
+async def call_key(request: Request) -> CallKey:
+    """Return the identity of this request: its path, its body and the client's count of tries.
+
+    One with an `Idempotency-Key` is a retry of any with the same key and body, whatever its count.
+    """
+    digest = blake2b(request.scope["path"].encode(), digest_size=_DIGEST_BYTES)
+    digest.update(b"\0")
+    digest.update(await request.body())
+    text = request.headers.get(RETRY_COUNT_HEADER, "")
+    count = int(text[:6]) if text.isascii() and text.isdecimal() else 0
+    if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
+        digest.update(b"\0" + idempotency_key.encode())
+        count = max(count, 1)
+    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT))
+
+
+def _read_timeout_s(request: Request) -> float | None:
+    """Return how long the OpenAI and Anthropic clients wait for an answer, where they say it."""
+    text = request.headers.get(READ_TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None  # a hint; httpx writes "None" for no timeout
+    return value if math.isfinite(value) and value > 0 else None

@@ -1,0 +1,428 @@
+"""The routes of model calls and what goes with them, one table for all dialects.
+
+All stand at the root and under `/sessions/{session_id}`. They hold no state but caches: a call's life is in
+`calls.py`, what a body means in `agentloop/chat/`. What Anthropic's routes answer, errors too, is as its clients
+read it. vLLM's token route samples without a record where neither path nor key names a session: there the header
+`X-Session-ID` only says which calls run on the same replica, as long as it serves and has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
+from starlette.responses import Response
+
+from agentloop.api.owners import own_id
+from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
+from agentloop.chat import openai as openai_chat
+from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
+from agentloop.chat.body_cache import BodyCache
+from agentloop.chat.call import ChatCall
+from agentloop.chat.choices import ChoiceWriter
+from agentloop.chat.fields import read_body
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from agentloop.chat.responses_bodies import ResponsesBody
+from agentloop.chat.sampling import template_kwargs
+from agentloop.chat.vllm_tokens import TokensBody
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
+from agentloop.rendering.renderer import off_loop
+from agentloop.types import SamplingParams
+from agentloop_servers.endpoint.calls import (
+    answer_call,
+    as_call,
+    bounded,
+    check_model,
+    json_of_replies,
+    session_of,
+    stream_call,
+)
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.token_calls import TokenCalls
+from agentloop_servers.http.auth import SESSION_HEADER, Keys, admit, caller_of, names_session
+from agentloop_servers.http.guard import json_body, read_json_body, speaks
+from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, errors
+from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
+from agentloop_servers.http.sse import DONE, sse
+
+MAX_AFFINITY_CHARS = 256
+
+AskedCompletion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
+Tokenize = Annotated[TokenizeBody, Depends(json_body(TokenizeBody, read_body))]
+Detokenize = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody, read_body))]
+AskedResponse = Annotated[ResponsesBody, Depends(json_body(ResponsesBody, read_body))]
+AskedMessage = Annotated[MessagesBody, Depends(json_body(MessagesBody, read_body))]
+Counted = Annotated[CountTokensBody, Depends(json_body(CountTokensBody, read_body))]
+Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
+AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
+
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    ResponsesBody,
+    MessagesBody,
+    CountTokensBody,
+    TokensBody,
+)
+
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
+_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": _JSON}}
+_STREAMED_ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**_JSON, **STREAMED}}}
+
+# What the guard refuses before it knows the route (a bad host, a declared length beyond the bound) is in the other
+# dialects' form.
+_MESSAGES_ERROR: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "description": "What went wrong; `code` and `param` are those of the other dialects.",
+            "properties": {
+                "type": {"const": "error"},
+                "error": {
+                    "type": "object",
+                    "properties": {
+                        "type": {"type": "string"},
+                        "message": {"type": "string"},
+                        "code": {"type": "string"},
+                        "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "details": {"type": "object", "description": "Of a refused `thread`, for the SDK."},
+                    },
+                    "required": ["type", "message", "code", "param"],
+                },
+                "request_id": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["type", "error", "request_id"],
+        },
+        ERROR_SCHEMA,
+    ]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The answer to `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The prompt of a call that was not made, and how its history was matched with the session's."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    parent_turn_id: str | None
+    split_reason: str | None
+    split_detail: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenized:
+    """The text of ids, control tokens included."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """The answer of `count_tokens`."""
+
+    input_tokens: int
+
+
+def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter:
+    """Return the routes, open to user keys and to the keys of sessions."""
+    routes = CallRoutes(endpoint, token_calls)
+    is_admitted, own = Depends(admit(keys, endpoint.sessions.keys.opened_by)), [Depends(routes.check_session)]
+    tags = {
+        "openai": APIRouter(dependencies=[is_admitted], responses=errors(), tags=["openai"]),
+        "responses": APIRouter(
+            dependencies=[is_admitted], responses={**errors(), **_STREAMED_ANSWER}, tags=["responses"]
+        ),
+        "messages": APIRouter(
+            dependencies=[Depends(_speak), is_admitted], responses=errors(_MESSAGES_ERROR), tags=["messages"]
+        ),
+        "vllm": APIRouter(dependencies=[is_admitted], responses={**errors(), **_ANSWER}, tags=["vllm"]),
+    }
+    calls: list[tuple[str, str, Any, type[Any], Any, dict[int | str, dict[str, Any]] | None]] = [
+        ("openai", "/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, _STREAMED),
+        ("openai", "/v1/completions", routes.complete, CompletionBody, Completion, _STREAMED),
+        ("openai", "/v1/chat/completions/render", routes.render, ChatBody, Preview, None),
+        ("responses", "/v1/responses", routes.create_response, ResponsesBody, None, None),
+        ("messages", "/v1/messages", routes.create_message, MessagesBody, None, _STREAMED_ANSWER),
+        ("messages", "/v1/messages/count_tokens", routes.count_tokens, CountTokensBody, TokenCount, None),
+        ("vllm", "/inference/v1/generate", routes.generate, TokensBody, None, None),
+    ]
+    # Routes that do not look for a session: one in the path must be the caller's all the same.
+    others: list[tuple[str, str, Any, type[Any] | None, Any]] = [
+        ("POST", "/v1/tokenize", routes.tokenize, TokenizeBody, Tokenized),
+        ("POST", "/v1/detokenize", routes.detokenize, DetokenizeBody, Detokenized),
+        ("POST", "/tokenize", routes.tokenize, TokenizeBody, Tokenized),
+        ("POST", "/detokenize", routes.detokenize, DetokenizeBody, Detokenized),
+        ("GET", "/v1/models", routes.models, None, Models),
+        ("GET", "/v1/models/{model:path}", routes.model, None, Model),
+    ]
+    for prefix in ("", "/sessions/{session_id}"):
+        for tag, path, handler, body, answered, shown in calls:
+            add_route(tags[tag], "POST", f"{prefix}{path}", handler, body, answered, shown)
+        for method, path, handler, taken, answered in others:
+            needed = own if prefix else None
+            add_route(tags["openai"], method, f"{prefix}{path}", handler, taken, answered, dependencies=needed)
+    add_route(tags["vllm"], "POST", "/finish_session", routes.finish_affinity)
+    whole = APIRouter()
+    for part in tags.values():
+        whole.include_router(part)
+    return whole
+
+
+class CallRoutes:
+    """The handlers of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
+        self._endpoint = endpoint
+        self._token_calls = token_calls
+        self._texts = TokenTexts(endpoint.renderer)
+        self._read_chat = partial(
+            openai_chat.read_chat, cache=BodyCache(shown_names=endpoint.renderer.facts.shown_names)
+        )
+
+    async def check_session(self, request: Request) -> None:
+        """Raises what `session_of` raises for a session that is not the caller's."""
+        await session_of(request, self._endpoint, None)
+
+    # --- OpenAI's chat and completions ---
+
+    async def chat(self, request: Request) -> Response:
+        """One answer, or `n`, to a conversation; streamed as server-sent events if asked.
+
+        Beside OpenAI's fields: `session` (turn ids, how the history was matched, where tool calls are among the
+        tokens), `weight_versions` of each choice, and if asked for `prompt_token_ids` and `token_ids`.
+        """
+        asked = await read_json_body(request, self._read_chat)
+        call = await self._chat_call(request, asked)
+        writer = openai_chat.ChatWriter(asked.body, self._texts, int(self._endpoint.unix_time()))
+        return await self._choices(request, call, asked.body, writer)
+
+    async def complete(self, request: Request, body: AskedCompletion) -> Response:
+        """Continue a raw prompt."""
+        endpoint = self._endpoint
+        check_model(request, endpoint, body.model, body.named_session)
+        reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
+        prompt_ids = await off_loop(len(body.prompt), reading)
+        call = openai_completions.to_call(body, prompt_ids, endpoint.served)
+        writer = openai_completions.CompletionWriter(body, self._texts, int(endpoint.unix_time()))
+        return await self._choices(request, call, body, writer)
+
+    async def render(self, request: Request) -> Response:
+        """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
+
+        In a named session also how the history is matched with what the session has.
+        """
+        asked = await read_json_body(request, self._read_chat)
+        call, body = await self._chat_call(request, asked), asked.body
+        endpoint = self._endpoint
+        if names_session(request) or body.named_session is not None:
+            session = await session_of(request, endpoint, body.named_session)
+            preview = await session.preview(call)
+            ids, parent, split = list(preview.ids), preview.parent_id, preview.split
+        else:
+            if call.images:
+                raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
+            shown = call.messages, call.tools, call.template_kwargs
+            ids = await asyncio.to_thread(partial(endpoint.renderer.render, *shown, is_open=call.continues))
+            parent, split = None, None
+        text = await asyncio.to_thread(endpoint.renderer.decode, ids)
+        reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
+        return json_response(Preview(ids, text, parent, reason, detail))
+
+    async def _chat_call(self, request: Request, asked: openai_chat.ChatRequest) -> ChatCall:
+        endpoint = self._endpoint
+        check_model(request, endpoint, asked.body.model, asked.body.named_session)
+        return await as_call(partial(openai_chat.to_call, asked, endpoint.served), len(asked.messages))
+
+    async def _choices(self, request: Request, call: ChatCall, body: CallBase, writer: ChoiceWriter) -> Response:
+        endpoint, name = self._endpoint, body.named_session
+        if not body.stream:
+            return await answer_call(request, endpoint, call, name, writer.whole)
+        return await stream_call(request, endpoint, call, name, writer.chunks, error_event, are_named=False)
+
+    # --- OpenAI's responses, and Anthropic's messages ---
+
+    async def create_response(self, request: Request, body: AskedResponse) -> Response:
+        """One turn of the policy as a response object, or with `stream` as its events."""
+        endpoint, name = self._endpoint, body.named_session
+        check_model(request, endpoint, body.model, name)
+        num_items = 1 if isinstance(body.input, str) else len(body.input)
+        call = await as_call(partial(responses.chat_call, body, endpoint.served), num_items)
+        writer = responses.ResponseWriter(body, uuid.uuid4().hex, int(endpoint.unix_time()))
+        if not body.stream:
+            return await answer_call(request, endpoint, call, name, writer.whole)
+
+        def failed(error: AgentLoopError) -> bytes:
+            return sse(writer.error_event(error), "error")
+
+        return await stream_call(request, endpoint, call, name, writer.events, failed, are_named=True)
+
+    async def create_message(self, request: Request, body: AskedMessage) -> Response:
+        """One turn of the policy as a message, or with `stream` as its events."""
+        endpoint, name = self._endpoint, body.named_session
+        check_model(request, endpoint, body.model, name)
+        call = await as_call(partial(anthropic.chat_call, body, endpoint.served), len(body.messages))
+        writer = anthropic.MessageWriter(body, uuid.uuid4().hex)
+        if not body.stream:
+            return await answer_call(request, endpoint, call, name, writer.whole)
+
+        def failed(error: AgentLoopError) -> bytes:
+            return sse(anthropic.error_body(error, _request_id(request)), "error")
+
+        return await stream_call(request, endpoint, call, name, writer.events, failed, are_named=True)
+
+    async def count_tokens(self, request: Request, body: Counted) -> Response:
+        """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
+        check_model(request, self._endpoint, body.model)
+        messages, tools = anthropic.prompt(body)
+        arguments = anthropic.template_arguments(body, self._endpoint.served)
+        if names_session(request):
+            session = await session_of(request, self._endpoint, None)
+            counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments)
+            num_tokens = len((await session.preview(counted)).ids)
+        else:
+            render = self._endpoint.renderer.render
+            num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))
+        return json_response(TokenCount(num_tokens))
+
+    # --- vLLM's token route ---
+
+    async def generate(self, request: Request, body: Tokens) -> Response:
+        """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
+        endpoint, caller = self._endpoint, caller_of(request)
+        call = vllm_tokens.to_call(body, endpoint.served)
+        render = partial(
+            vllm_tokens.render_tokens,
+            body=body,
+            request_id=body.request_id or uuid.uuid4().hex,
+            created_at=int(endpoint.unix_time()),
+            model=body.model or endpoint.model_name,
+        )
+        if "session_id" in request.path_params or caller.session_id is not None:
+            return await answer_call(
+                request, endpoint, call, None, lambda result: render([node.reply for node in result.choices])
+            )
+        if body.model is not None:
+            endpoint.check_model(body.model)
+        affinity = self._affinity(request, request.headers.getlist(SESSION_HEADER))
+        with endpoint.admitted(caller.owner):
+            sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
+            replies = await unless_client_leaves(request, sampling)
+        return unread_response() if replies is None else await json_of_replies(replies, lambda: render(replies))
+
+    async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
+        """Give back the place of the calls that named this session in their header, as SkyRL's routers do.
+
+        Nothing else ends by it: a recorded session is finished by its own route.
+        """
+        affinity = self._affinity(request, [session_id])
+        return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})
+
+    def _affinity(self, request: Request, names: Sequence[str]) -> str | None:
+        """Return what calls of one caller that name one session share, in the process that holds it.
+
+        Raises InvalidRequest, and NotOwner where that is another process.
+        """
+        if not names:
+            return None
+        if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
+            raise InvalidRequest(f"one name of 1 to {MAX_AFFINITY_CHARS} characters", param=SESSION_HEADER)
+        owner = caller_of(request).owner
+        digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
+        affinity = own_id(owner, f"tokens-{digest}")
+        self._endpoint.check_own(affinity)
+        return affinity
+
+    # --- models and tokens ---
+
+    async def models(self) -> Response:
+        """The one model that is served, under its name and those of adapters that were loaded into it."""
+        names = (self._endpoint.model_name, *self._endpoint.adapters)
+        version = await self._endpoint.weight_version()
+        return json_response({"object": "list", "data": [self._model(name, version) for name in names]})
+
+    async def model(self, request: Request, model: str) -> Response:
+        """The model, by its name or as `default`; in a session by any name."""
+        check_model(request, self._endpoint, model)
+        return json_response(self._model(model, await self._endpoint.weight_version()))
+
+    async def tokenize(self, request: Request, body: Tokenize) -> Response:
+        """The ids of a text, or of a conversation as the chat template renders it."""
+        endpoint = self._endpoint
+        if body.model is not None:
+            check_model(request, endpoint, body.model)
+        ids = await asyncio.to_thread(self._ids_of, body)
+        strings = [self._texts.of(token_id)[0] for token_id in ids] if body.return_token_strs else None
+        return json_response(Tokenized(len(ids), endpoint.max_model_len, ids, strings))
+
+    async def detokenize(self, request: Request, body: Detokenize) -> Response:
+        """The text of ids, control tokens included."""
+        if body.model is not None:
+            check_model(request, self._endpoint, body.model)
+        renderer = self._endpoint.renderer
+        if max(body.tokens, default=0) >= renderer.vocab_size:
+            raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
+        text = await asyncio.to_thread(renderer.decode, body.tokens)
+        return json_response(Detokenized(text))
+
+    def _ids_of(self, body: TokenizeBody) -> list[int]:
+        renderer = self._endpoint.renderer
+        if body.prompt is not None:
+            return renderer.ids(body.prompt)
+        messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
+        return renderer.render(messages, tools, template_kwargs(body, self._endpoint.served.template_arguments))
+
+    def _model(self, name: str, weight_version: int | None) -> dict[str, Any]:
+        endpoint = self._endpoint
+        return {
+            "id": name,
+            "object": "model",
+            "created": endpoint.created_at,
+            "owned_by": "agentloop",
+            "max_model_len": endpoint.max_model_len,
+            "weight_version": weight_version,
+        }
+
+
+def error_event(error: AgentLoopError) -> bytes:
+    """A failure in the middle of a stream: the envelope as an event, and the end mark."""
+    return sse(error.to_wire()) + DONE
+
+
+async def _speak(request: Request) -> None:
+    """Route dependency, the first: errors are written, and requests named, as Anthropic's clients read them."""
+    await speaks(partial(anthropic.error_body, request_id=_request_id(request)), "request-id")(request)
+
+
+def _request_id(request: Request) -> str:
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id
