@@ -94,7 +94,6 @@ class TurnEnded(msgspec.Struct, frozen=True, tag=True):
     num_context_tokens: int  # of the prompt and the sampled ones
     num_sampled_tokens: int
     num_cached_tokens: int | None  # of the prompt, as the engine said; None: it did not come to that
-    tool: str = ""  # the first that runs now; empty: none, or not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after
@@ -47,18 +46,15 @@ class LeaseReporter:
         process_id: str,
         report: Callable[[LeaseReport], Awaitable[LeaseOrders]] | None,
         config: ReportConfig = ReportConfig(),
-        name_tool: Callable[[str], None] | None = None,
     ) -> None:
-        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports. It
-        does not see their tools, so `name_tool` tells it. `process_id` is never used by another process."""
+        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports.
+        `process_id` is never used by another process."""
         self.process_id = process_id
         self._report = report
         self._config = config
-        self._name_tool = name_tool
         self._holders: dict[str, LeaseHolder] = {}  # by lease id
         self._taken: dict[str, None] = {}
-        self._turns: dict[int, TurnBegun | TurnEnded] = {}  # by their numbers
-        self._num_turns = 0
+        self._turns: list[TurnBegun | TurnEnded] = []  # in their order
         self._released: dict[str, Lease] = {}  # by holder id
         self._is_all_due = True
         self._unanswered: LeaseReport | None = None
@@ -115,20 +111,10 @@ class LeaseReporter:
             self._note()
             await self._answered.wait_until(deadline_after(self._config.timeout_s))
 
-    def tell(self, news: TurnBegun | TurnEnded) -> int:
-        """Take news of a turn. Returns their number."""
-        self._num_turns += 1
-        self._turns[self._num_turns] = news
+    def tell(self, news: TurnBegun | TurnEnded) -> None:
+        """Take news of a turn."""
+        self._turns.append(news)
         self._note()
-        return self._num_turns
-
-    def amend(self, number: int, tool: str) -> None:
-        """Add the tool that runs now to the end of a turn, unless that was told already."""
-        if self._name_tool is not None:
-            self._name_tool(tool)
-        news = self._turns.get(number)
-        if isinstance(news, TurnEnded):
-            self._turns[number] = msgspec.structs.replace(news, tool=tool)
 
     # --- inside ---
 
@@ -186,7 +172,7 @@ class LeaseReporter:
     def _next_report(self) -> LeaseReport:
         self._sequence += 1
         released = tuple(lease.lease_id for lease in self._released.values())
-        turns, taken = tuple(self._turns.values()), tuple(self._taken)
+        turns, taken = tuple(self._turns), tuple(self._taken)
         leases = None
         if self._is_all_due:
             holders = tuple(self._holders.values())
@@ -194,7 +180,7 @@ class LeaseReporter:
             turns = tuple(TurnBegun(lease_id) for lease_id, one in self._holders.items() if one.is_in_turn)
             taken, self._is_all_due = (), False
         self._releasing, self._released = self._released, {}
-        self._turns, self._taken = {}, {}
+        self._turns, self._taken = [], {}
         return LeaseReport(self.process_id, self._sequence, turns, taken, released, leases)
 
 
@@ -205,7 +191,6 @@ class LeaseHolder:
     """
 
     __slots__ = (
-        "_ended",
         "_group_id",
         "_has_failed",
         "_holder_id",
@@ -230,7 +215,6 @@ class LeaseHolder:
         self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
         self._num_in_flight = 0
         self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
-        self._ended = 0  # number of the news of the last turn's end
 
     @property
     def has_failed(self) -> bool:
@@ -325,16 +309,10 @@ class LeaseHolder:
             self._num_context_tokens = len(request.token_ids) + num_sampled
             if generation.finish_reason is not FinishReason.ABORT:
                 num_cached = generation.cached_tokens
-        self._ended = self._reporter.tell(
-            TurnEnded(self.lease.lease_id, self._num_context_tokens, num_sampled, num_cached)
-        )
+        self._reporter.tell(TurnEnded(self.lease.lease_id, self._num_context_tokens, num_sampled, num_cached))
         self.is_in_turn = False
         if self._num_in_flight:
             self.begin()
-
-    def run_tool(self, name: str) -> None:
-        """Name the tool that runs after the last turn."""
-        self._reporter.amend(self._ended, name)
 
     def to_report(self) -> HeldLease | None:
         """Return all that is known, which counts as reported."""

@@ -210,10 +210,6 @@ class LeasedEngine:
             call.generation = ended
             yield ended  # only the stream's last word was lost
 
-    def runs_tool(self, name: str) -> None:
-        """Note the tool that runs after the turn that has just ended."""
-        self._source.holder.run_tool(name)
-
     @contextlib.contextmanager
     def _telling(self, call: _Call) -> Iterator[None]:
         """Note that a turn begins and ends. Have it told if a replica had no token for it by its deadline: nobody

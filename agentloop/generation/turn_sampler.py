@@ -99,7 +99,7 @@ async def sample_turn(
                     generation = await engine.generate(request, deadline=attempt.deadline)
                     turn.sampled.add(generation)
                     turn.end(generation)
-            return _finished(turn, engine)
+            return turn.finish()
         except EnginePaused:
             num_cut += 1
             if not turn.sampled.token_ids or num_cut == MAX_CONTINUATIONS:
@@ -119,17 +119,9 @@ async def stream_turn(
     async with aclosing(_streamed(engine, turn, wanted.deadline)) as pieces:
         async for piece in pieces:
             yield piece
-    reply = _finished(turn, engine)
+    reply = turn.finish()
     yield turn.last_piece(reply)
     yield reply
-
-
-def _finished(turn: _Turn, engine: LeasedEngine) -> Reply:
-    """Return a turn's reply. The first tool that it calls runs next, as far as anybody knows here."""
-    reply = turn.finish()
-    if reply.message.tool_calls:
-        engine.runs_tool(reply.message.tool_calls[0].name)
-    return reply
 
 
 async def _streamed(

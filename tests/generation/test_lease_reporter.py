@@ -129,18 +129,6 @@ async def test_news_are_gathered_and_silence_is_a_heartbeat(site: Site) -> None:
 
 
 @virtually
-async def test_the_tool_that_runs_goes_with_the_turn_unless_that_is_told(site: Site) -> None:
-    holder = site.holder()
-    await site.clock.sleep(1.0)
-    turn(holder, (1000, 2000), (3000,))
-    holder.run_tool("search")
-    await site.clock.sleep(1.0)
-    holder.run_tool("late")
-    assert isinstance(news := site.reports[-1].turns[-1], TurnEnded)
-    assert news.tool == "search"
-
-
-@virtually
 async def test_calls_side_by_side_are_one_turn_until_the_last_has_ended(site: Site) -> None:
     holder = site.holder()
     await site.clock.sleep(1.0)

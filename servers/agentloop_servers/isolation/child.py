@@ -40,7 +40,6 @@ from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.isolation.frames import (
-    MAX_TOOL_NAME,
     Answered,
     Ask,
     Begin,
@@ -52,7 +51,6 @@ from agentloop_servers.isolation.frames import (
     Loaded,
     Refused,
     Setup,
-    ToolBegun,
     WorkerCall,
     next_frame,
     packed,
@@ -148,7 +146,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         max_context_tokens=sizes.max_context_tokens,
         vocab_size=sizes.vocab_size,
         placer=ImagePlacer(takes_images=setup.takes_images),
-        reporter=LeaseReporter("", None, name_tool=lambda name: link.send(ToolBegun(name[:MAX_TOOL_NAME]))),
+        reporter=LeaseReporter("", None),
         journal=TurnJournal(Path(setup.turns_folder)) if setup.turns_folder else None,
     )
 

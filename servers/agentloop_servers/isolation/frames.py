@@ -25,7 +25,6 @@ from agentloop.types import Assignment
 from agentloop_servers.config import ServiceConfig
 
 _FRAME = struct.Struct(">BI")
-MAX_TOOL_NAME = 256  # characters that tell tools apart
 
 
 class WorkerCall(StrEnum):
@@ -89,13 +88,6 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolBegun:
-    """The tool that runs now, after the turn that was answered last."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Heard:
     """Progress of a generation under way."""
 
@@ -129,11 +121,8 @@ class HandIn:
     is_clean: bool
 
 
-Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | ToolBegun | Heard | Answered | Refused | HandIn
-_KINDS: tuple[type[Frame], ...] = (
-    *(Setup, Loaded, Begin, Cancel, Ask, Drop, ToolBegun),
-    *(Heard, Answered, Refused, HandIn),
-)
+Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | Heard | Answered | Refused | HandIn
+_KINDS: tuple[type[Frame], ...] = (Setup, Loaded, Begin, Cancel, Ask, Drop, Heard, Answered, Refused, HandIn)
 
 
 def packed(value: Frame) -> bytes:

@@ -35,7 +35,6 @@ from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
 from agentloop_servers.isolation.frames import (
-    MAX_TOOL_NAME,
     Answered,
     Ask,
     Begin,
@@ -47,7 +46,6 @@ from agentloop_servers.isolation.frames import (
     Loaded,
     Refused,
     Setup,
-    ToolBegun,
     WorkerCall,
     next_frame,
     packed,
@@ -290,8 +288,6 @@ class ProcessRun:
                     self._calls[call_id].cancel()
                 case Drop():
                     pass  # it was answered meanwhile
-                case ToolBegun(name=name) if len(name) <= MAX_TOOL_NAME:
-                    self._lease.holder.run_tool(name)
                 case None:
                     raise ProcessEnded("its process ended")
                 case _:

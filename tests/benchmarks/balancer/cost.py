@@ -135,7 +135,6 @@ class Service:
             one.holder.enter()
             one.holder.begin()
             one.holder.leave(one.holder.lease, request, generation)
-            one.holder.run_tool("search")
         spent = time.process_time() - begun
         for one, _, generation in answers:
             one.ids = (*one.ids, *generation.token_ids, *self.ids(NUM_OBSERVED))

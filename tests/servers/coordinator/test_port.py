@@ -169,7 +169,7 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         held = HeldLease(lease, session_holder("s"), "", 9)
         assert (await front.report_leases(LeaseReport("ingress", 1))).send_all
         assert not (await front.report_leases(LeaseReport("ingress", 2, leases=(held,)))).send_all
-        turns = TurnBegun(lease.lease_id), TurnEnded(lease.lease_id, 9, 4, None, "search")
+        turns = TurnBegun(lease.lease_id), TurnEnded(lease.lease_id, 9, 4, None)
         orders = await front.report_leases(LeaseReport("ingress", 3, (*turns, TurnBegun("other"))))
         assert orders.moves == (("other", None),)
         await front.report_leases(LeaseReport("ingress", 4, released=(lease.lease_id,)))

@@ -172,7 +172,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
     await worker.report(leases=())
     for one in gone:
         lease_id = one.lease.lease_id
-        await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0, "slow")))
+        await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0)))
     asked = {(one.lease.lease_id, None) for one in gone}
     more = []
     while not asked <= set((await worker.report()).moves):  # until others want their room

@@ -45,7 +45,7 @@ class OursPolicy(QuietPolicy):
         self._grown[number] = self._grown.get(number, (prompt, 0))[0], end.num_context_tokens
         lease_id = self._leases[number].lease_id
         counts = end.num_context_tokens, end.num_sampled_tokens, end.num_cached_tokens
-        self.balancer.turn_ended(TurnEnded(lease_id, *counts, end.tool), now)
+        self.balancer.turn_ended(TurnEnded(lease_id, *counts), now)
 
     def finished(self, trajectory: int, now: float) -> None:
         lease = self._leases.pop(trajectory)
