@@ -13,16 +13,15 @@ Pratt), however the strings repeat themselves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
-from agentloop.errors import EnginePaused, InvalidRequest, InvariantBroken
+from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import LeasedEngine, continued
+from agentloop.generation.leased_engine import GoesOn, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -42,11 +41,6 @@ from agentloop.types import (
     ToolCallStatus,
     TopLogprobs,
 )
-
-MAX_CONTINUATIONS = 32  # in a row of a turn that engine-side aborts keep cutting before it has a token more
-
-GoesOn: TypeAlias = Callable[[SampledTokens], bool]
-"""Whether a turn with these tokens goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,21 @@ class TurnRequest:
     images: tuple[ImageSpan, ...] = ()  # of `prompt_ids`
     image_data: tuple[Image, ...] = ()  # all that they name
 
+    def request(self) -> GenerateRequest:
+        """Return what an engine is asked."""
+        return GenerateRequest(
+            request_id=self.request_id,
+            token_ids=self.prompt_ids,
+            sampling=self.sampling,
+            timeout_s=self.timeout_s,
+            trajectory_id=self.trajectory_id,
+            kv_version=self.kv_version,
+            images=self.images,
+            image_data=self.image_data,
+            keeps_late=self.keeps_late,
+            keeps_kv=self.keeps_kv,
+        )
+
 
 async def sample_turn(
     engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, goes_on: GoesOn | None = None
@@ -83,28 +92,21 @@ async def sample_turn(
     """Sample the whole turn. Raises what the engine raises.
 
     `goes_on` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends with
-    FinishReason.ABORT. A turn that a pause cut, and that no engine can take up in the middle, is sampled again:
-    nobody has seen it.
+    FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    attempt, num_cut = wanted, 0
-    while True:
-        turn = _Turn(reader, attempt, goes_on=goes_on)
-        try:
-            if attempt.stop:
-                async with aclosing(_streamed(engine, turn, attempt.deadline)) as pieces:
-                    async for _ in pieces:
-                        pass
-            else:
-                while (request := turn.next_request()) is not None:
-                    generation = await engine.generate(request, deadline=attempt.deadline)
-                    turn.sampled.add(generation)
-                    turn.end(generation)
-            return turn.finish()
-        except EnginePaused:
-            num_cut += 1
-            if not turn.sampled.token_ids or num_cut == MAX_CONTINUATIONS:
-                raise
-        attempt = replace(wanted, request_id=f"{wanted.request_id}~{num_cut}")
+    turn, request = _Turn(reader, wanted), wanted.request()
+    if not wanted.stop:
+        last = await engine.generate(request, turn.sampled, deadline=wanted.deadline, goes_on=goes_on)
+        return turn.finish(last)
+    items = engine.stream(request, turn.sampled, deadline=wanted.deadline, is_shown=False, goes_on=goes_on)
+    async with aclosing(items):
+        async for item in items:
+            if isinstance(item, Generation):
+                return turn.finish(item)
+            turn.read()
+            if turn.is_stopped:
+                break
+    return turn.finish(None)
 
 
 async def stream_turn(
@@ -115,42 +117,27 @@ async def stream_turn(
     Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can take up a
     grammar in the middle, and what was given out cannot be taken back.
     """
-    turn = _Turn(reader, wanted, is_streamed=True)
-    async with aclosing(_streamed(engine, turn, wanted.deadline)) as pieces:
-        async for piece in pieces:
-            yield piece
-    reply = turn.finish()
+    turn, last = _Turn(reader, wanted, is_streamed=True), None
+    async with aclosing(engine.stream(wanted.request(), turn.sampled, deadline=wanted.deadline)) as items:
+        async for item in items:
+            if isinstance(item, Generation):
+                last = item
+            elif (piece := turn.read()) is not None:
+                yield piece
+            if turn.is_stopped:
+                break
+    reply = turn.finish(last)
     yield turn.last_piece(reply)
     yield reply
 
 
-async def _streamed(
-    engine: LeasedEngine, turn: _Turn, deadline: Deadline | None
-) -> AsyncGenerator[TurnPiece, None]:
-    """Stream a turn's tokens into it, up to its end or its first stop string."""
-    while (request := turn.next_request()) is not None:
-        async with aclosing(engine.stream(request, turn.sampled, deadline=deadline)) as items:
-            async for item in items:
-                if isinstance(item, Generation):
-                    turn.end(item)
-                    continue
-                piece = turn.read()
-                if turn.is_stopped:
-                    return
-                if piece is not None:
-                    yield piece
-
-
 class _Turn:
-    """A turn in the making: engine requests out, tokens in, pieces out, a reply at the end."""
+    """A turn's tokens as they are read: pieces out, a reply at the end."""
 
-    def __init__(
-        self, reader: TurnReader, wanted: TurnRequest, *, goes_on: GoesOn | None = None, is_streamed: bool = False
-    ) -> None:
+    def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""
         self.sampled = SampledTokens()
         self._wanted = wanted
-        self._goes_on = goes_on
         self._reader = reader
         self._reading = Reading(
             wanted.tools,
@@ -160,11 +147,6 @@ class _Turn:
             wanted.reads_thoughts and reader.is_thinking(wanted.prompt_ids),
         )
         self._stop_ids = wanted.sampling.stop_token_ids
-        self._first: Generation | None = None  # how the first engine request ended
-        self._last: Generation | None = None
-        self._num_requests = 0
-        self._num_before = self._num_idle = 0  # tokens before the last request; requests since a token came
-        self._is_left = False  # cut by an abort, and not to go on
         self._text = _GrowingText(reader, wanted.stop)
         self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
         self._held = ""  # text that may begin a stop string
@@ -175,50 +157,14 @@ class _Turn:
         """True once a stop string is complete: nothing may be added any more."""
         return self._text.match is not None
 
-    def next_request(self) -> GenerateRequest | None:
-        """Return what the engine is to be asked now; None if the turn has ended. Raises EnginePaused."""
-        wanted, sampled = self._wanted, self.sampled
-        if self._last is not None and not self._is_cut():
-            return None
-        if sampled.token_ids and wanted.sampling.looks_back:
-            raise EnginePaused("a pause cut a reply under a constraint or penalties: it must be sampled again")
-        self._num_idle = self._num_idle + 1 if len(sampled) == self._num_before else 0
-        self._num_before = len(sampled)
-        if self._num_idle > MAX_CONTINUATIONS:
-            raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times without a token")
-        timeout_s = wanted.timeout_s
-        if wanted.deadline is not None:
-            timeout_s = max(min(timeout_s, wanted.deadline.left_s), 0.001)
-        whole = GenerateRequest(
-            request_id=f"{wanted.request_id}.{self._num_requests}",
-            token_ids=wanted.prompt_ids,
-            sampling=wanted.sampling,
-            timeout_s=timeout_s,
-            trajectory_id=wanted.trajectory_id,
-            kv_version=wanted.kv_version,
-            images=wanted.images,
-            image_data=wanted.image_data,
-            keeps_late=wanted.keeps_late,
-            keeps_kv=wanted.keeps_kv,
-        )
-        self._num_requests += 1
-        return continued(whole, sampled.since(0)) if sampled.token_ids else whole
-
-    def _is_cut(self) -> bool:
-        """Tell whether an abort cut the turn, and it goes on."""
-        wanted, last = self._wanted, self._last
-        is_aborted = last is not None and last.finish_reason is FinishReason.ABORT
-        if not is_aborted or len(self.sampled) >= wanted.sampling.max_tokens:
-            return False
-        self._is_left = self._goes_on is not None and not self._goes_on(self.sampled)
-        return not self._is_left
-
     def read(self) -> TurnPiece | None:
         """Read the tokens that came. Returns what a client can be shown of them, if there is anything."""
         if self.is_stopped:
             raise InvariantBroken("tokens after a stop string")
         # A stop token is the turn's end and no text, unless something follows it.
         ids = self.sampled.token_ids
+        if len(ids) < self._text.num_read:  # it is sampled again
+            self._text = _GrowingText(self._reader, self._wanted.stop)
         text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._stop_ids else len(ids))
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
@@ -230,15 +176,11 @@ class _Turn:
         shown = self._splitter.add(text[:num_free])
         return None if shown.is_empty else self._piece(shown, len(self._text.ends))
 
-    def end(self, generation: Generation) -> None:
-        """Note how an engine request ended; its tokens were added."""
-        self._first = self._first or generation
-        self._last = generation
-
-    def finish(self) -> Reply:
-        """Read what is left, and return the reply."""
-        first, last, stopped_at = self._first, self._last, self._text.match
-        has_stop_token = last is not None and last.finish_reason is FinishReason.STOP
+    def finish(self, last: Generation | None) -> Reply:
+        """Read what is left, and return the reply; `last` is the engine's, None if a stop string came first."""
+        stopped_at = self._text.match
+        reason = FinishReason.STOP if last is None else last.finish_reason
+        has_stop_token = stopped_at is None and reason is FinishReason.STOP
         if stopped_at is None:
             num_ids = len(self.sampled)
             self._text.finish(self.sampled.token_ids, num_ids - 1 if has_stop_token else num_ids)
@@ -250,20 +192,17 @@ class _Turn:
         unread: tuple[ToolCall, ...] = ()
         if self._wanted.shows_unread_calls:
             message, unread = with_unread_calls_as_content(message, self._wanted.turn_index)
-        finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
-        if last is not None and last.finish_reason is FinishReason.DEADLINE:
-            finish_reason = FinishReason.DEADLINE
         raw_logprobs = self.sampled.raw_logprobs
         return Reply(
             message=message,
             token_ids=np.array(self.sampled.token_ids, np.int32),
             logprobs=np.array(self.sampled.logprobs, np.float32),
             weight_versions=self.sampled.weight_versions,
-            finish_reason=FinishReason.STOP if has_stop_token or stopped_at is not None else finish_reason,
+            finish_reason=reason if stopped_at is None else FinishReason.STOP,
             is_closed=has_stop_token and self._reader.ends_turn(self.sampled.token_ids[-1]),
             stop_text=stopped_at.text if stopped_at is not None else "",
             num_reasoning_tokens=num_reasoning_tokens,
-            cached_tokens=first.cached_tokens if first is not None else 0,
+            cached_tokens=last.cached_tokens if last is not None else 0,
             replica_id=last.replica_id if last is not None else "",
             engine=last.engine if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
@@ -330,7 +269,7 @@ class _GrowingText:
         self._stops = StopFinder(stops)
         self._text: list[str] = []
         self._num_chars = 0
-        self._num_read = 0  # tokens that the decoder has
+        self.num_read = 0  # tokens that the decoder has
 
     @property
     def num_held(self) -> int:
@@ -345,13 +284,13 @@ class _GrowingText:
 
     def read(self, ids: Sequence[int], num_ids: int) -> str:
         """Decode the ids up to there, and return the text that is new. A found stop string cuts `ends`."""
-        decoded = self._decoder.add(ids[self._num_read : num_ids])
-        self._num_read = num_ids
+        decoded = self._decoder.add(ids[self.num_read : num_ids])
+        self.num_read = num_ids
         return self._append(decoded)
 
     def finish(self, ids: Sequence[int], num_ids: int) -> None:
         """Decode the rest, and what was not certain."""
-        if self._num_read == 0:  # nothing was read in pieces
+        if self.num_read == 0:  # nothing was read in pieces
             self._append(self._reader.decode(ids[:num_ids]))
             return
         self.read(ids, num_ids)

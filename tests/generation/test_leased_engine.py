@@ -27,9 +27,8 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.lease_reporter import LeaseReporter
-from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, continued
-from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, SessionLeases, continued
+from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.images import Image, ImageTokens
 from agentloop.types import (
     Constraint,

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from agentloop.codec import encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
+from agentloop.generation.leased_engine import MAX_ABORTS
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import (
-    MAX_CONTINUATIONS,
     TurnRequest,
     sample_turn,
     stream_turn,
@@ -278,7 +278,7 @@ async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
         WeightVersionSpan(4, len(first), len(first) + len(second)),
     )
     assert (reply.cached_tokens, reply.replica_id) == (5, "replica")
-    assert [request.request_id for request in tape.requests] == ["r.0", "r.1", "r.2"]
+    assert [request.request_id for request in tape.requests] == ["r", "r~1", "r~2"]
     assert tape.requests[2].token_ids == (*PROMPT, *first)
     assert tape.requests[2].sampling.max_tokens == 1000 - len(first)
     assert tape.requests[2].sampling.min_tokens == 0
@@ -304,12 +304,12 @@ async def test_a_turn_that_looks_back_is_sampled_again_if_it_was_cut(stop: tuple
     tape = Tape([cut, cut, whole])
     reply = await whole_turn(tape, wanted)
     assert reply.message.content == "{}"
-    assert [request.request_id for request in tape.requests] == ["r.0", "r~1.0", "r~2.0"]
+    assert [request.request_id for request in tape.requests] == ["r", "r~1", "r~2"]
     assert {request.token_ids for request in tape.requests} == {PROMPT}
     endless = Tape([cut] * 100)
     with pytest.raises(EnginePaused):
         await whole_turn(endless, wanted)
-    assert len(endless.requests) == MAX_CONTINUATIONS
+    assert len(endless.requests) == MAX_ABORTS
 
 
 async def test_a_constrained_stream_that_was_cut_cannot_go_on():

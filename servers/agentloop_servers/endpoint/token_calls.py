@@ -20,8 +20,7 @@ from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import LeasedEngine
-from agentloop.generation.leases import SessionLeases
+from agentloop.generation.leased_engine import LeasedEngine, SessionLeases
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, make_question
 from agentloop.trajectory.node import Reply
