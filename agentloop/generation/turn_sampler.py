@@ -13,7 +13,7 @@ Pratt), however the strings repeat themselves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -25,18 +25,15 @@ from agentloop.generation.leased_engine import GoesOn, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.images import Image, ImageSpan
 from agentloop.parsers.base import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import long_constraint, turn_sampling
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
-    JSON,
     FinishReason,
     GenerateRequest,
     Generation,
     Message,
-    SamplingParams,
     ToolCall,
     ToolCallStatus,
     TopLogprobs,
@@ -45,45 +42,17 @@ from agentloop.types import (
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn to sample. `sampling` is complete: room, stop tokens, constraint and the choice's own seed.
+    """One turn to sample. Its `request` is complete: room, stop tokens, constraint and the choice's own seed.
 
-    `timeout_s` bounds each engine request. At `deadline` the caller ends the turn by itself; without one each
-    engine request has `timeout_s`.
+    `request.timeout_s` bounds each engine request. At `deadline` the caller ends the turn by itself; without one
+    the whole turn has `request.timeout_s`. Only whole turns without stop strings may have `request.keeps_late`.
     """
 
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    turn_index: int  # numbers the turn's tool calls
-    choice_index: int = 0
+    request: GenerateRequest
+    reading: Reading
     stop: tuple[str, ...] = ()
-    tools: Sequence[Mapping[str, JSON]] = ()
-    reads_calls: bool = False
-    shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
-    reads_thoughts: bool = True  # false for a raw completion: all of its text is content
-    timeout_s: float = 600.0
+    choice_index: int = 0
     deadline: Deadline | None = None
-    keeps_late: bool = False  # a turn whose time is over is what it has by then; only for whole turns without stops
-    trajectory_id: str | None = None
-    keeps_kv: bool = False  # the trajectory goes on with the KV of the version it began under
-    kv_version: int | None = None  # that version; None before its first token
-    images: tuple[ImageSpan, ...] = ()  # of `prompt_ids`
-    image_data: tuple[Image, ...] = ()  # all that they name
-
-    def request(self) -> GenerateRequest:
-        """Return what an engine is asked."""
-        return GenerateRequest(
-            request_id=self.request_id,
-            token_ids=self.prompt_ids,
-            sampling=self.sampling,
-            timeout_s=self.timeout_s,
-            trajectory_id=self.trajectory_id,
-            kv_version=self.kv_version,
-            images=self.images,
-            image_data=self.image_data,
-            keeps_late=self.keeps_late,
-            keeps_kv=self.keeps_kv,
-        )
 
 
 async def sample_turn(
@@ -94,7 +63,7 @@ async def sample_turn(
     `goes_on` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends with
     FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    turn, request = _Turn(reader, wanted), wanted.request()
+    turn, request = _Turn(reader, wanted), wanted.request
     if not wanted.stop:
         last = await engine.generate(request, turn.sampled, deadline=wanted.deadline, goes_on=goes_on)
         return turn.finish(last)
@@ -118,7 +87,7 @@ async def stream_turn(
     grammar in the middle, and what was given out cannot be taken back.
     """
     turn, last = _Turn(reader, wanted, is_streamed=True), None
-    async with aclosing(engine.stream(wanted.request(), turn.sampled, deadline=wanted.deadline)) as items:
+    async with aclosing(engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline)) as items:
         async for item in items:
             if isinstance(item, Generation):
                 last = item
@@ -139,14 +108,9 @@ class _Turn:
         self.sampled = SampledTokens()
         self._wanted = wanted
         self._reader = reader
-        self._reading = Reading(
-            wanted.tools,
-            wanted.turn_index,
-            wanted.reads_calls,
-            wanted.reads_thoughts,
-            wanted.reads_thoughts and reader.is_thinking(wanted.prompt_ids),
-        )
-        self._stop_ids = wanted.sampling.stop_token_ids
+        self._sampling = wanted.request.sampling
+        is_thinking = wanted.reading.reads_thoughts and reader.is_thinking(wanted.request.token_ids)
+        self._reading = replace(wanted.reading, is_thinking=is_thinking)
         self._text = _GrowingText(reader, wanted.stop)
         self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
         self._held = ""  # text that may begin a stop string
@@ -165,7 +129,7 @@ class _Turn:
         ids = self.sampled.token_ids
         if len(ids) < self._text.num_read:  # it is sampled again
             self._text = _GrowingText(self._reader, self._wanted.stop)
-        text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._stop_ids else len(ids))
+        text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._sampling.stop_token_ids else len(ids))
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
         if self._splitter is None or self.is_stopped:
@@ -190,8 +154,8 @@ class _Turn:
         has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
         unread: tuple[ToolCall, ...] = ()
-        if self._wanted.shows_unread_calls:
-            message, unread = with_unread_calls_as_content(message, self._wanted.turn_index)
+        if self._reading.shows_unread_calls:
+            message, unread = with_unread_calls_as_content(message, self._reading.turn_index)
         raw_logprobs = self.sampled.raw_logprobs
         return Reply(
             message=message,
@@ -207,10 +171,10 @@ class _Turn:
             engine=last.engine if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
             raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
-            sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),
-            seed=self._wanted.sampling.seed,
+            sampling=turn_sampling(self._sampling, self.sampled.logprobs_mode),
+            seed=self._sampling.seed,
             unread_calls=unread,
-            constraint=long_constraint(self._wanted.sampling),
+            constraint=long_constraint(self._sampling),
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
