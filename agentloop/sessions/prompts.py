@@ -104,8 +104,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """The question to the engine for choice 0; the other choices differ in their seed."""
+class PreparedCall:
+    """A chat call as it is sampled: its prompt, and the sampling of choice 0. Other choices differ in their seed."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -113,9 +113,9 @@ class Question:
     overflow: ContextLengthExceeded | None = None  # the prompt leaves no room for it: it is not asked
 
 
-async def make_question(
+async def prepare_call(
     chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
-) -> Question:
+) -> PreparedCall:
     """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; where images are new,
     also what the engine raises."""
     sampling, reads_calls = _sampling(chat, parts)
@@ -130,7 +130,7 @@ async def make_question(
             f"a prompt of {num_prompt} tokens leaves no room in a context of {parts.max_context_tokens}",
             param="messages" if chat.prompt_ids is None else "prompt",
         )
-        return Question(prompt, sampling, reads_calls, overflow)
+        return PreparedCall(prompt, sampling, reads_calls, overflow)
     max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
     if sampling.constraint is not None and chat.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
@@ -140,13 +140,13 @@ async def make_question(
     given = SAMPLING | {Feature.PRIORITY}  # by some engines: placement knows
     features = bits_of(given | CONSTRAINTS if parts.can_constrain else given)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
-    return Question(prompt, sampling, reads_calls)
+    return PreparedCall(prompt, sampling, reads_calls)
 
 
 async def make_prompt(
     chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> Prompt:
-    """Make the prompt of a call's messages, as it extends `graph`. Raises as `make_question`.
+    """Make the prompt of a call's messages, as it extends `graph`. Raises as `prepare_call`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
     is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.

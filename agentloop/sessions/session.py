@@ -45,7 +45,7 @@ from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_t
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
-from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
+from agentloop.sessions.prompts import PreparedCall, Prompt, SessionParts, as_asked, make_prompt, prepare_call
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -417,23 +417,23 @@ class Session:
 
     async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
-            question = await make_question(live.chat, self._graph, self._parts, self._engine, live.call_id)
+            prepared = await prepare_call(live.chat, self._graph, self._parts, self._engine, live.call_id)
             await self._parts.keep_images(live.chat.images)
-            self._check_tokens(live, question.prompt)
+            self._check_tokens(live, prepared.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
-            if question.overflow is not None:
-                await self._answer_overflow(live, question.prompt, question.overflow)
+            if prepared.overflow is not None:
+                await self._answer_overflow(live, prepared.prompt, prepared.overflow)
                 return
             self._begin(record_of(live, ModelCallState.OPEN))
             self._table.begin(live)
             started = self._parts.clock.now()
             try:
-                replies = await self._sample(live, question, self._next_number(live.chat))
+                replies = await self._sample(live, prepared, self._next_number(live.chat))
             finally:
                 live.generate_s = self._parts.clock.now() - started
         live.is_settling = True
-        await run_to_end(self._commit(live, question.prompt, replies))
+        await run_to_end(self._commit(live, prepared.prompt, replies))
 
     def _next_number(self, chat: ChatCall) -> int:
         """Return the number of choice 0: above those of earlier turns, and of what the client shows. It is in the
@@ -470,31 +470,31 @@ class Session:
         if num_tokens >= max_tokens:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
 
-    async def _sample(self, live: LiveCall, question: Question, number: int) -> list[Reply]:
+    async def _sample(self, live: LiveCall, prepared: PreparedCall, number: int) -> list[Reply]:
         """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
         choices = range(live.chat.num_choices)
-        turns = [self._turn_request(live, question, number, choice_index) for choice_index in choices]
+        turns = [self._turn_request(live, prepared, number, choice_index) for choice_index in choices]
         return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
 
-    def _turn_request(self, live: LiveCall, question: Question, number: int, choice_index: int) -> TurnRequest:
+    def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
         chat = live.chat
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
             GenerateRequest(
                 request_id=f"{live.call_id}:{choice_index}",
-                token_ids=question.prompt.ids,
-                sampling=question.sampling.of_choice(choice_index),
+                token_ids=prepared.prompt.ids,
+                sampling=prepared.sampling.of_choice(choice_index),
                 timeout_s=chat.timeout_s,
                 trajectory_id=self.session_id,
                 kv_version=self._first_version if keeps_kv else None,
-                images=question.prompt.images,
+                images=prepared.prompt.images,
                 image_data=chat.images,
                 keeps_kv=keeps_kv,
             ),
             Reading(
                 chat.tools,
                 number + choice_index,
-                reads_calls=question.reads_calls,
+                reads_calls=prepared.reads_calls,
                 reads_thoughts=chat.prompt_ids is None and not chat.continues,
                 shows_unread_calls=not self._record.gives_unread_calls,
             ),

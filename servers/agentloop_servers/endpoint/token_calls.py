@@ -23,7 +23,7 @@ from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import LeasedEngine, SessionLeases
 from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
-from agentloop.sessions.prompts import SessionParts, make_question
+from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply
 from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import GenerateRequest, KVPolicy
@@ -93,16 +93,16 @@ class TokenCalls:
     async def _sample(self, chat: ChatCall, name: str, shared: _Affinity) -> list[Reply]:
         parts, request_id = self._parts, uuid.uuid4().hex
         try:
-            question = await make_question(chat, TurnGraph(), parts, shared.engine, request_id)
+            prepared = await prepare_call(chat, TurnGraph(), parts, shared.engine, request_id)
         except InvalidRequest as error:
             raise _of_token_ids(error) from error
-        if question.overflow is not None:
-            raise _of_token_ids(question.overflow)
+        if prepared.overflow is not None:
+            raise _of_token_ids(prepared.overflow)
         keeps_kv = parts.kv_policy is KVPolicy.KEEP
         request = GenerateRequest(
             request_id=request_id,
-            token_ids=question.prompt.ids,
-            sampling=question.sampling,
+            token_ids=prepared.prompt.ids,
+            sampling=prepared.sampling,
             timeout_s=chat.timeout_s,
             trajectory_id=name,
             kv_version=shared.first_version if keeps_kv else None,
