@@ -414,10 +414,10 @@ class _SampledTurn:
     def next_request(self) -> GenerateRequest:
         """Return what is still to be asked: the prompt with the ids so far, under an id of its own.
 
-        Raises EnginePaused where an abort cut a reply that cannot be continued, or did so too often.
+        Raises EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often.
         """
         if self._last is not None and not self._survives_abort():
-            raise EnginePaused("a pause cut a reply under a constraint or penalties: it must be sampled again")
+            raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
         request, self._last = self.request, None
         timeout_s = max(min(request.timeout_s, self.deadline.left_s), 0.001)
         request_id = f"{request.request_id}~{self._num_asked}" if self._num_asked else request.request_id
