@@ -6,8 +6,7 @@ same seed; an engine's abort is continued, never shown; no engine request outliv
 Stop strings apply to all text that the policy writes, thoughts and tool calls included, but not to the stop token.
 The ids end with the token that completes the first of them; what the engine sampled beyond is dropped. The first
 stop string that is complete ends the text; of several complete at the same character the longest, which began
-first. What is found does not depend on how the text is cut, and time is linear in the text (Knuth, Morris and
-Pratt), however the strings repeat themselves.
+first. What is found does not depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -293,58 +292,34 @@ class StopFinder:
         """Raises InvalidRequest for an empty stop string: it would end every text at once."""
         if not all(stops):
             raise InvalidRequest("a stop string is empty", param="stop")
-        self._progress = [_Progress(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-        self._num_read = 0
+        self._stops = stops
+        self._num_kept = max(map(len, stops), default=1) - 1  # characters that may begin a match
+        self._tail = ""
+        self._num_read = 0  # characters before the tail
 
     @property
     def num_held(self) -> int:
         """Characters at the end of what was read that may begin a stop string."""
-        return max((progress.num_matched for progress in self._progress), default=0)
+        return max(
+            (_num_begun(stop, self._tail[-len(stop) + 1 :]) for stop in self._stops if len(stop) > 1), default=0
+        )
 
     def add(self, text: str) -> StopMatch | None:
         """The first match that `text` completes; nothing may be added after one."""
-        ends = [(end, place) for place, one in enumerate(self._progress) if (end := one.read(text)) is not None]
-        if not ends:
-            self._num_read += len(text)
-            return None
-        end, place = min(ends)
-        stop = self._progress[place].stop
-        return StopMatch(stop, self._num_read + end - len(stop), self._num_read + end)
-
-
-class _Progress:
-    """The length of one stop string that the text ends with."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._shorter = _borders(stop)
-
-    def read(self, text: str) -> int | None:
-        """Return where in `text` the string is first complete; None if it is not."""
-        stop, shorter, matched = self.stop, self._shorter, self.num_matched
-        place = 0
-        while place < len(text):
-            if not matched and (place := text.find(stop[0], place)) < 0:
-                break
-            char = text[place]
-            while matched and char != stop[matched]:
-                matched = shorter[matched - 1]
-            matched += char == stop[matched]
-            place += 1
-            if matched == len(stop):
-                return place
-        self.num_matched = matched
+        text = self._tail + text
+        ends = [(place + len(stop), -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            end, _, stop = min(ends)
+            return StopMatch(stop, self._num_read + end - len(stop), self._num_read + end)
+        num_dropped = max(len(text) - self._num_kept, 0)
+        self._tail = text[num_dropped:]
+        self._num_read += num_dropped
         return None
 
 
-def _borders(stop: str) -> list[int]:
-    """For every prefix, how long the longest of its own beginnings is that it ends with."""
-    borders = [0] * len(stop)
-    length = 0
-    for place in range(1, len(stop)):
-        while length and stop[place] != stop[length]:
-            length = borders[length - 1]
-        length += stop[place] == stop[length]
-        borders[place] = length
-    return borders
+def _num_begun(stop: str, tail: str) -> int:
+    """Return how many characters at the end of `tail`, which is shorter than `stop`, are the beginning of it."""
+    place = tail.find(stop[0])
+    while place >= 0 and not stop.startswith(tail[place:]):
+        place = tail.find(stop[0], place + 1)
+    return len(tail) - place if place >= 0 else 0
