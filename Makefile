@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-mutations soak learn check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-mutations soak learn check house bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -88,6 +88,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Lines against each package's budget, and the files and functions that each way executes.
+house: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.house $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)

@@ -7,7 +7,7 @@ https://docs.anthropic.com/en/docs/build-with-claude/streaming.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,23 +19,16 @@ from agentloop.chat.anthropic_bodies import (
     CustomTool,
     HistoryTurn,
     MessagesBody,
-    RedactedBlock,
-    TextBlock,
     TextContent,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from agentloop.chat.blocks import Block, BlockKind, BlockWriter
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
-    Block,
-    BlockDelta,
-    BlockKind,
-    BlockReader,
-    BlockStart,
-    BlockStep,
+    Answer,
     answer_constraint,
-    blocks_of,
     capture_extras,
     check_tool_choice,
     check_tool_names,
@@ -45,9 +38,10 @@ from agentloop.chat.dialect import (
     schema_constraint,
     with_tool_names,
 )
+from agentloop.chat.fields import TextPart
 from agentloop.chat.sampling import sampling_params, template_kwargs
-from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
+from agentloop.generation.turn_piece import TurnFinish, finish_of
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"
@@ -55,6 +49,9 @@ MALFORMED_KEY: Final = "malformed_tool_call"
 
 SIGNATURE: Final = "agentloop"
 """Of thinking blocks: many clients give back only those that are signed. Nobody checks it."""
+
+_NO_THREADS = "thread_unsupported_request"
+"""With this code in an error's details Anthropic's clients go on without a thread, sending the whole history."""
 
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {
@@ -77,23 +74,11 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-class ThreadsUnsupported(UnsupportedParameter):
-    """Conversations are not kept under an id: the whole history comes with every request.
-
-    With this code in the details of the error Anthropic's clients go on without a thread. Were the field ignored,
-    they would send only what is new with the next request.
-    """
-
-    code = "thread_unsupported_request"
-
-
 def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     """Return the call that a body asks for.
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
     """
-    if body.container is not None:
-        raise UnsupportedParameter("`container` is not supported", param="container")
     messages, tools = prompt(body)
     choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
     forced = _forced_tool(body)
@@ -130,14 +115,6 @@ def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSO
 
 def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
     """The messages and tools that a prompt is made of. Raises as `chat_call`."""
-    edits = (body.context_management.edits if body.context_management is not None else None) or []
-    if any(not edit.type.startswith("clear_thinking") for edit in edits):
-        raise UnsupportedParameter("history is not edited here", param="context_management")
-    for name, value in (("mcp_servers", body.mcp_servers), ("compaction", body.compaction)):
-        if value:
-            raise UnsupportedParameter(f"`{name}` is not supported", param=name)
-    if body.thread is not None:
-        raise ThreadsUnsupported("`thread` is not supported: send the whole history as `messages`", param="thread")
     tools = tuple(
         function_definition(tool.name, tool.description, tool.input_schema)
         for tool in body.tools or []
@@ -180,7 +157,7 @@ def _messages(turn: HistoryTurn) -> Iterator[Message]:
 def _assistant(blocks: Sequence[ContentBlock]) -> Message:
     texts, thoughts, calls = [], [], []
     for block in blocks:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextPart):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
@@ -196,7 +173,7 @@ def _observed(role: str, blocks: Sequence[ContentBlock]) -> Iterator[Message]:
     texts: list[str] = []
     is_empty = True
     for block in blocks:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextPart):
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock) and role == "user":
             if texts:
@@ -204,7 +181,7 @@ def _observed(role: str, blocks: Sequence[ContentBlock]) -> Iterator[Message]:
                 texts = []
             is_empty = False
             yield Message("tool", _result_text(block), tool_call_id=block.tool_use_id)
-        elif not isinstance(block, RedactedBlock):
+        elif block.type != "redacted_thinking":
             raise InvalidRequest(f"a {role} message holds no {block.type}", param="messages")
     if texts or is_empty:
         yield Message(role, joined_text(texts, role))
@@ -228,44 +205,47 @@ def _read_tool_use(block: ToolUseBlock) -> ToolCall:
 # --- the answer -------------------------------------------------------------------------------------------
 
 
-class MessageWriter:
-    """Writes one message, whole or as events; `message_key` is 32 hex digits, new for each message."""
+class MessageWriter(BlockWriter):
+    """Writes one message; `message_key` is 32 hex digits, new for each. Arguments of a call come whole in a stream,
+    too: only then it is known whether they can be read."""
 
     def __init__(self, body: MessagesBody, message_key: str) -> None:
+        super().__init__()
         self._body = body
         self._key = message_key
 
-    def whole(self, result: ChatResult) -> dict[str, Any]:
-        """The answer of a call that does not stream."""
-        message = self._message([_content_block(block) for block in blocks_of(result.choices[0].reply.message)])
-        extras = capture_extras(result, with_token_ids=self._body.return_token_ids is True)
-        return message | _stop(result) | {"usage": _usage(result)} | extras
+    def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
+        message = self._message([_content_block(block) for block in blocks])
+        return message | _stop(result) | {"usage": _usage(result)} | self._extras(result)
 
-    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream, `message_stop` last. The first comes with the first piece: what fails before that
-        is no stream yet. Arguments of a call come whole: only then it is known whether they can be read."""
-        reader = BlockReader()
-        is_begun = False
-        async for piece in pieces:
-            if not is_begun:
-                is_begun = True
-                yield {"type": "message_start", "message": self._message([])}
-                yield {"type": "ping"}
-            if isinstance(piece, TurnPiece):
-                for step in reader.feed(piece):
-                    for event in _step(step):
-                        yield event
-                continue
-            for step in reader.finish():
-                for event in _step(step):
-                    yield event
-            extras = capture_extras(piece, with_token_ids=self._body.return_token_ids is True)
-            yield {"type": "message_delta", "delta": _stop(piece), "usage": _usage(piece), **extras}
-            yield {"type": "message_stop"}
-            return
-        raise InvariantBroken("a stream ended without its result")
+    def _begun(self) -> Iterator[Answer]:
+        yield {"type": "message_start", "message": self._message([])}
+        yield {"type": "ping"}
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _opened(self, block: Block) -> Iterator[Answer]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": _opened(block)}
+
+    def _grown(self, block: Block, text: str) -> Iterator[Answer]:
+        if block.kind is not BlockKind.CALL:
+            name = "thinking" if block.kind is BlockKind.REASONING else "text"
+            yield _delta(block, {"type": f"{name}_delta", name: text})
+
+    def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
+        if block.kind is BlockKind.CALL:
+            written = orjson.dumps(_tool_input(block)).decode()
+            yield _delta(block, {"type": "input_json_delta", "partial_json": written})
+        elif block.kind is BlockKind.REASONING:
+            yield _delta(block, {"type": "signature_delta", "signature": SIGNATURE})
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _ended(self, result: ChatResult, blocks: list[Block]) -> Iterator[Answer]:
+        yield {"type": "message_delta", "delta": _stop(result), "usage": _usage(result), **self._extras(result)}
+        yield {"type": "message_stop"}
+
+    def _extras(self, result: ChatResult) -> Answer:
+        return capture_extras(result, with_token_ids=self._body.return_token_ids is True)
+
+    def _message(self, content: list[dict[str, Any]]) -> Answer:
         return {
             "id": f"msg_{self._key}",
             "type": "message",
@@ -284,27 +264,9 @@ def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"
     envelope: dict[str, JSON] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
-    if isinstance(error, ThreadsUnsupported):
-        envelope["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    if isinstance(error, UnsupportedParameter) and error.param == "thread":
+        envelope["details"] = {"error_code": _NO_THREADS, "unsupported": [error.param]}
     return {"type": "error", "error": envelope, "request_id": request_id}
-
-
-def _step(step: BlockStep) -> Iterator[dict[str, Any]]:
-    block = step.block
-    if isinstance(step, BlockStart):
-        yield {"type": "content_block_start", "index": block.index, "content_block": _opened(block)}
-        return
-    if isinstance(step, BlockDelta):
-        if block.kind is not BlockKind.CALL:
-            name = "thinking" if block.kind is BlockKind.REASONING else "text"
-            yield _delta(block, {"type": f"{name}_delta", name: step.text})
-        return
-    if block.kind is BlockKind.CALL:
-        written = orjson.dumps(_tool_input(block)).decode()
-        yield _delta(block, {"type": "input_json_delta", "partial_json": written})
-    elif block.kind is BlockKind.REASONING:
-        yield _delta(block, {"type": "signature_delta", "signature": SIGNATURE})
-    yield {"type": "content_block_stop", "index": block.index}
 
 
 def _delta(block: Block, delta: dict[str, JSON]) -> dict[str, Any]:

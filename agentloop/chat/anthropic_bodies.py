@@ -1,60 +1,53 @@
-"""The bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, strict, every list bounded.
+"""The tables of `POST /v1/messages` and `/v1/messages/count_tokens`, every list bounded.
 
-What only concerns Anthropic's own service is declared and ignored; what would change the answer and is not possible
-here is refused by its name. Content blocks are echoes of earlier answers, of this service or another: their further
-fields (cache marks, signatures, callers) say nothing that the prompt could show, and are let through.
+Content blocks are echoes of earlier answers, of this service or another: their further fields (cache marks,
+signatures, callers) say nothing that the prompt could show, and are let through.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from agentloop.api.requests import Body, Json
-from agentloop.chat.dialect import is_hosted_search, refuse_hosted, refuse_types, type_tag
-from agentloop.chat.openai_bodies import (
-    MAX_CHAT_TOOLS,
-    MAX_MODEL_CHARS,
-    MAX_PARTS,
+from agentloop.chat.fields import (
+    CalledName,
     CallId,
     Description,
     Echo,
     HostedSearch,
+    HostedTools,
+    Ignored,
+    Listed,
+    Model,
+    Refused,
+    SchemaObject,
     ShortText,
     Stop,
     Text,
+    TextOr,
+    TextPart,
     ToolName,
-    by_shape,
+    refused,
+    type_tag,
+    unsupported,
 )
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody
-from agentloop.chat.schemas import Schema
 
 MAX_TURNS = 8192
 MAX_STOP_SEQUENCES = 16
 MAX_ARGUMENTS = 256
 
-_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
-
-class TextBlock(Echo):
-    """Text."""
-
-    type: Literal["text"]
-    text: Text
+TextContent = TextOr[Listed[TextPart]]
 
 
 class ThinkingBlock(Echo):
-    """The thoughts of an assistant."""
+    """The thoughts of an assistant; those that another service encrypted are ignored."""
 
-    type: Literal["thinking"]
-    thinking: Text
-
-
-class RedactedBlock(Echo):
-    """Thoughts that another service encrypted: ignored."""
-
-    type: Literal["redacted_thinking"]
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Text = ""
 
 
 class ToolUseBlock(Echo):
@@ -62,14 +55,8 @@ class ToolUseBlock(Echo):
 
     type: Literal["tool_use"]
     id: CallId
-    name: Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+    name: CalledName
     input: Annotated[dict[str, Json], Field(max_length=MAX_ARGUMENTS)]
-
-
-TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
-TextContent: TypeAlias = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[TextBlocks, Tag("~list")], Discriminator(by_shape)
-]
 
 
 class ToolResultBlock(Echo):
@@ -82,16 +69,12 @@ class ToolResultBlock(Echo):
 
 
 ContentBlock: TypeAlias = Annotated[
-    Annotated[TextBlock, Tag("~text")]
+    Annotated[TextPart, Tag("~text")]
     | Annotated[ThinkingBlock, Tag("~thinking")]
-    | Annotated[RedactedBlock, Tag("~redacted_thinking")]
+    | Annotated[ThinkingBlock, Tag("~redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
     | Annotated[ToolResultBlock, Tag("~tool_result")],
     Discriminator(type_tag),
-]
-ContentBlocks = Annotated[list[ContentBlock], Field(max_length=MAX_PARTS)]
-TurnContent: TypeAlias = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[ContentBlocks, Tag("~list")], Discriminator(by_shape)
 ]
 
 
@@ -99,7 +82,7 @@ class HistoryTurn(Echo):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: TurnContent
+    content: TextOr[Listed[ContentBlock]]
 
 
 class CustomTool(Body):
@@ -108,21 +91,18 @@ class CustomTool(Body):
     type: Literal["custom"] | None = None
     name: ToolName
     description: Description | None = None
-    input_schema: Annotated[dict[str, JsonValue], Schema]
+    input_schema: SchemaObject
     strict: bool | None = None
-    cache_control: Json | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: Json | None = None
-    defer_loading: bool | None = None
-    allowed_callers: Json | None = None
-
-
-def _tool_tag(value: Any) -> str:
-    return "~search" if is_hosted_search((type_tag(value) or "~")[1:]) else "~custom"
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
+    defer_loading: Ignored = None
+    allowed_callers: Ignored = None
 
 
 Tool: TypeAlias = Annotated[
-    Annotated[CustomTool, Tag("~custom")] | Annotated[HostedSearch, Tag("~search")], Discriminator(_tool_tag)
+    Annotated[CustomTool, Tag("~custom")] | Annotated[HostedSearch, Tag("~search")],
+    Discriminator(lambda tool: type_tag(tool) or "~custom"),
 ]
 
 
@@ -138,7 +118,7 @@ class OutputFormat(Body):
     """The form of the answer's text."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, JsonValue], Schema] = Field(alias="schema")
+    schema_: SchemaObject = Field(alias="schema")
 
 
 class OutputConfig(Body):
@@ -148,16 +128,17 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class ContextEdit(Echo):
-    """One edit of the history that the service is asked to make."""
-
-    type: ShortText
-
-
 class ContextManagement(Echo):
     """Edits of the history. Those of thoughts are accepted: no thought is part of what history is matched by."""
 
-    edits: list[ContextEdit] | None = Field(default=None, max_length=64)
+    edits: Annotated[list[dict[str, Json]], Field(max_length=64)] | None = None
+
+
+def _edits_thoughts_only(value: ContextManagement | None) -> ContextManagement | None:
+    edits = (value.edits if value is not None else None) or []
+    if any(not str(edit.get("type")).startswith("clear_thinking") for edit in edits):
+        raise unsupported("history is not edited here")
+    return value
 
 
 class ThinkingConfig(Echo):
@@ -174,42 +155,28 @@ class ThinkingConfig(Echo):
 class CountTokensBody(TemplateBody):
     """The body of `POST /v1/messages/count_tokens`, and the part of `MessagesBody` that makes the prompt."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    model: Model
     messages: list[HistoryTurn] = Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)
     system: TextContent | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
+    tools: HostedTools[Tool] | None = None
     tool_choice: ToolChoiceBody | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of `output_config.format`
-
     thinking: ThinkingConfig | None = None
+    context_management: Annotated[ContextManagement | None, AfterValidator(_edits_thoughts_only)] = None
 
-    # Ignored: they concern the service that Anthropic runs.
-    cache_control: Json | None = None
-    speed: ShortText | None = None
-    user_profile_id: ShortText | None = None
-    workspace_id: ShortText | None = None
-    betas: Json | None = None
-    billing_policy: Json | None = None
-    fallbacks: Json | None = None
-    fallback_credit_token: Json | None = None
+    cache_control: Ignored = None
+    speed: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None
+    betas: Ignored = None
+    billing_policy: Ignored = None
+    fallbacks: Ignored = None
+    fallback_credit_token: Ignored = None
 
-    # Refused by name, unless they ask for nothing.
-    compaction: Json | None = None
-    context_management: ContextManagement | None = None
-    mcp_servers: Json | None = None
-    thread: Json | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_supported(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            refuse_hosted(value.get("tools"), ("custom",), "tools")
-            refuse_types(value.get("system"), ("text",), "system")
-            turns = value.get("messages")
-            for index, turn in enumerate(turns if isinstance(turns, list) else ()):
-                _refuse_blocks(turn, f"messages.{index}.content")
-        return value
+    compaction: Refused = None
+    mcp_servers: Refused = None
+    thread: Annotated[Json, refused(hint=": send the whole history as `messages`")] = None
 
 
 class MessagesBody(CountTokensBody, SampledBody):
@@ -217,22 +184,11 @@ class MessagesBody(CountTokensBody, SampledBody):
 
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
-
-    # Ignored, as above.
-    metadata: Json | None = None
-    service_tier: ShortText | None = None
-    inference_geo: ShortText | None = None
-    diagnostics: Json | None = None
-
-    # Refused by name.
-    container: Json | None = None
-
     strict_history: bool | None = None  # beyond Anthropic
 
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    inference_geo: Ignored = None
+    diagnostics: Ignored = None
 
-def _refuse_blocks(turn: Any, param: str) -> None:
-    blocks = turn.get("content") if isinstance(turn, dict) else None
-    refuse_types(blocks, _BLOCKS, param)
-    for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
-        if isinstance(block, dict) and block.get("type") == "tool_result":
-            refuse_types(block.get("content"), ("text",), f"{param}.{index}.content")
+    container: Refused = None

@@ -1,21 +1,17 @@
-"""The work that the dialects share: tool calls to and from text, history, sampling, and a reply as blocks.
+"""The work that the dialects share: tool calls to and from text, history, and what an answer tells beside them.
 
-Pure. Invariants: a call that cannot be read keeps its text, so that its echo matches the turn that made it; the
-blocks of a streamed reply concatenate to those of the same reply answered whole.
+Pure. Invariant: a call that cannot be read keeps its text, so that its echo matches the turn that made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import orjson
 
 from agentloop.chat.call import ChatResult, ToolChoice
-from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
+from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import format_of, loads
 from agentloop.trajectory.node import Node
@@ -34,51 +30,7 @@ Answer: TypeAlias = dict[str, Any]
 _INVALID_JSON: Final = "INVALID_JSON"
 """The one key under which pydantic-ai echoes arguments that it could not read."""
 
-HOSTED_SEARCH: Final = "web_search"
-"""The beginning of the types of OpenAI's and Anthropic's own search tools."""
-
 # --- requests ---------------------------------------------------------------------------------------------
-
-
-def type_tag(value: Any) -> str | None:
-    """Return the tag of a union whose members have a `type`; `read_body` leaves tags out of the places it tells."""
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return f"~{kind}" if isinstance(kind, str) else None
-
-
-def refuse_types(values: Any, known: Collection[str], param: str) -> None:
-    """Raises UnsupportedParameter if one of a list of unchecked objects has a `type` that is not known."""
-    for index, value in enumerate(values if isinstance(values, list) else ()):
-        refuse_type(value, known, f"{param}.{index}.type")
-
-
-def refuse_type(value: Any, known: Collection[str], param: str) -> None:
-    """Raises UnsupportedParameter if an unchecked object has a `type` that is not known."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in known:
-        raise UnsupportedParameter(f"the type {kind[:64]!r} is not supported", param=param)
-
-
-def refuse_hosted(values: Any, known: Collection[str], param: str) -> None:
-    """Raises UnsupportedParameter for tools that the provider of an API runs itself, but for a search of the web.
-
-    A search that nobody runs is a tool that is never called, so it is left out of the prompt, unless it is all that
-    there is: then the call is for it.
-    """
-    tools = values if isinstance(values, list) else []
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    is_search = [is_hosted_search(kind) for kind in kinds]
-    for index, kind in enumerate(kinds):
-        if isinstance(kind, str) and kind not in known and not (is_search[index] and not all(is_search)):
-            raise UnsupportedParameter(
-                f"the type {kind[:64]!r} is not supported: tools are functions that the client runs",
-                param=f"{param}.{index}.type",
-            )
-
-
-def is_hosted_search(kind: Any) -> bool:
-    """Tell whether a tool's type is that of a provider's search of the web, of whatever date."""
-    return isinstance(kind, str) and kind.startswith(HOSTED_SEARCH)
 
 
 def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
@@ -231,122 +183,3 @@ def capture_extras(result: ChatResult, *, with_token_ids: bool) -> dict[str, Any
         extras["prompt_token_ids"] = list(result.prompt_ids)
         extras["token_ids"] = node.reply.token_ids.tolist()
     return extras
-
-
-# --- blocks -----------------------------------------------------------------------------------------------
-
-
-class BlockKind(StrEnum):
-    """The content of a block of a reply."""
-
-    REASONING = "reasoning"
-    TEXT = "text"
-    CALL = "call"
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A part of a reply that clients see as one thing. `text` of a CALL is its arguments."""
-
-    index: int
-    kind: BlockKind
-    text: str = ""
-    call_id: str = ""
-    name: str = ""
-
-
-def blocks_of(message: Message) -> tuple[Block, ...]:
-    """Return the blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
-    blocks: list[Block] = []
-    if message.reasoning:
-        blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
-    if message.content or not (blocks or message.tool_calls):
-        blocks.append(Block(len(blocks), BlockKind.TEXT, message.content))
-    for call in message.tool_calls:
-        blocks.append(Block(len(blocks), BlockKind.CALL, arguments_text(call), call.id, call.name))
-    return tuple(blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStart:
-    """A block opens; `block.text` is empty."""
-
-    block: Block
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDelta:
-    """More of the open block."""
-
-    block: Block  # as it was opened
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEnd:
-    """A block closes; `block` is whole."""
-
-    block: Block
-
-
-BlockStep: TypeAlias = BlockStart | BlockDelta | BlockEnd
-
-
-class BlockReader:
-    """The pieces of one choice as blocks, one open at a time. Text after a call is a block of its own."""
-
-    def __init__(self) -> None:
-        self._open: Block | None = None
-        self._call_index: int | None = None  # of the open block, if it is a call
-        self._parts: list[str] = []
-        self._done: list[Block] = []
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """Those that are closed."""
-        return self._done
-
-    def feed(self, piece: TurnPiece) -> Iterator[BlockStep]:
-        """Yield the steps that a piece adds."""
-        if piece.reasoning:
-            yield from self._text(BlockKind.REASONING, piece.reasoning)
-        if piece.content:
-            yield from self._text(BlockKind.TEXT, piece.content)
-        for delta in piece.calls:
-            yield from self._call(delta)
-
-    def finish(self) -> Iterator[BlockStep]:
-        """Close what is open, after the last piece."""
-        if self._open is None and not self._done:
-            yield from self._start(BlockKind.TEXT)
-        yield from self._end()
-
-    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
-        if self._open is None or self._open.kind is not kind:
-            yield from self._start(kind)
-        yield self._add(text)
-
-    def _call(self, delta: CallDelta) -> Iterator[BlockStep]:
-        if self._call_index != delta.index:
-            yield from self._start(BlockKind.CALL, delta.id or "", delta.name or "")
-            self._call_index = delta.index
-        if delta.arguments:
-            yield self._add(delta.arguments)
-
-    def _start(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
-        yield from self._end()
-        self._open = Block(len(self._done), kind, "", call_id, name)
-        yield BlockStart(self._open)
-
-    def _add(self, text: str) -> BlockDelta:
-        assert self._open is not None
-        self._parts.append(text)
-        return BlockDelta(self._open, text)
-
-    def _end(self) -> Iterator[BlockStep]:
-        if self._open is None:
-            return
-        block = replace(self._open, text="".join(self._parts))
-        self._done.append(block)
-        self._open, self._call_index, self._parts = None, None, []
-        yield BlockEnd(block)

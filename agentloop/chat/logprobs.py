@@ -22,8 +22,9 @@ def token_id_name(token_id: int) -> str:
 class TokenTexts:
     """The texts of single tokens. Bounded memory; may be used by several threads, which at worst decode twice."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, *, as_ids: bool = False) -> None:
         self._renderer = renderer
+        self._as_ids = as_ids
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token_id: int) -> tuple[str, list[int]]:
@@ -35,11 +36,15 @@ class TokenTexts:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[token_id] = found
-        return found
+        return (token_id_name(token_id), found[1]) if self._as_ids else found
 
     def written(self, *, as_ids: bool | None) -> TokenTexts:
         """Return these texts, or with `as_ids` their names by id (`token_id_name`), beside the same bytes."""
-        return _TokenNames(self._renderer, self) if as_ids else self
+        if not as_ids:
+            return self
+        names = TokenTexts(self._renderer, as_ids=True)
+        names._known = self._known
+        return names
 
     def entries(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs
@@ -72,15 +77,3 @@ class TokenTexts:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, octets = self.of(token_id)
         return {"token": text, "logprob": logprob, "bytes": octets}
-
-
-class _TokenNames(TokenTexts):
-    """The texts of another one, each as the token's name by its id."""
-
-    def __init__(self, renderer: Renderer, texts: TokenTexts) -> None:
-        super().__init__(renderer)
-        self._texts = texts
-
-    def of(self, token_id: int) -> tuple[str, list[int]]:
-        """Return a token's name and its bytes."""
-        return token_id_name(token_id), self._texts.of(token_id)[1]

@@ -1,21 +1,17 @@
-"""Chat completions: the body to a `ChatCall`, and a result or its pieces to the answer.
-
-Invariants: the finish chunk of a stream comes after its `ChatResult`, so who has seen an end has a turn that is
-recorded; a stream's chunks concatenate to the answer of the same result. Answers are plain dicts for `orjson`: what
-`openai.types` describes, and what trainers want beside it.
-"""
+"""Chat completions: the body to a `ChatCall`, and the answer's own parts."""
 
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from agentloop.api.requests import ImagePart, read_parts
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
-from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ToolChoice
+from agentloop.chat.choices import ChoiceWriter
 from agentloop.chat.dialect import (
     Answer,
     answer_constraint,
@@ -25,21 +21,20 @@ from agentloop.chat.dialect import (
     joined_text,
     read_call,
     schema_constraint,
-    session_extra,
-    versions_of,
     with_tool_names,
 )
+from agentloop.chat.fields import RefusalPart, TextPart, checked, read_json
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_bodies import CallBase, ChatBody, ChoiceFields, checked, read_json
+from agentloop.chat.openai_bodies import ChatBody, ChoiceFields
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text, finish_of
+from agentloop.generation.turn_piece import TurnPiece, arguments_text
 from agentloop.images import Image, ImageRef, each_once, shown
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import NAMED_ROLES
 from agentloop.trajectory.message_key import tools_key
-from agentloop.trajectory.node import Node
-from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
+from agentloop.trajectory.node import Reply
+from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams, TopLogprobs
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -274,189 +269,61 @@ def _assistant(body: bodies.AssistantMessage) -> Message:
     )
 
 
-def _text(content: str | Sequence[bodies.TextPart | bodies.RefusalPart], role: str) -> str:
+def _text(content: str | Sequence[TextPart | RefusalPart], role: str) -> str:
     if isinstance(content, str):
         return content
-    parts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in content]
+    parts = [part.text if isinstance(part, TextPart) else part.refusal for part in content]
     return joined_text(parts, role)
 
 
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-def render_chat(result: ChatResult, body: ChatBody, texts: TokenTexts) -> Answer:
-    """The whole answer."""
-    texts = texts.written(as_ids=body.return_tokens_as_token_ids)
-    choices = [_choice(node, body, texts) for node in result.choices]
-    return answer_of(result, body, "chatcmpl", "chat.completion", choices)
+class ChatWriter(ChoiceWriter):
+    """Writes one chat completion."""
 
-
-def _choice(node: Node, body: ChatBody, texts: TokenTexts) -> Answer:
-    reply = node.reply
-    choice: Answer = {
-        "index": node.choice_index,
-        "message": _answer_message(reply.message),
-        "logprobs": None,
-        "finish_reason": finish_of(reply).value,
-        "weight_versions": versions_of(node),
-    }
-    if body.logprobs:
-        ids, logprobs = reply.token_ids.tolist(), reply.logprobs.tolist()
-        choice["logprobs"] = {"content": texts.entries(ids, logprobs, reply.top_logprobs), "refusal": None}
-    if body.return_token_ids:
-        choice["token_ids"] = reply.token_ids.tolist()
-    return choice
-
-
-def _answer_message(message: Message) -> Answer:
-    answer: Answer = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.tool_calls:
-        answer["content"] = message.content or None
-        answer["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
-            for call in message.tool_calls
-        ]
-    if message.reasoning:
-        answer["reasoning_content"] = message.reasoning
-    return answer
-
-
-def answer_of(result: ChatResult, body: CallBase, id_prefix: str, kind: str, choices: list[Answer]) -> Answer:
-    """Return an answer in OpenAI's form, around `choices`."""
-    answer: Answer = {
-        "id": f"{id_prefix}-{result.call_id}",
-        "object": kind,
-        "created": result.created_at,
-        "model": body.model,
-        "system_fingerprint": fingerprint(result),
-        "choices": choices,
-        "usage": usage_of(result),
-        "session": session_extra(result),
-    }
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = list(result.prompt_ids)
-    return answer
-
-
-def usage_of(result: ChatResult) -> Answer:
-    """Return the token counts; the prompt counts once, however many choices there are."""
-    num_prompt = len(result.prompt_ids)
-    num_sampled = sum(len(node.reply.token_ids) for node in result.choices)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_prompt + num_sampled,
-        "prompt_tokens_details": {"cached_tokens": result.choices[0].reply.cached_tokens},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(node.reply.num_reasoning_tokens for node in result.choices)
-        },
-    }
-
-
-def fingerprint(result: ChatResult) -> str | None:
-    """Return the weight version of the answer's last token, as a label."""
-    spans = result.choices[0].reply.weight_versions
-    return f"v{spans[-1].version}" if spans else None
-
-
-# --- streams ----------------------------------------------------------------------------------------------
-
-
-async def chat_chunks(
-    pieces: AsyncIterator[TurnPiece | ChatResult], body: ChatBody, texts: TokenTexts, created_at: int
-) -> AsyncIterator[Answer]:
-    """The chunks of a stream, in order. The caller writes them, and `[DONE]` behind the last."""
-    stream = _ChatStream(body, texts, created_at)
-    async for piece in pieces:
-        for chunk in stream.finish(piece) if isinstance(piece, ChatResult) else stream.feed(piece):
-            yield chunk
-
-
-class _ChatStream:
-    """The chunks of one answer; all of them have one id."""
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    opening: ClassVar[Answer | None] = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    empty: ClassVar[Answer] = {"delta": {}}
 
     def __init__(self, body: ChatBody, texts: TokenTexts, created_at: int) -> None:
-        self._body = body
-        self._texts = texts.written(as_ids=body.return_tokens_as_token_ids)
-        self._head: Answer = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk",
-            "created": created_at,
-            "model": body.model,
-            "system_fingerprint": None,
-        }
-        self._has_role: set[int] = set()
-        self._shows_tokens = bool(body.logprobs or body.return_token_ids)
+        super().__init__(body, texts, created_at, shows_logprobs=body.logprobs is True)
 
-    def feed(self, piece: TurnPiece) -> Iterator[Answer]:
-        """The chunks of one piece: none where it shows nothing that was asked for."""
-        index = piece.choice_index
-        if piece.weight_versions:
-            self._head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
-        yield from self._role(index)
-        shows_tokens = bool(piece.token_ids) and self._shows_tokens
-        for place, delta in enumerate(_deltas(piece) or ([{}] if shows_tokens else [])):
-            choice: Answer = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            if place == 0:  # the tokens of the whole piece
-                self._add_tokens(choice, piece)
-            yield self._chunk([choice])
+    def parts(self, piece: TurnPiece) -> list[Answer]:
+        """The deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
 
-    def _add_tokens(self, choice: Answer, piece: TurnPiece) -> None:
-        if self._body.logprobs and piece.token_ids:
-            entries = self._texts.entries(piece.token_ids, piece.logprobs, piece.top_logprobs)
-            choice["logprobs"] = {"content": entries, "refusal": None}
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(piece.token_ids)
+        Some clients read only the first entry of a chunk.
+        """
+        text: Answer = {}
+        if piece.reasoning:
+            text["reasoning_content"] = piece.reasoning
+        if piece.content:
+            text["content"] = piece.content
+        entries = [{"index": call.index, **_call_entry(call.id, call.name, call.arguments)} for call in piece.calls]
+        deltas = ([text] if text else []) + [{"tool_calls": [entry]} for entry in entries]
+        return [{"delta": delta} for delta in deltas]
 
-    def finish(self, result: ChatResult) -> Iterator[Answer]:
-        """The finish chunks, which have what only the whole answer knows, and the usage if asked for."""
-        self._head["system_fingerprint"] = fingerprint(result)
-        for node in result.choices:
-            yield from self._role(node.choice_index)
-            choice: Answer = {
-                "index": node.choice_index,
-                "delta": {},
-                "logprobs": None,
-                "finish_reason": finish_of(node.reply).value,
-                "weight_versions": versions_of(node),
-            }
-            chunk = self._chunk([choice])
-            if node is result.choices[-1]:
-                chunk["session"] = session_extra(result)
-                if self._body.return_token_ids:
-                    chunk["prompt_token_ids"] = list(result.prompt_ids)
-            yield chunk
-        if self._body.includes_usage:
-            yield {**self._chunk([]), "usage": usage_of(result)}
+    def whole_part(self, reply: Reply) -> Answer:
+        """The message."""
+        message = reply.message
+        answer: Answer = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.tool_calls:
+            answer["content"] = message.content or None
+            answer["tool_calls"] = [
+                _call_entry(call.id, call.name, arguments_text(call)) for call in message.tool_calls
+            ]
+        if message.reasoning:
+            answer["reasoning_content"] = message.reasoning
+        return {"message": answer}
 
-    def _role(self, index: int) -> Iterator[Answer]:
-        if index not in self._has_role:
-            self._has_role.add(index)
-            delta = {"role": "assistant", "content": "", "refusal": None}
-            yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-
-    def _chunk(self, choices: list[Answer]) -> Answer:
-        chunk: Answer = {**self._head, "choices": choices}
-        if self._body.includes_usage:
-            chunk["usage"] = None
-        return chunk
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
+        """An entry for each token."""
+        return {"content": self.texts.entries(token_ids, logprobs, top), "refusal": None}
 
 
-def _deltas(piece: TurnPiece) -> list[Answer]:
-    """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
-
-    Some clients read only the first entry of a chunk.
-    """
-    text: Answer = {}
-    if piece.reasoning:
-        text["reasoning_content"] = piece.reasoning
-    if piece.content:
-        text["content"] = piece.content
-    return ([text] if text else []) + [{"tool_calls": [_call_entry(call)]} for call in piece.calls]
-
-
-def _call_entry(call: CallDelta) -> Answer:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name or "", "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+def _call_entry(call_id: str | None, name: str | None, arguments: str) -> Answer:
+    if call_id is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": name or "", "arguments": arguments}}

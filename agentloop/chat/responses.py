@@ -8,20 +8,15 @@ with every request. Events: https://platform.openai.com/docs/api-reference/respo
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentloop.chat.blocks import Block, BlockKind, BlockWriter
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
-    Block,
-    BlockDelta,
-    BlockKind,
-    BlockReader,
-    BlockStart,
-    BlockStep,
+    Answer,
     answer_constraint,
-    blocks_of,
     capture_extras,
     check_tool_choice,
     check_tool_names,
@@ -31,7 +26,7 @@ from agentloop.chat.dialect import (
     schema_constraint,
     with_tool_names,
 )
-from agentloop.chat.openai_bodies import HostedSearch
+from agentloop.chat.fields import HostedSearch, RefusalPart
 from agentloop.chat.responses_bodies import (
     CallItem,
     Content,
@@ -44,17 +39,15 @@ from agentloop.chat.responses_bodies import (
     ResponsesBody,
     ResponsesFunctionTool,
     ResponsesNamedTool,
-    ResponsesRefusalPart,
     ResponsesTextFormat,
 )
 from agentloop.chat.sampling import sampling_params, template_kwargs
-from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.generation.turn_piece import TurnFinish, finish_of
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
-_LOGPROBS = "message.output_text.logprobs"
 
 # --- the request ------------------------------------------------------------------------------------------
 
@@ -64,7 +57,6 @@ def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
     """
-    _refuse_unsupported(body)
     tools = _tools(body)
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)
@@ -86,23 +78,6 @@ def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
         timeout_s=model.timeout_s,
         constraint_param="text.format",
     )
-
-
-def _refuse_unsupported(body: ResponsesBody) -> None:
-    wanted = {
-        "background": body.background,
-        "context_management": body.context_management,
-        "conversation": body.conversation,
-        "previous_response_id": body.previous_response_id,
-        "prompt": body.prompt,
-        "top_logprobs": body.top_logprobs,
-        "truncation": body.truncation != "disabled" and body.truncation,
-        "include": _LOGPROBS in (body.include or ()),
-    }
-    for name, value in wanted.items():
-        if value:
-            hint = ": send the whole history as `input`" if name == "previous_response_id" else ""
-            raise UnsupportedParameter(f"`{name}` is not supported{hint}", param=name)
 
 
 def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
@@ -233,78 +208,57 @@ def _observed(item: MessageItem) -> Message:
 def _text(content: Content, role: str) -> str:
     if isinstance(content, str):
         return content
-    return joined_text(
-        (part.refusal if isinstance(part, ResponsesRefusalPart) else part.text for part in content), role
-    )
+    return joined_text((part.refusal if isinstance(part, RefusalPart) else part.text for part in content), role)
 
 
 # --- the answer -------------------------------------------------------------------------------------------
 
 
-class ResponseWriter:
+class ResponseWriter(BlockWriter):
     """Writes one response, whole or as events; `response_key` is 32 hex digits, new for each response."""
 
     def __init__(self, body: ResponsesBody, response_key: str, created_at: int) -> None:
+        super().__init__()
         self._body = body
         self._key = response_key
         self._created_at = created_at
         self._num_events = 0
         self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
-    def whole(self, result: ChatResult) -> dict[str, Any]:
-        """The answer of a call that does not stream."""
-        return self._final(result, blocks_of(result.choices[0].reply.message))
-
-    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream, the final one last. The first comes with the first piece: what fails before that
-        is no stream yet."""
-        reader = BlockReader()
-        is_begun = False
-        async for piece in pieces:
-            if not is_begun:
-                is_begun = True
-                yield self._event("response.created", response=self._response("in_progress", []))
-                yield self._event("response.in_progress", response=self._response("in_progress", []))
-            if isinstance(piece, TurnPiece):
-                for step in reader.feed(piece):
-                    for event in self._step(step):
-                        yield event
-                continue
-            for step in reader.finish():
-                for event in self._step(step, finish_of(piece.choices[0].reply)):
-                    yield event
-            final = self._final(piece, reader.blocks)
-            yield self._event(f"response.{final['status']}", response=final)
-            return
-        raise InvariantBroken("a stream ended without its result")
-
-    def error_event(self, error: AgentLoopError) -> dict[str, Any]:
+    def error_event(self, error: AgentLoopError) -> Answer:
         """Write the event of a failure amid a stream; the nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
-    def _step(self, step: BlockStep, finish: TurnFinish | None = None) -> Iterator[dict[str, Any]]:
-        block = step.block
-        place = {"output_index": block.index}
-        part_place = {**place, "item_id": self._item_id(block), "content_index": 0}
-        if isinstance(step, BlockStart):
-            yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
-            if block.kind is not BlockKind.CALL:
-                yield self._event("response.content_part.added", **part_place, part=_part(block))
-        elif isinstance(step, BlockDelta):
-            yield self._delta(block, step.text)
-        else:
-            yield from self._done(block)
-            yield self._event("response.output_item.done", **place, item=self._item(block, _item_status(finish)))
+    def _begun(self) -> Iterator[Answer]:
+        yield self._event("response.created", response=self._response("in_progress", []))
+        yield self._event("response.in_progress", response=self._response("in_progress", []))
 
-    def _delta(self, block: Block, text: str) -> dict[str, Any]:
+    def _opened(self, block: Block) -> Iterator[Answer]:
+        place: Answer = {"output_index": block.index}
+        yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
+        if block.kind is not BlockKind.CALL:
+            place |= {"item_id": self._item_id(block), "content_index": 0}
+            yield self._event("response.content_part.added", **place, part=_part(block))
+
+    def _grown(self, block: Block, text: str) -> Iterator[Answer]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
-        if block.kind is BlockKind.REASONING:
-            return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
-        return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+        elif block.kind is BlockKind.REASONING:
+            yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+        else:
+            yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
 
-    def _done(self, block: Block) -> Iterator[dict[str, Any]]:
+    def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
+        yield from self._done(block)
+        item = self._item(block, _item_status(finish))
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _ended(self, result: ChatResult, blocks: list[Block]) -> Iterator[Answer]:
+        final = self._answer(result, blocks)
+        yield self._event(f"response.{final['status']}", response=final)
+
+    def _done(self, block: Block) -> Iterator[Answer]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             _, name = self._places.get(block.name, (None, block.name))
@@ -317,12 +271,12 @@ class ResponseWriter:
             yield self._event("response.output_text.done", **place, text=block.text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=_part(block))
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Answer:
         event = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
 
-    def _final(self, result: ChatResult, blocks: Sequence[Block]) -> dict[str, Any]:
+    def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
         reply = result.choices[0].reply
         finish = finish_of(reply)
         is_cut = finish is TurnFinish.LENGTH
@@ -335,7 +289,7 @@ class ResponseWriter:
         response["usage"] = _usage(result)
         return response | capture_extras(result, with_token_ids=self._body.return_token_ids is True)
 
-    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, status: str, items: list[Answer]) -> Answer:
         body = self._body
         return {
             "id": f"resp_{self._key}",
@@ -367,9 +321,9 @@ class ResponseWriter:
     def _item_id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self._key}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, status: str) -> Answer:
         """The output item of a block; one that is in progress has no content yet."""
-        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        item: Answer = {"id": self._item_id(block), "status": status}
         parts = [] if status == "in_progress" else [_part(block)]
         if block.kind is BlockKind.CALL:
             namespace, name = self._places.get(block.name, (None, block.name))

@@ -1,48 +1,46 @@
-"""The body of `POST /v1/responses`, strict: a field that nobody knows is refused, and every list has a bound.
+"""The table of `POST /v1/responses`, every list bounded.
 
-What only concerns OpenAI's own service is declared and ignored; what would change the answer and is not possible
-here is declared too, and refused by `responses.py` by its name. Items of the input are echoes of earlier answers,
-of this service or another: their further fields say nothing that the prompt could show, and are let through.
+Items of the input are echoes of earlier answers, of this service or another: their further fields say nothing that
+the prompt could show, and are let through.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from agentloop.api.requests import Body, Json
-from agentloop.chat.dialect import (
-    is_hosted_search,
-    refuse_hosted,
-    refuse_type,
-    refuse_types,
-    type_tag,
-)
-from agentloop.chat.openai_bodies import (
+from agentloop.chat.fields import (
     MAX_CHAT_TOOLS,
-    MAX_MESSAGE_CALLS,
-    MAX_MODEL_CHARS,
-    MAX_PARTS,
     MAX_TOOL_NAME_CHARS,
+    CalledName,
     CallId,
     Description,
     Echo,
     HostedSearch,
+    HostedTools,
+    Ignored,
+    Listed,
+    Model,
+    RefusalPart,
+    Refused,
+    SchemaObject,
     ShortText,
-    StreamOptions,
     Text,
+    TextOr,
     ToolName,
-    by_shape,
+    refused,
+    type_tag,
+    unsupported,
 )
+from agentloop.chat.openai_bodies import MAX_MESSAGE_CALLS, StreamOptions
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
-from agentloop.chat.schemas import Schema
-from agentloop.checks import MAX_TOP_LOGPROBS
 
 MAX_ITEMS = 16_384
 
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS = ("~input_text", "~output_text", "~text", "~summary_text", "~reasoning_text")
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesTextPart(Echo):
@@ -52,26 +50,18 @@ class ResponsesTextPart(Echo):
     text: Text
 
 
-class ResponsesRefusalPart(Echo):
-    """An assistant's refusal, instead of an answer."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-
 def _part_tag(value: Any) -> str | None:
     kind = type_tag(value)
-    return "~text" if kind is not None and kind[1:] in _TEXTS else kind
+    return "~text" if kind in _TEXTS else kind
 
 
-Part: TypeAlias = Annotated[
-    Annotated[ResponsesTextPart, Tag("~text")] | Annotated[ResponsesRefusalPart, Tag("~refusal")],
-    Discriminator(_part_tag),
+Parts = Listed[
+    Annotated[
+        Annotated[ResponsesTextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")],
+        Discriminator(_part_tag),
+    ]
 ]
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS)]
-Content: TypeAlias = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[Parts, Tag("~list")], Discriminator(by_shape)
-]
+Content: TypeAlias = TextOr[Parts]
 
 
 class MessageItem(Echo):
@@ -88,8 +78,8 @@ class CallItem(Echo):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
-    namespace: Annotated[str, Field(max_length=256)] | None = None
+    name: CalledName
+    namespace: CalledName | None = None
     arguments: Text
     id: ShortText | None = None
 
@@ -124,9 +114,6 @@ Item: TypeAlias = Annotated[
     Discriminator(_item_tag),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
-Input: TypeAlias = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[Items, Tag("~list")], Discriminator(by_shape)
-]
 
 
 class ResponsesFunctionTool(Body):
@@ -137,12 +124,12 @@ class ResponsesFunctionTool(Body):
     type: Literal["function"]
     name: ToolName
     description: Description | None = None
-    parameters: Annotated[dict[str, JsonValue], Schema] | None = None
+    parameters: SchemaObject | None = None
     strict: bool | None = None
-    defer_loading: bool | None = None
-    output_schema: Json | None = None
-    allowed_callers: Json | None = None
-    async_: bool | None = Field(default=None, alias="async")
+    defer_loading: Ignored = None
+    output_schema: Ignored = None
+    allowed_callers: Ignored = None
+    async_: Ignored = Field(default=None, alias="async")
 
 
 class NamespaceTool(Body):
@@ -160,16 +147,11 @@ class NamespaceTool(Body):
         return self
 
 
-def _tool_tag(value: Any) -> str | None:
-    kind = type_tag(value)
-    return "~search" if kind is not None and is_hosted_search(kind[1:]) else kind
-
-
 Tool: TypeAlias = Annotated[
     Annotated[ResponsesFunctionTool, Tag("~function")]
     | Annotated[NamespaceTool, Tag("~namespace")]
     | Annotated[HostedSearch, Tag("~search")],
-    Discriminator(_tool_tag),
+    Discriminator(type_tag),
 ]
 
 
@@ -207,7 +189,7 @@ class ResponsesTextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
     description: Description | None = None
-    schema_: Annotated[dict[str, JsonValue], Schema] | None = Field(default=None, alias="schema")
+    schema_: SchemaObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -215,72 +197,60 @@ class TextConfig(Body):
     """The answer's text: its form, and a wish."""
 
     format: ResponsesTextFormat | None = None
-    verbosity: ShortText | None = None  # ignored: a wish, not a promise
+    verbosity: Ignored = None  # a wish, not a promise
 
 
 class ReasoningConfig(Body):
     """Wishes about thinking. `effort` is an argument of the chat template where that reads one."""
 
     effort: Effort | None = None
-    summary: ShortText | None = None
-    generate_summary: ShortText | None = None
-    context: ShortText | None = None
-    mode: ShortText | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    mode: Ignored = None
+
+
+def _without_logprobs(include: list[str]) -> list[str]:
+    if _LOGPROBS in include:
+        raise unsupported(f"`{_LOGPROBS}` is not supported")
+    return include
 
 
 class ResponsesBody(SampledBody, TemplateBody):
     """The body of `POST /v1/responses`."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
-    input: Input
+    model: Model
+    input: TextOr[Items]
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
+    tools: HostedTools[Tool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     stream_options: StreamOptions | None = None
     metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
-    truncation: ShortText | None = None
-    include: Annotated[list[ShortText], Field(max_length=64)] | None = None
+    include: Annotated[list[ShortText], Field(max_length=64), AfterValidator(_without_logprobs)] | None = None
     max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS), Whole] | None = None  # of OpenAI's own tools
 
-    # Ignored: they concern the service that OpenAI runs.
-    user: ShortText | None = None
-    store: bool | None = None
-    service_tier: ShortText | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
-    prompt_cache_options: Json | None = None
-    moderation: Json | None = None
-    client_metadata: Json | None = None
-    access_programs: Json | None = None
-    image: Json | None = None  # of images that are answered: none here
     reasoning: ReasoningConfig | None = None
-
-    # Refused by name, unless they ask for nothing.
-    background: bool | None = None
-    context_management: Json | None = None
-    conversation: Json | None = None
-    previous_response_id: Json | None = None
-    prompt: Json | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
-
+    user: ShortText | None = None
     strict_history: bool | None = None  # beyond OpenAI
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_supported(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            refuse_hosted(value.get("tools"), ("function", "namespace"), "tools")
-            for index, tool in enumerate(tools if isinstance(tools := value.get("tools"), list) else ()):
-                if isinstance(tool, dict) and tool.get("type") == "namespace":
-                    refuse_hosted(tool.get("tools"), ("function",), f"tools.{index}.tools")
-            refuse_type(value.get("tool_choice"), ("function", "allowed_tools"), "tool_choice.type")
-            items = value.get("input")
-            refuse_types(items, _ITEMS, "input")
-            for index, item in enumerate(items if isinstance(items, list) else ()):
-                content = item.get("content", item.get("output")) if isinstance(item, dict) else None
-                refuse_types(content, (*_TEXTS, "refusal"), f"input.{index}.content")
-        return value
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    moderation: Ignored = None
+    client_metadata: Ignored = None
+    access_programs: Ignored = None
+    image: Ignored = None  # of images that are answered: none here
+
+    background: Refused = None
+    context_management: Refused = None
+    conversation: Refused = None
+    previous_response_id: Annotated[Json, refused(hint=": send the whole history as `input`")] = None
+    prompt: Refused = None
+    top_logprobs: Annotated[Json, refused(unless=0)] = None
+    truncation: Annotated[Json, refused(unless="disabled")] = None

@@ -9,40 +9,25 @@ token both ways, as `token_id` and as `token: "token_id:N"`: vLLM writes the fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import FailFast, Field
 
 from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId
 from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.fields import Ignored, Model, Refused, refused
 from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
-from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, ChoiceFields
+from agentloop.chat.openai_bodies import ChoiceFields
 from agentloop.chat.sampling import Whole
 from agentloop.checks import MAX_TOP_LOGPROBS
-from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
 
-_UNSUPPORTED_SAMPLING = (
-    "allowed_token_ids",
-    "bad_words",
-    "extra_args",
-    "logprob_token_ids",
-    "prompt_logprob_start",
-    "prompt_logprobs",
-    "repetition_detection",
-    "skip_reading_prefix_cache",
-    "structured_outputs",
-    "thinking_token_budget",
-    "trace_decode_token_ids",
-    "watermarking",
-)
-_UNSUPPORTED = ("content_parts", "ec_transfer_params", "features", "kv_transfer_params", "priority", "stream")
-_NOTHING_AT_ZERO = frozenset({"priority", "prompt_logprob_start"})
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -55,20 +40,28 @@ class VllmSamplingBody(ChoiceFields):
     """
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
-    detokenize: bool | None = None
-    flat_logprobs: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    output_kind: Annotated[int, Field(ge=0, le=2)] | None = None
-    routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
-    skip_clone: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    stream_interval: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
+    detokenize: Ignored = None
+    flat_logprobs: Ignored = None
+    include_stop_str_in_output: Ignored = None
+    output_kind: Ignored = None
+    routed_experts_prompt_start: Ignored = None
+    skip_clone: Ignored = None
+    skip_special_tokens: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    stream_interval: Ignored = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_supported(cls, value: Any) -> Any:
-        return _supported(value, _UNSUPPORTED_SAMPLING, "sampling_params.")
+    allowed_token_ids: Refused = None
+    bad_words: Refused = None
+    extra_args: Refused = None
+    logprob_token_ids: Refused = None
+    prompt_logprob_start: Annotated[Json, refused(unless=0)] = None
+    prompt_logprobs: Refused = None
+    repetition_detection: Refused = None
+    skip_reading_prefix_cache: Refused = None
+    structured_outputs: Refused = None
+    thinking_token_budget: Refused = None
+    trace_decode_token_ids: Refused = None
+    watermarking: Refused = None
 
 
 class TokensBody(Body):
@@ -80,34 +73,22 @@ class TokensBody(Body):
 
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
     sampling_params: VllmSamplingBody
-    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
+    model: Model | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
     return_token_ids: bool | None = None
-    output_mode: Literal["tokens"] = "tokens"
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    token_offsets: Json = None
-    stream_options: Json = None
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: Json = None
+    token_offsets: Ignored = None
+    stream_options: Ignored = None
+    reasoning_ended: Ignored = None
+    reasoning_parser_kwargs: Ignored = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_supported(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("output_mode") == "text":
-            raise UnsupportedParameter("the answer has tokens only: output_mode is 'tokens'", param="output_mode")
-        return _supported(value, _UNSUPPORTED, "")
-
-
-def _supported(value: Any, names: tuple[str, ...], place: str) -> Any:
-    """Return `value` without these fields, which ask for nothing here. Raises UnsupportedParameter if one does."""
-    if not isinstance(value, dict):
-        return value
-    for name in names:
-        asked = value.get(name)
-        is_zero = name in _NOTHING_AT_ZERO and type(asked) is int and asked == 0
-        if not (asked is None or asked is False or is_zero or asked in ([], {})):
-            raise UnsupportedParameter(f"{name} is not supported", param=f"{place}{name}")
-    return {name: item for name, item in value.items() if name not in names}
+    content_parts: Refused = None
+    ec_transfer_params: Refused = None
+    features: Refused = None
+    kv_transfer_params: Refused = None
+    output_mode: Annotated[Json, refused(unless="tokens")] = None
+    priority: Annotated[Json, refused(unless=0)] = None
+    stream: Refused = None
 
 
 def to_call(body: TokensBody, model: ChatModel) -> ChatCall:

@@ -145,6 +145,7 @@ class TurnBuilder:
     """Collects a turn from left to right; numbers the calls and finds their tokens."""
 
     def __init__(self, decoded: DecodedText, turn_index: int) -> None:
+        self.text = decoded.text
         self._decoded = decoded
         self._turn_index = turn_index
         self._content: list[str] = []
@@ -184,17 +185,16 @@ class TurnBuilder:
                 malformed.error,
                 first,
                 last,
-                text=self._decoded.text[start:end],
+                text=self.text[start:end],
                 partial_arguments=malformed.partial if is_cut and malformed.name else None,
             )
         )
 
     def add_rest(self, start: int, open_tag: str) -> None:
         """Report all calls from `start` on as one: what a policy repeats without end costs no more than this."""
-        text = self._decoded.text
-        num_calls = max(1, text.count(open_tag, start))
+        num_calls = max(1, self.text.count(open_tag, start))
         error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
-        self.add_malformed(start, len(text), MalformedCall(error))
+        self.add_malformed(start, len(self.text), MalformedCall(error))
 
     def finish(self) -> ParsedTurn:
         return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))

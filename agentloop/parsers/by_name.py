@@ -6,25 +6,18 @@ from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
-from agentloop.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from agentloop.parsers.glm45 import Glm45Parser
+from agentloop.parsers.formats import FORMATS
 from agentloop.parsers.harmony import HarmonyParser
-from agentloop.parsers.hermes import HermesParser
-from agentloop.parsers.kimi_k2 import KimiK2Parser
 from agentloop.parsers.llama3_json import Llama3JsonParser
 from agentloop.parsers.mistral import MistralParser
 from agentloop.parsers.qwen3_xml import Qwen3XmlParser
 from agentloop.plugins import resolve
 
 _PARSERS: dict[str, Parser] = {
-    "hermes": HermesParser(),
+    **FORMATS,
     "qwen3_coder": Qwen3XmlParser(),
     "qwen3_xml": Qwen3XmlParser(),
     "llama3_json": Llama3JsonParser(),
-    "glm45": Glm45Parser(),
-    "deepseek_v3": DeepSeekV3Parser(),
-    "deepseek_v31": DeepSeekV31Parser(),
-    "kimi_k2": KimiK2Parser(),
     "mistral": MistralParser(),
     "harmony": HarmonyParser(),
     "granite": MistralParser("<|tool_call|>", ThoughtMarks()),

@@ -12,13 +12,11 @@ Linear: one pattern reads a message from its first mark to its last, and never l
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
-from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
+from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax
 from agentloop.parsers.json_call import check_name, read_arguments
-from agentloop.types import JSON, Constraint
+from agentloop.parsers.marked import MarkedParser, Tools
 
 _START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
@@ -31,10 +29,9 @@ _HEADER = re.compile(
 _CUT_HEADER = re.compile(r"(?:<\|start\|>assistant)?([^<]*+)(?:<\|channel\|>([^<]*+))?(?:<\|constrain\|>[^<]*+)?\Z")
 _BODY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z")
 _RECIPIENT = re.compile(r"(?:\s|\A)to=(\S++)")
-_LEADING_RECIPIENT = re.compile(r"\s*+to=")
 
 
-class HarmonyParser:
+class HarmonyParser(MarkedParser):
     """Messages of the harmony format. The thought at the turn's beginning is read before, by its marks."""
 
     marks = Marks(
@@ -47,38 +44,19 @@ class HarmonyParser:
         thoughts=ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>"),
     )
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
-        text = decoded.text
-        builder = TurnBuilder(decoded, turn_index)
-        position = 0
-        start: int | None = 0 if _LEADING_RECIPIENT.match(text) is not None else _next_begin(text, 0)
-        while start is not None:
-            builder.add_content(text[position:start])
-            if builder.is_full:
-                builder.add_rest(start, "to=")
-                return builder.finish()
-            position = _read_message(text, start, builder)
-            start = _next_begin(text, position)
-        builder.add_content(text[position:])
-        return builder.finish()
+    opening = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
+    counted = "to="
+    writes_one = True  # the model's turn ends with a call
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
-        """See `Parser.call_constraint`. Always one call: the model's turn ends with it."""
-        return constraint_of_calls(tools, _syntax, forced=forced, is_parallel=False)
+    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
+        """See `MarkedParser.read_call`: a message, with or without a call."""
+        return _read_message(builder.text, found.start(), builder)
 
-
-def _syntax(name: str) -> CallSyntax:
-    if re.fullmatch(r"[^\s<>]{1,256}", name) is None:
-        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-    return CallSyntax(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _CALL_STOP)
-
-
-def _next_begin(text: str, position: int) -> int | None:
-    found = _BEGIN.search(text, position)
-    return None if found is None else found.start()
+    def syntax(self, name: str) -> CallSyntax | None:
+        """See `MarkedParser.syntax`."""
+        if re.fullmatch(r"[^\s<>]{1,256}", name) is None:
+            return None
+        return CallSyntax(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _CALL_STOP)
 
 
 def _read_message(text: str, start: int, builder: TurnBuilder) -> int:

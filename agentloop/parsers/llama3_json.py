@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls, loads
+from agentloop.parsers.base import MalformedCall, Marks, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax, loads
 from agentloop.parsers.json_call import call_of_object, cut_call, json_end
-from agentloop.types import JSON, Constraint
+from agentloop.parsers.marked import MarkedParser, Tools
+from agentloop.types import JSON
 
 _TAG = "<|python_tag|>"
 _MAX_TAGS_INSIDE = 4
@@ -28,98 +28,84 @@ _FOLLOWING = re.compile(r"\s*+;?\s*+(?=\{)")
 _SAYS_NAME = re.compile(r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:')
 
 
-class Llama3JsonParser:
-    """Bare JSON. Several calls of a turn are read, although the template writes one."""
+class Llama3JsonParser(MarkedParser):
+    """Bare JSON. Several calls of a turn are read, although the template writes one and refuses more.
+
+    An object that is a call but for its parameters is one if its name is a tool's.
+    """
 
     marks = Marks((_TAG,), leading=("{",))
+    opening = re.compile(re.escape(_TAG))
+    writes_one = True
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`. An object that is a call but for its parameters is one if its name is a tool's."""
-        names = {str(tool.get("function", tool).get("name")) for tool in tools}
-        return _LlamaReader(decoded, turn_index, names).read()
+    def syntax(self, name: str) -> CallSyntax:
+        """See `MarkedParser.syntax`."""
+        return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}")
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
-        """See `Parser.call_constraint`. Always one call: templates refuse a turn of several."""
-        return constraint_of_calls(tools, _syntax, forced=forced, is_parallel=False)
+    def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
+        """See `MarkedParser.read_leading`."""
+        first = _FIRST.match(builder.text)
+        return 0 if first is None else _objects(builder, first.end(), first.end(), tools, is_marked=False)
+
+    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
+        """See `MarkedParser.read_call`."""
+        body = _FIRST.match(builder.text, found.end())
+        if body is not None:
+            return _objects(builder, found.start(), body.end(), tools, is_marked=True)
+        end = _next_tag(builder.text, found.end())
+        error = f'behind {_TAG} stands no {{"name": ..., "parameters": ...}}'
+        builder.add_malformed(found.start(), end, MalformedCall(error))
+        return end
 
 
-def _syntax(name: str) -> CallSyntax:
-    return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}")
-
-
-class _LlamaReader:
-    """One turn's way through `parse`."""
-
-    def __init__(self, decoded: DecodedText, turn_index: int, names: set[str]) -> None:
-        self._text = decoded.text
-        self._names = names
-        self._builder = TurnBuilder(decoded, turn_index)
-
-    def read(self) -> ParsedTurn:
-        text, builder = self._text, self._builder
-        first = _FIRST.match(text)
-        position = self._objects(first.end(), first.end(), is_marked=False) if first is not None else 0
-        while (start := text.find(_TAG, position)) >= 0:
-            builder.add_content(text[position:start])
-            if builder.is_full:
-                builder.add_rest(start, _TAG)
-                return builder.finish()
-            body = _FIRST.match(text, start + len(_TAG))
-            if body is None:
-                error = f'behind {_TAG} stands no {{"name": ..., "parameters": ...}}'
-                position = self._next_tag(start + len(_TAG))
-                builder.add_malformed(start, position, MalformedCall(error))
-            else:
-                position = self._objects(start, body.end(), is_marked=True)
-        builder.add_content(text[position:])
-        return builder.finish()
-
-    def _objects(self, start: int, begin: int, *, is_marked: bool) -> int:
-        """Add the calls from `begin` on, the first with the text from `start`; return where the last one ends."""
-        text, limit = self._text, self._limit(begin)
-        while True:
-            end = json_end(text, begin, limit)
-            until = end if end >= 0 else self._next_tag(begin)
-            try:
-                call = self._call(text[begin:until], is_marked=is_marked)
-            except MalformedCall as malformed:
-                self._builder.add_malformed(start, until, malformed, is_cut=end < 0 and until == len(text))
-            else:
-                if call is None:
-                    return start
-                self._builder.add_call(start, until, *call)
-            following = _FOLLOWING.match(text, until) if end >= 0 else None
-            if following is None:
-                return until
-            if self._builder.is_full:
-                self._builder.add_rest(until, '"name"')
-                return len(text)
-            start, begin, is_marked = until, following.end(), False
-
-    def _call(self, written: str, *, is_marked: bool) -> tuple[str, dict[str, JSON]] | None:
-        """Read an object; None if it is no call. Raises MalformedCall."""
+def _objects(builder: TurnBuilder, start: int, begin: int, tools: Tools, *, is_marked: bool) -> int:
+    """Add the calls from `begin` on, the first with the text from `start`; return where the last one ends."""
+    text, limit = builder.text, _limit(builder.text, begin)
+    names = {str(tool.get("function", tool).get("name")) for tool in tools}
+    while True:
+        end = json_end(text, begin, limit)
+        until = end if end >= 0 else _next_tag(text, begin)
         try:
-            value = loads(written)
-        except ValueError as error:
-            if is_marked or _SAYS_NAME.match(written) is not None:
-                raise MalformedCall(f"the tool call is not valid JSON: {error}", *cut_call(written)) from error
-            return None
-        name = value.get("name")
-        is_whole = isinstance(name, str) and any(key in value for key in _KEYS)
-        if is_marked or is_whole or name in self._names:
-            return call_of_object(value, *_KEYS)
+            call = _read_object(text[begin:until], names, is_marked=is_marked)
+        except MalformedCall as malformed:
+            builder.add_malformed(start, until, malformed, is_cut=end < 0 and until == len(text))
+        else:
+            if call is None:
+                return start
+            builder.add_call(start, until, *call)
+        following = _FOLLOWING.match(text, until) if end >= 0 else None
+        if following is None:
+            return until
+        if builder.is_full:
+            builder.add_rest(until, '"name"')
+            return len(text)
+        start, begin, is_marked = until, following.end(), False
+
+
+def _read_object(written: str, names: set[str], *, is_marked: bool) -> tuple[str, dict[str, JSON]] | None:
+    """Read an object; None if it is no call. Raises MalformedCall."""
+    try:
+        value = loads(written)
+    except ValueError as error:
+        if is_marked or _SAYS_NAME.match(written) is not None:
+            raise MalformedCall(f"the tool call is not valid JSON: {error}", *cut_call(written)) from error
         return None
+    name = value.get("name")
+    is_whole = isinstance(name, str) and any(key in value for key in _KEYS)
+    if is_marked or is_whole or name in names:
+        return call_of_object(value, *_KEYS)
+    return None
 
-    def _limit(self, position: int) -> int:
-        """Return how far an object that begins there may reach."""
-        for _ in range(_MAX_TAGS_INSIDE + 1):
-            position = self._next_tag(position) + len(_TAG)
-            if position >= len(self._text):
-                return len(self._text)
-        return position - len(_TAG)
 
-    def _next_tag(self, position: int) -> int:
-        found = self._text.find(_TAG, position)
-        return found if found >= 0 else len(self._text)
+def _limit(text: str, position: int) -> int:
+    """Return how far an object that begins there may reach."""
+    for _ in range(_MAX_TAGS_INSIDE + 1):
+        position = _next_tag(text, position) + len(_TAG)
+        if position >= len(text):
+            return len(text)
+    return position - len(_TAG)
+
+
+def _next_tag(text: str, position: int) -> int:
+    found = text.find(_TAG, position)
+    return found if found >= 0 else len(text)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
+from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
 from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls, either_constraint, loads
 from agentloop.parsers.json_call import json_end, read_arguments, read_json_call
+from agentloop.parsers.marked import MarkedParser, Tools
 from agentloop.types import JSON, Constraint
 
 _CALLS = "[TOOL_CALLS]"
@@ -33,49 +33,36 @@ _OBJECT = re.compile(r"\s*+(?=\{)")
 _NEXT = re.compile(r"\s*+(?:(,)|(\]))")
 
 
-class MistralParser:
+class MistralParser(MarkedParser):
     """Both forms, told apart call by call. A list without its last bracket is forgiven if its objects are whole."""
 
     def __init__(self, mark: str = _CALLS, thoughts: ThoughtMarks = _THOUGHTS) -> None:
         """`mark` stands before calls; of Granite's it is another one, and only lists are written."""
         self._mark = mark
         self.marks = Marks((mark,), thoughts=thoughts)
+        self.opening = re.compile(re.escape(mark))
+        self.turn = TurnSyntax(f"{mark} [" if mark == _CALLS else f"{mark}[", ", ", "]")
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
-        text, mark = decoded.text, self._mark
-        builder = TurnBuilder(decoded, turn_index)
-        position = 0
-        while (start := text.find(mark, position)) >= 0:
-            builder.add_content(text[position:start])
-            if builder.is_full:
-                builder.add_rest(start, mark)
-                return builder.finish()
-            body = start + len(mark)
-            opening = _LIST.match(text, body)
-            if opening is not None:
-                position = _read_list(text, start, opening.end(), builder, mark)
-            else:
-                position = _read_named(text, start, body, builder, mark)
-        builder.add_content(text[position:])
-        return builder.finish()
+    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
+        """See `MarkedParser.read_call`."""
+        start, body = found.span()
+        opening = _LIST.match(builder.text, body)
+        if opening is not None:
+            return _read_list(builder.text, start, opening.end(), builder, self._mark)
+        return _read_named(builder.text, start, body, builder, self._mark)
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
+    def syntax(self, name: str) -> CallSyntax:
+        """See `MarkedParser.syntax`: an object of a list."""
+        return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}")
+
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """See `Parser.call_constraint`. The policy chooses the form, at the first character behind the mark."""
-        begin = f"{_CALLS} [" if self._mark == _CALLS else f"{self._mark}["
-        turn = TurnSyntax(begin, ", ", "]")
-        listed = constraint_of_calls(tools, _listed_syntax, turn, forced=forced, is_parallel=is_parallel)
+        listed = super().call_constraint(tools, forced=forced, is_parallel=is_parallel)
         if self._mark != _CALLS:
             return listed
         turn = TurnSyntax(separator="")
         named = constraint_of_calls(tools, _named_syntax, turn, forced=forced, is_parallel=is_parallel)
         return either_constraint(named, listed)
-
-
-def _listed_syntax(name: str) -> CallSyntax:
-    return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}")
 
 
 def _named_syntax(name: str) -> CallSyntax:

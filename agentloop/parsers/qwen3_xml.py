@@ -8,15 +8,13 @@ parameter was never closed. Values get their type from the tool's schema, by JSO
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
-from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
+from agentloop.parsers.base import MalformedCall, Marks, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax
+from agentloop.parsers.marked import MarkedParser, Tools
 from agentloop.parsers.typed_text import TextArguments, parameter_schemas
-from agentloop.types import JSON, Constraint
+from agentloop.types import JSON
 
-_CALL = re.compile(r"<tool_call>|<function=")
 _CALL_OR_END = re.compile(r"</?tool_call>")
 _NAME = re.compile(r"[^<>\n]{1,256}")
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
@@ -27,46 +25,29 @@ _CALL_END = re.compile(r"\s*</tool_call>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Qwen3XmlParser:
+class Qwen3XmlParser(MarkedParser):
     """XML-like tags. A missing `<tool_call>` or `</tool_call>` is forgiven, any other missing tag is not."""
 
     marks = Marks((_OPEN, "<function="), _CLOSE)
+    opening = re.compile(r"<tool_call>|<function=")
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`."""
-        text = decoded.text
-        builder = TurnBuilder(decoded, turn_index)
-        schemas = parameter_schemas(tools)
-        position = 0
-        while (found := _CALL.search(text, position)) is not None:
-            start = found.start()
-            builder.add_content(text[position:start])
-            if builder.is_full:
-                builder.add_rest(start, found[0])
-                return builder.finish()
-            reader = _CallReader(text, start)
-            try:
-                name, arguments = reader.read(schemas)
-            except MalformedCall as malformed:
-                is_cut = reader.recover()
-                builder.add_malformed(start, reader.position, malformed, is_cut=is_cut)
-            else:
-                builder.add_call(start, reader.position, name, arguments)
-            position = reader.position
-        builder.add_content(text[position:])
-        return builder.finish()
+    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
+        """See `MarkedParser.read_call`."""
+        start, reader = found.start(), _CallReader(builder.text, found.start())
+        try:
+            name, arguments = reader.read(tools)
+        except MalformedCall as malformed:
+            is_cut = reader.recover()
+            builder.add_malformed(start, reader.position, malformed, is_cut=is_cut)
+        else:
+            builder.add_call(start, reader.position, name, arguments)
+        return reader.position
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
-        """See `Parser.call_constraint`."""
-        return constraint_of_calls(tools, _syntax, forced=forced, is_parallel=is_parallel)
-
-
-def _syntax(name: str) -> CallSyntax:
-    if _NAME.fullmatch(name) is None or name != name.strip():
-        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-    return CallSyntax(f"{_OPEN}\n<function={name}>\n", "</function>\n</tool_call>", style="qwen_xml")
+    def syntax(self, name: str) -> CallSyntax | None:
+        """See `MarkedParser.syntax`."""
+        if _NAME.fullmatch(name) is None or name != name.strip():
+            return None
+        return CallSyntax(f"{_OPEN}\n<function={name}>\n", "</function>\n</tool_call>", style="qwen_xml")
 
 
 class _CallReader:
@@ -76,12 +57,12 @@ class _CallReader:
         self.position = start
         self._text = text
 
-    def read(self, schemas: Mapping[str, Mapping[str, JSON]]) -> tuple[str, dict[str, JSON]]:
+    def read(self, tools: Tools) -> tuple[str, dict[str, JSON]]:
         """The call's name and arguments. Raises MalformedCall; then `recover` must follow."""
         if self._text.startswith(_OPEN, self.position):
             self.position += len(_OPEN)
         name = self._name()
-        arguments = TextArguments(name, schemas.get(name, {}))
+        arguments = TextArguments(name, parameter_schemas(tools, name))
         while (opening := self._take(_PARAMETER)) is not None:
             key = opening[1].strip()
             arguments.add(key, self._value(key, arguments))

@@ -47,19 +47,16 @@ class TextArguments:
         return MalformedCall(error, self._name, written)
 
 
-def parameter_schemas(tools: Sequence[Mapping[str, JSON]]) -> dict[str, Mapping[str, JSON]]:
-    """Parameter schemas by tool name, with references to the tool's own `$defs` replaced."""
-    found: dict[str, Mapping[str, JSON]] = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        parameters = function.get("parameters") or {}
-        definitions = parameters.get("$defs") or {}
-        found[str(function.get("name"))] = {
-            key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
-            for key, schema in (parameters.get("properties") or {}).items()
-            if isinstance(schema, dict)
-        }
-    return found
+def parameter_schemas(tools: Sequence[Mapping[str, JSON]], name: str) -> dict[str, Mapping[str, JSON]]:
+    """Return a tool's parameter schemas, with references to its own `$defs` replaced; none of an unknown tool."""
+    functions = [tool.get("function", tool) for tool in tools]
+    parameters = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
+    definitions = parameters.get("$defs") or {}
+    return {
+        key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
+        for key, schema in (parameters.get("properties") or {}).items()
+        if isinstance(schema, dict)
+    }
 
 
 def _types(schema: Mapping[str, JSON]) -> set[str]:

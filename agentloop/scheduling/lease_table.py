@@ -46,6 +46,7 @@ class Holding:
     prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
     context_tokens: float = 0.0  # at the end of its last turn
     counted_tokens: float = 0.0  # in its replica's book
+    counted_group: str = ""  # whose prompt it shares there; empty: none
     num_turns: int = 0  # that have ended
     idle_since: float | None = None  # the end of its last turn, while its tools run
     is_counted: bool = True  # not so once its replica was dropped
@@ -54,11 +55,6 @@ class Holding:
     is_kept: bool = True  # its KV counts in its replica's book
     must_ask: bool = False  # its process was told to ask before the next turn
     earlier: tuple[str, ...] = ()  # leases that its process may still use
-
-    @property
-    def shares_prompt(self) -> bool:
-        """True if its prompt is that of a whole group."""
-        return self.demand.group_size > 1 and bool(self.demand.group_id)
 
     @property
     def num_tokens(self) -> float:

@@ -10,7 +10,7 @@ Ownership: the Balancer alone. Invariants: a book is the sum of the holdings cou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
 
 _GROWTH_TURNS = 4.0  # that each holder is promised room for
-_NUM_REMEMBERED = 1024  # turns and trajectories, by the running means
+_NUM_AVERAGED = 1024  # turns and trajectories, by the running means
 _NUM_PRIOR = 4  # turns and trajectories that the values before the first are worth
 _USUAL_TURN_TOKENS = 800.0
 
@@ -44,18 +44,18 @@ class Promise:
 
     def turn(self, num_tokens: float) -> None:
         """Learn from a turn that grew a context by so many tokens."""
-        self._num_turns = min(self._num_turns + 1, _NUM_REMEMBERED)
+        self._num_turns = min(self._num_turns + 1, _NUM_AVERAGED)
         self._turn_tokens += (num_tokens - self._turn_tokens) / (self._num_turns + _NUM_PRIOR)
 
     def end(self, num_tokens: float) -> None:
         """Learn from a trajectory that ended by itself after it grew by so many tokens."""
-        self._num_ended = min(self._num_ended + 1, _NUM_REMEMBERED)
+        self._num_ended = min(self._num_ended + 1, _NUM_AVERAGED)
         self._growth_tokens += (num_tokens - self._growth_tokens) / (self._num_ended + _NUM_PRIOR)
 
 
 @dataclass(slots=True)
-class _Group:
-    """The holders of one group on a replica, and the prompt that they share."""
+class _SharedPrompt:
+    """The prompt of one group on a replica, and its holders there."""
 
     num_holders: int
     prompt_tokens: float
@@ -69,7 +69,7 @@ class ReplicaBook:
     num_kept: int = 0  # of them, whose KV counts
     own_tokens: float = 0.0
     shared_tokens: float = 0.0
-    groups: dict[str, _Group] = field(default_factory=dict)
+    groups: dict[str, _SharedPrompt] = field(default_factory=dict)
     placed_at: int = 0  # number of its last placement
     line: OrderedDict[str, None] = field(default_factory=OrderedDict)
     hits: CacheHits = field(default_factory=CacheHits)
@@ -85,9 +85,10 @@ class ReplicaBook:
             return
         self.num_kept += 1
         holding.counted_tokens = holding.num_tokens
-        if holding.shares_prompt:
+        holding.counted_group = holding.demand.group_id if holding.demand.group_size > 1 else ""
+        if holding.counted_group:
             holding.counted_tokens -= holding.prompt_tokens
-            group = self.groups.setdefault(holding.demand.group_id, _Group(0, holding.prompt_tokens))
+            group = self.groups.setdefault(holding.counted_group, _SharedPrompt(0, holding.prompt_tokens))
             group.num_holders += 1
             if group.num_holders == 1:
                 self.shared_tokens += group.prompt_tokens
@@ -100,12 +101,12 @@ class ReplicaBook:
             return
         self.num_kept -= 1
         self.own_tokens -= holding.counted_tokens
-        if holding.shares_prompt:
-            group = self.groups[holding.demand.group_id]
+        if holding.counted_group:
+            group = self.groups[holding.counted_group]
             group.num_holders -= 1
             if group.num_holders == 0:
                 self.shared_tokens -= group.prompt_tokens
-                del self.groups[holding.demand.group_id]
+                del self.groups[holding.counted_group]
         if self.num_kept == 0:  # the sums of floats must not drift
             self.own_tokens = self.shared_tokens = 0.0
 
@@ -163,25 +164,27 @@ class ReplicaBooks:
 
     def load(self, replica_id: str) -> float:
         """Return the share of a replica's KV that its holders have and are promised."""
-        book = self.book(replica_id)
-        soon_tokens = book.held_tokens + book.num_kept * self.promise.tokens
-        return soon_tokens / self.placeable[replica_id].capacity_tokens
+        return self._order()(replica_id)[0]
 
     def least(self, without: str | None = None, needs: Needs = NO_NEEDS) -> str:
         """Return the least loaded replica that suits, but for `without` if there is another.
 
         Raises NoHealthyReplica if none takes traffic, and UnsupportedParameter if the fleet has none that suits.
         """
-        suiting = [name for name in self.placeable if self.suits(name, needs)]
+        suiting: Collection[str] = self.placeable
+        if needs is not NO_NEEDS:
+            suiting = [name for name in suiting if self.suits(name, needs)]
         if not suiting:
             self._fleet.check_needs(needs)
             which = "that can serve this " if self.placeable else ""
             raise NoHealthyReplica(f"no replica {which}takes traffic now")
-        return min([name for name in suiting if name != without] or suiting, key=self._order)
+        if without in suiting and len(suiting) > 1:
+            suiting = [name for name in suiting if name != without]
+        return min(suiting, key=self._order())
 
     def by_load(self, replica_ids: Iterable[str], needs: Needs) -> list[str]:
         """Return those of the replicas that suit, the least loaded first."""
-        return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order)
+        return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
         """Tell if a holder with so much KV has room within `share` of a replica's, behind the holders that wait.
@@ -212,8 +215,8 @@ class ReplicaBooks:
             book.num_leases += 1
             book.num_kept += holding.is_kept
             book.own_tokens += holding.counted_tokens if holding.is_kept else 0.0
-            if holding.is_kept and holding.shares_prompt:
-                book.groups.setdefault(holding.demand.group_id, _Group(0, 0.0)).num_holders += 1
+            if holding.is_kept and holding.counted_group:
+                book.groups.setdefault(holding.counted_group, _SharedPrompt(0, 0.0)).num_holders += 1
         for name in expected.keys() | self._books.keys():
             found, wanted = self.book(name), expected.get(name, ReplicaBook())
             members = [{group: one.num_holders for group, one in book.groups.items()} for book in (found, wanted)]
@@ -221,6 +224,14 @@ class ReplicaBooks:
             if not is_right or members[0] != members[1] or abs(found.own_tokens - wanted.own_tokens) > 1.0:
                 raise InvariantBroken(f"the book of replica {name} is not what its leases add up to")
 
-    def _order(self, replica_id: str) -> LoadOrder:
-        book = self.book(replica_id)
-        return self.load(replica_id), book.num_leases, book.placed_at
+    def _order(self) -> Callable[[str], LoadOrder]:
+        """Return the key of replicas by load. It looks at all of them: about 0.5 µs each."""
+        books, placeable, promised = self._books, self.placeable, self.promise.tokens
+        empty = ReplicaBook()
+
+        def order(name: str) -> LoadOrder:
+            book = books.get(name, empty)
+            tokens = book.own_tokens + book.shared_tokens + book.num_kept * promised
+            return tokens / placeable[name].capacity_tokens, book.num_leases, book.placed_at
+
+        return order

@@ -15,7 +15,8 @@ others are cancelled. No more than these become complete records: each claims a 
 
 Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
 Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
-there but under `Suspects`: only a sample that shared its workers' deaths time and again is given up for them.
+there but under `PoisonIsolation`: only a sample that shared its workers' deaths time and again is given up for
+them.
 
 A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
 meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
@@ -32,6 +33,7 @@ from types import MappingProxyType
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import Begin, DispatchOrder
+from agentloop.scheduling.poison_isolation import PoisonIsolation, is_trial
 from agentloop.scheduling.samples import (
     BeginOutcome,
     Cancellation,
@@ -44,7 +46,6 @@ from agentloop.scheduling.samples import (
     task_sizes,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
-from agentloop.scheduling.suspects import Suspects, is_trial
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import RolloutGroup, StopReason
 
@@ -88,7 +89,7 @@ class RolloutQueue:
         self._live: dict[str, Sample] = {}  # queued or running
         self._users = users or UserTurns()
         self._order = DispatchOrder(self._users)
-        self._suspects = Suspects()
+        self._isolation = PoisonIsolation()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
         self._versions = FleetVersions()
@@ -215,7 +216,7 @@ class RolloutQueue:
         Of those whose turn it is, `begin` says which have room; what it lets begin is among what is returned.
         """
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
-        taken = self._suspects.take(
+        taken = self._isolation.take(
             running, num_free, now, lambda sample: self._begun(sample, worker_id, now, begin)
         )
         later: set[str] = set()
@@ -290,7 +291,7 @@ class RolloutQueue:
         """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
-        for sample in self._suspects.accuse(lost, now, now if alive_at is None else alive_at):
+        for sample in self._isolation.note_death(lost, now, now if alive_at is None else alive_at):
             self._order.add_again(sample)
         for sample in lost:
             sample.silent[worker_id] = Silence(
@@ -298,7 +299,7 @@ class RolloutQueue:
             )
             self._lose(sample, f"worker {worker_id} was lost")
             if sample.state is SampleState.QUEUED and sample.num_deaths:
-                self._suspects.add(sample, now)
+                self._isolation.add(sample, now)
             elif sample.state is SampleState.QUEUED:
                 self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in lost)
@@ -470,7 +471,7 @@ class RolloutQueue:
 
     def check(self) -> None:
         """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
-        waiting = [*self._order, *self._suspects]
+        waiting = [*self._order, *self._isolation]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
@@ -538,7 +539,7 @@ class RolloutQueue:
 
     def _unqueue(self, sample: Sample) -> None:
         self._order.discard(sample)
-        self._suspects.discard(sample)
+        self._isolation.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
         """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""

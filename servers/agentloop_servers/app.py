@@ -42,6 +42,7 @@ from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
+from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
@@ -57,7 +58,6 @@ from agentloop_servers.config import (
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
-from agentloop_servers.coordinator.room import RoomConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
@@ -130,7 +130,7 @@ class CoordinatorDeployment:
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
                 balancer=balancer_config(config),
-                room=RoomConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
+                waiting=WaitingConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
                 read_users=lambda: user_table(config),
             ),
             clock=RealClock(),

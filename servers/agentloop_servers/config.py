@@ -59,7 +59,7 @@ _REMOVED: Mapping[str, str] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Mode(StrEnum):
@@ -74,22 +74,29 @@ class Mode(StrEnum):
 class TemplateSettings(_Strict):
     """The chat template, and what it is given with every rendering."""
 
-    file: str | None = None  # in place of the model folder's
-    kwargs: dict[str, JsonValue] = {}  # enable_thinking and the like; a request's own go before them
-    date: datetime.date | None = None  # the day a template is told; None: always the same, 2025-01-01
+    file: str | None = None
+    """A Jinja file in place of the model folder's template."""
+    kwargs: dict[str, JsonValue] = {}
+    """Variables that the template is given, as `enable_thinking`; a request's own go before them."""
+    date: datetime.date | None = None
+    """The day that a template is told; left out: always 2025-01-01."""
 
 
 class ChatSettings(_Strict):
     """The model's way from messages to tokens and back, for workers and endpoint alike. See docs/models.md."""
 
-    renderer: str = "template"  # or renderers:FAMILY of the package renderers, or an import path
-    parser: str = "auto"  # or a name of ours, none, vllm:NAME, renderers:FAMILY, or an import path
+    renderer: str = "template"
+    """`template`, `renderers:FAMILY` of the package renderers, or an import path."""
+    parser: str = "auto"
+    """`auto`, a name of ours, `none`, `vllm:NAME`, `renderers:FAMILY`, or an import path."""
     template: TemplateSettings = TemplateSettings()
-    thinking: Literal["keep", "template"] = "keep"  # earlier thoughts at a user's message: kept, or as the template
-    stop_tokens: list[str] = []  # what ends a turn, in place of those the model folder declares
-    on_unstable_template: Literal["raise", "fork"] = (
-        "fork"  # where turns cannot be bridged: refuse, or fork the path
-    )
+    """The chat template."""
+    thinking: Literal["keep", "template"] = "keep"
+    """Earlier thoughts at a user's message: kept, or treated as the template does."""
+    stop_tokens: list[str] = []
+    """The tokens that end a turn, in place of those that the model folder declares."""
+    on_unstable_template: Literal["raise", "fork"] = "fork"
+    """Where turns cannot be bridged: refuse to start, or fork the path."""
 
 
 ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
@@ -98,16 +105,26 @@ ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
-    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `settings.py` says
-    capacity: Annotated[int, Field(ge=1)] | None = None  # of each; None: 256, or on GPUs twice the engines' seats
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    """Worker processes; left out: 1, or on GPUs by the number of engines and CPUs."""
+    capacity: Annotated[int, Field(ge=1)] | None = None
+    """Trajectories that one worker runs at once; left out: 256, or on GPUs twice the engines' seats."""
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0  # without a replica, or frozen: one trajectory
-    isolation: Literal["none", "process"] = "none"  # process: user code harms its own trajectory only
-    max_processes: Annotated[int, Field(ge=1)] = 32  # with isolation, a worker's trajectories at once
-    tools: dict[str, str] = {}  # name: import path, beside the shipped ones
-    allowed_imports: list[ModuleName] | None = None  # that tasks may name; None: none with user keys, else any
-    silent_after_s: Annotated[float, Field(ge=5)] = 15.0  # a worker that vanished is lost after this silence
-    cut_after_s: Annotated[float, Field(ge=2)] = 3.0  # and one whose connection broke after this time
+    """The time of one turn."""
+    max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0
+    """The time that a trajectory may stand without a replica, or frozen."""
+    isolation: Literal["none", "process"] = "none"
+    """`process`: each trajectory has a process, and user code harms its own trajectory only."""
+    max_processes: Annotated[int, Field(ge=1)] = 32
+    """With isolation: the trajectories that a worker runs at once."""
+    tools: dict[str, str] = {}
+    """Tools beside the shipped ones: name to import path."""
+    allowed_imports: list[ModuleName] | None = None
+    """The modules that tasks may name; left out: none where users have keys, else any."""
+    silent_after_s: Annotated[float, Field(ge=5)] = 15.0
+    """The silence after which a worker is lost."""
+    cut_after_s: Annotated[float, Field(ge=2)] = 3.0
+    """The same, after its connection broke; at most half of `silent_after_s`."""
 
     @model_validator(mode="after")
     def _check_silence(self) -> Self:
@@ -132,7 +149,9 @@ class KeysConfig(_Strict):
     """Environment variables that hold bearer keys. Both are optional on loopback and required beyond it."""
 
     user_key_env: str = "AGENTLOOP_KEY"
+    """The environment variable with the users' key."""
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
+    """The environment variable with the admin key."""
 
     def hide(self) -> dict[str, str]:
         """Take the keys out of this process's environment, and so out of those that it starts; return them.
@@ -152,7 +171,9 @@ class TlsSettings(_Strict):
     """The certificate chain and the key, in PEM files, by which the public port speaks TLS."""
 
     cert: str
+    """The certificate chain, a PEM file."""
     key: str
+    """The private key, a PEM file."""
 
     def check(self) -> None:
         """Raise InvalidRequest if no server could use them."""
@@ -165,18 +186,25 @@ class TlsSettings(_Strict):
 class EndpointSettings(_Strict):
     """The chat endpoint of each ingress process."""
 
-    model_name: str | None = None  # what clients call the model; None: its folder's name
-    max_sessions: Annotated[int, Field(ge=1)] = 20_000  # open ones; the next gets 429
-    max_resident_mib: Annotated[int, Field(ge=1)] = 512  # beyond it, idle sessions live on disk alone
-    session_ttl_s: Annotated[float, Field(gt=0)] = 3600.0  # without use
+    model_name: str | None = None
+    """The model's name for clients; left out: its folder's name."""
+    max_sessions: Annotated[int, Field(ge=1)] = 20_000
+    """Open sessions of one ingress process; the next one gets 429."""
+    max_resident_mib: Annotated[int, Field(ge=1)] = 512
+    """Memory of sessions; beyond it idle ones are on disk alone."""
+    session_ttl_s: Annotated[float, Field(gt=0)] = 3600.0
+    """The time that a session lives without use."""
     max_open_calls: Annotated[int, Field(ge=1)] = 4096
+    """Calls under way in one ingress process; the next one gets 429."""
 
 
 class LogSettings(_Strict):
     """The run's `service.log`: its size, and how many full ones are kept."""
 
     max_mib: Annotated[int, Field(ge=1)] = 64
+    """The size at which `service.log` is rotated."""
     num_older: Annotated[int, Field(ge=0)] = 4
+    """Rotated logs that are kept."""
 
     @property
     def rotation(self) -> LogRotation:
@@ -187,19 +215,25 @@ class LogSettings(_Strict):
 class UpdateSettings(_Strict):
     """Weight updates."""
 
-    straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0  # that the others wait for one that is late with a step
-    timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
+    straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0
+    """The time that the others wait for a replica that is late with a step."""
+    timeout_s: Annotated[float, Field(gt=0)] = 2400.0
+    """The time of a whole update; longer than its steps together."""
 
 
 class BalancerSettings(_Strict):
     """Settings of what begins and where; none has to be set. See docs/operations.md."""
 
-    limits_kv: bool = True  # samples wait in the queue while those that run may need all KV
-    # Bounds of the share of a replica's KV that may be taken and promised; engines' loads and cache hits move it.
+    limits_kv: bool = True
+    """Samples wait in the queue while those that run may need all KV; false: everything begins at once."""
     min_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
+    """The least share of a replica's KV that may be taken and promised; left out: 0.3."""
     max_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None
-    call_overcommit: Annotated[float, Field(ge=0, le=4)] = 0.25  # of that, for sessions and direct calls
-    lease_ttl_s: Annotated[float, Field(ge=10)] = 60.0  # silence after which a process's leases end
+    """The largest such share; left out: 4."""
+    call_overcommit: Annotated[float, Field(ge=0, le=4)] = 0.25
+    """The share of that room that sessions and direct calls may take beyond it."""
+    lease_ttl_s: Annotated[float, Field(ge=10)] = 60.0
+    """The silence of a process after which its leases end."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -212,9 +246,12 @@ class BalancerSettings(_Strict):
 class RetentionSettings(_Strict):
     """Records that may be deleted; by default none. See docs/operations.md."""
 
-    delete_acknowledged: bool = False  # what a trainer said that it has
-    max_age_s: Annotated[float, Field(gt=0)] | None = None  # of records of rollouts that are done, read or not
-    max_mib: Annotated[int, Field(ge=1)] | None = None  # of the store; beyond it the oldest of those go
+    delete_acknowledged: bool = False
+    """Delete records that a trainer has acknowledged."""
+    max_age_s: Annotated[float, Field(gt=0)] | None = None
+    """The age at which records of rollouts that are done are deleted, read or not."""
+    max_mib: Annotated[int, Field(ge=1)] | None = None
+    """The size of the store, beyond which the oldest of those are deleted."""
 
     @property
     def bounds(self) -> tuple[bool, float | None, int | None]:
@@ -226,35 +263,61 @@ class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
     mode: Mode = Mode.STANDALONE
+    """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
     model: str
+    """The model's folder."""
     model_version: Annotated[int, Field(ge=0)] = 0
+    """The weight version of what the folder holds."""
     replicas: Annotated[int, Field(ge=1)] = 1
+    """Engine replicas, where `engines` is left out."""
     engine: EngineConfig = EngineConfig()
-    engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None  # in place of `engine` and `replicas`
+    """The engine of all replicas, where `engines` is left out."""
+    engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None
+    """Kinds of replicas, in place of `engine` and `replicas`."""
     chat: ChatSettings = ChatSettings()
+    """The model's chat format."""
     workers: WorkerSettings = WorkerSettings()
-    # Each has its share of the sessions, by their ids. None: what the run began with, else as `settings.py` says.
+    """The agent-loop workers."""
     ingress_replicas: Annotated[int, Field(ge=1)] | None = None
+    """Ingress processes, each with its share of the sessions; left out: what the run began with."""
     endpoint: EndpointSettings = EndpointSettings()
+    """The chat endpoint."""
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    """What an update does to older KV: `keep`, `fresh` or `recompute`."""
     updates: UpdateSettings = UpdateSettings()
+    """Weight updates."""
     balancer: BalancerSettings = BalancerSettings()
+    """What begins, and where."""
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
-    # How others reach it, as behind a proxy: with the path that a proxy takes off. None: by `host` and `port`.
+    """The address of the public port; beyond loopback keys are required."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The public port; 0: a free one, on a Ray of its own."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
-    tls: TlsSettings | None = None  # of the public port
-    weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
-    image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
+    """The URL by which others reach the service, as behind a proxy; left out: by `host` and `port`."""
+    tls: TlsSettings | None = None
+    """The certificate of the public port."""
+    weight_roots: list[str] = []
+    """Directories that weights may be loaded from; the model's parent always may."""
+    image_roots: list[str] = []
+    """Folders whose images a task may show; left out: images come as data URLs only."""
     keys: KeysConfig = KeysConfig()
+    """The environment variables of the keys."""
     log: LogSettings = LogSettings()
+    """The run's log."""
     run_dir: str | None = None
-    max_pause_s: Annotated[float, Field(gt=0)] = 600.0  # new requests wait so long for a resume, then they get 503
+    """The run's directory; left out: a new one under `runs`."""
+    max_pause_s: Annotated[float, Field(gt=0)] = 600.0
+    """The time that new requests wait for a resume; then they get 503."""
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
-    max_queued_mib: Annotated[int, Field(ge=1)] = 1024  # of the tasks in memory: those with unfinished samples
+    """Trajectories that wait; a submit beyond it gets 429."""
+    max_queued_mib: Annotated[int, Field(ge=1)] = 1024
+    """Tasks with unfinished samples, in memory; a submit beyond it gets 429."""
     retention: RetentionSettings = RetentionSettings()
-    users: str | None = None  # a file of users, in place of the environment's keys: docs/operations.md
-    min_free_mib: Annotated[int, Field(ge=0)] = 256  # on the run's disk; below it nothing new is accepted
+    """Records that are deleted."""
+    users: str | None = None
+    """A file of users with keys and limits, in place of `keys`."""
+    min_free_mib: Annotated[int, Field(ge=0)] = 256
+    """Free space on the run's disk, below which nothing new is accepted."""
 
     @model_validator(mode="before")
     @classmethod

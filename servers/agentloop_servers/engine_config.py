@@ -16,7 +16,7 @@ from agentloop.capabilities import Feature
 
 
 class _EngineModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 Staging = Literal["auto", "device", "host", "none"]
@@ -32,40 +32,65 @@ class EngineConfig(_EngineModel):
     """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
     kind: EngineKind = "vllm"
+    """`vllm`, `sglang` or `simulated`."""
     device: Literal["cpu", "cuda"] = "cuda"
+    """`cuda` or `cpu`."""
     dtype: str = "bfloat16"
+    """The type of weights and KV."""
     load_format: Literal["auto", "dummy"] = "auto"
-    max_context_tokens: int | None = None  # None: what the model's config.json says
-    max_running: Annotated[int, Field(ge=1)] | None = None  # of one engine; None: 512 on a GPU, else 256
-    max_step_tokens: Annotated[int, Field(ge=1)] | None = (
-        None  # decodes and prefill; vLLM only; None: its own, 2048
-    )
-    # Of steps that run as CUDA graphs, on vLLM: larger ones are launched kernel by kernel. None: as `graph_tokens`.
+    """`dummy`: random weights, and no traffic until the first push."""
+    max_context_tokens: int | None = None
+    """The longest context; left out: what the model's config.json says."""
+    max_running: Annotated[int, Field(ge=1)] | None = None
+    """Requests that one engine runs at once; left out: 512 on a GPU, else 256."""
+    max_step_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of the largest step, of decodes and prefill; vLLM only; left out: 2,048 or twice `max_running`."""
     max_graph_tokens: Annotated[int, Field(ge=1)] | None = None
-    scheduling_policy: Literal["fcfs", "priority"] = (
-        "fcfs"  # of requests that wait; only the second serves `priority`
-    )
-    block_size: Annotated[int, Field(ge=1)] = 32  # of KV, in tokens (SGLang: a page); vLLM on CPU: times 32
-    kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
+    """Tokens of the largest step that runs as a CUDA graph; vLLM only; left out: four times `max_running`."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """The order of requests that wait in the engine; `priority` alone serves `priority` of calls."""
+    block_size: Annotated[int, Field(ge=1)] = 32
+    """Tokens of a KV block (SGLang: a page); on CPU vLLM's is a multiple of 32."""
+    kv_cache_mib: Annotated[int, Field(ge=1)] | None = None
+    """The size of the KV cache; required on CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """The share of a GPU's memory that the engine takes."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1  # a dense model is better served by more replicas
-    expert_parallel: bool = False  # experts are spread over the whole gang; mixture-of-experts models only
-    weight_staging: Staging | None = None  # None: auto; none in hybrid mode, where memory is short
-    lora_rank: LoraRank | None = None  # the largest rank of an adapter; None: no adapters
-    stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
+    """GPUs that share each layer."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Tensor-parallel groups in one gang; a dense model is better served by more replicas."""
+    expert_parallel: bool = False
+    """Spread experts over the whole gang; mixture-of-experts models only."""
+    weight_staging: Staging | None = None
+    """The place where new weights wait for their commit; left out: `auto`, in hybrid mode `none`."""
+    lora_rank: LoraRank | None = None
+    """The largest rank of an adapter; left out: no adapters."""
+    stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The time of a push, from the connection to the last byte."""
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0  # with loading and compiling; then it is started again
-    stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # without a step while requests run: it is restarted
-    report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0  # of turns under way; a crash loses as much
-    report_tokens: Annotated[int, Field(ge=1)] = 256  # and where that comes sooner
-    enforce_eager: bool = False  # always on for CPU
-    batch_invariant: bool = False  # a context has the same logits in whatever batch, for some speed; GPUs only
-    logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # None: on CPU 1; on CUDA many while it loads, then 1
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
-    attention_backend: str | None = None  # of SGLang, as it calls them; None: its own choice
+    """The time of a commit."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """The time of a start, with loading and compiling; then it is started again."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """The time without a step while requests run; then it is restarted."""
+    report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0
+    """Seconds between reports of turns under way; a crash loses as much."""
+    report_tokens: Annotated[int, Field(ge=1)] = 256
+    """Tokens between such reports, where they come sooner."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs and compilation; always so on CPU."""
+    batch_invariant: bool = False
+    """A context has the same logits in whatever batch, at some cost in speed; GPUs only."""
+    logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"
+    """The distribution of logprobs: `sampled`, `raw` or `both` (distribution.md)."""
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """Threads of an engine process; left out: on CPU 1, on CUDA many while it loads, then 1."""
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs that Ray reserves for a replica."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of a GPU that Ray reserves; the rest is for others on the same Ray."""
+    attention_backend: str | None = None
+    """SGLang's attention, as it calls it; left out: its own choice."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -131,8 +156,10 @@ class EngineEnvironment(_EngineModel):
     Python must have the service's minor version, and the same Ray and agentloop: see docs/operations.md.
     """
 
-    py_executable: str | None = None  # a command: the path of another environment's python
-    runtime_env: dict[str, JsonValue] = {}  # as Ray takes it
+    py_executable: str | None = None
+    """The command of another environment's Python."""
+    runtime_env: dict[str, JsonValue] = {}
+    """A runtime environment, as Ray takes it."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -158,9 +185,13 @@ class EngineEntry(EngineConfig):
     """One kind of replicas of a service, with its name, which their ids begin with."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = ""
+    """The name that its replicas' ids begin with; left out: its kind."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    environment: EngineEnvironment | None = None  # None: the service's own
-    withheld: list[Feature] = []  # what its engine can do and is not used for
+    """Replicas of this kind."""
+    environment: EngineEnvironment | None = None
+    """The environment of its processes; left out: the service's own."""
+    withheld: list[Feature] = []
+    """Features that its engine has and that are not used."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ import pytest
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
-from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.fields import read_body
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser

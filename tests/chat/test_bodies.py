@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from agentloop.chat.openai_bodies import ChatBody, CompletionBody, TokenizeBody, read_body
+from agentloop.chat.fields import read_body
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody, TokenizeBody
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 USER = {"role": "user", "content": "hi"}

@@ -7,8 +7,9 @@ import pytest
 
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatModel
+from agentloop.chat.fields import read_body
 from agentloop.chat.openai import conversation_of, read_chat, to_call
-from agentloop.chat.openai_bodies import TokenizeBody, read_body
+from agentloop.chat.openai_bodies import TokenizeBody
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.images import ImageRef, data_url
 from agentloop.parsers.by_name import get_parser

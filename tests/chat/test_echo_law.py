@@ -20,7 +20,7 @@ from agentloop.chat import responses as responses_chat
 from agentloop.chat.anthropic_bodies import MessagesBody
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatModel
-from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.fields import read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer

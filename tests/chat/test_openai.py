@@ -15,10 +15,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
+from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai import ChatRequest, chat_chunks, read_chat, render_chat, to_call
-from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
-from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
+from agentloop.chat.openai import ChatRequest, ChatWriter, read_chat, to_call
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody
+from agentloop.chat.openai_completions import CompletionWriter, prompt_ids_of
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
@@ -138,7 +139,7 @@ async def chunks_of(asked_body: ChatBody, answer: ChatResult, texts: TokenTexts)
         for item in pieces_of(answer):
             yield item
 
-    return [chunk async for chunk in chat_chunks(source(), asked_body, texts, 1_700_000_000)]
+    return [chunk async for chunk in ChatWriter(asked_body, texts, 1_700_000_000).chunks(source())]
 
 
 def strictly(kind: Any, value: dict[str, Any]) -> Any:
@@ -335,7 +336,7 @@ async def test_streamed_and_whole_answers_are_the_same(
 ) -> None:
     asked_body = body(**fields, stream_options={"include_usage": True})
     answer = result(*messages)
-    whole = render_chat(answer, asked_body, texts)
+    whole = ChatWriter(asked_body, texts, 0).whole(answer)
     parsed = strictly(ChatCompletion, whole)
     chunks = await chunks_of(asked_body, answer, texts)
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -387,7 +388,7 @@ async def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
         yield result(PLAIN)
 
     asked_body = body(return_token_ids=True, logprobs=True)
-    chunks = [chunk async for chunk in chat_chunks(source(), asked_body, texts, 1_700_000_000)][1:-1]
+    chunks = [chunk async for chunk in ChatWriter(asked_body, texts, 1_700_000_000).chunks(source())][1:-1]
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [list(choice["delta"]) for choice in choices] == [["content"], *[["tool_calls"]] * 4]
     assert [choice.get("token_ids") for choice in choices] == [[7, 8], None, None, None, None]
@@ -415,7 +416,7 @@ async def test_the_order_of_a_stream(texts: TokenTexts) -> None:
 
 def test_a_whole_answer(texts: TokenTexts) -> None:
     split = Split(SplitReason.HISTORY_EDIT, "n7", "a -> b")
-    answer = render_chat(result(BUSY, split=split), body(model="m"), texts)
+    answer = ChatWriter(body(model="m"), texts, 0).whole(result(BUSY, split=split))
     assert (answer["id"], answer["model"], answer["system_fingerprint"]) == ("chatcmpl-c1", "m", "v4")
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -444,7 +445,7 @@ def test_a_whole_answer(texts: TokenTexts) -> None:
 
 def test_a_cut_call_keeps_its_name_and_what_there_is_of_its_arguments(texts: TokenTexts) -> None:
     message = Message("assistant", "", (CUT,))
-    [choice] = render_chat(result(message, finish=FinishReason.LENGTH), body(), texts)["choices"]
+    [choice] = ChatWriter(body(), texts, 0).whole(result(message, finish=FinishReason.LENGTH))["choices"]
     [call] = choice["message"]["tool_calls"]
     assert (call["function"], choice["finish_reason"]) == ({"name": "find", "arguments": '{"q": "'}, "length")
     for arguments in ('{"q": "', '{"INVALID_JSON": "{\\"q\\": \\""}'):  # pydantic-ai's echo is the second one
@@ -487,14 +488,14 @@ def test_a_completion_call(renderer: TemplateRenderer) -> None:
 async def test_completions_streamed_and_whole(texts: TokenTexts) -> None:
     asked_body = completion(logprobs=2, return_token_ids=True, stream_options={"include_usage": True})
     answer = result(PLAIN, PLAIN)
-    whole = render_completion(answer, asked_body, texts)
+    whole = CompletionWriter(asked_body, texts, 0).whole(answer)
     strictly(Completion, whole)
 
     async def source() -> AsyncIterator[TurnPiece | ChatResult]:
         for item in pieces_of(answer):
             yield item
 
-    chunks = [chunk async for chunk in completion_chunks(source(), asked_body, texts, 1_700_000_000)]
+    chunks = [chunk async for chunk in CompletionWriter(asked_body, texts, 1_700_000_000).chunks(source())]
     for index, choice in enumerate(whole["choices"]):
         mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
         assert "".join(one["text"] for one in mine) == choice["text"] == "Hello you"

@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
-from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.fields import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from tests.faults.matrix import PAGE, ROWS, page
+from tests.faults.mutations import MUTATIONS, ROOT
 
 TESTS = Path(__file__).parents[1]
 NUM_ROWS = 66
@@ -29,3 +30,8 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run `python -m tests.faults.matrix`"
+
+
+def test_the_text_of_each_planted_fault_is_in_its_file_once():
+    found = {one.name: (ROOT / one.file).read_text().count(one.old) for one in MUTATIONS}
+    assert set(found.values()) == {1}, found

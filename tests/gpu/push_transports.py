@@ -213,8 +213,11 @@ class Trial:
                 return "-"
             times.append(sent["report"]["transfer_ms"])
             free.append([sent["free"], *(one["free"] for one in taken)])
-        warm = min(3, num_updates - 1)
-        growth = max(before - after for before, after in zip(free[warm], free[-1], strict=True))
+        # Processes share a device, and one may look before another has emptied its cache: the most of a few looks.
+        warm, most = min(3, num_updates - 1), lambda looks: [max(column) for column in zip(*looks, strict=True)]
+        growth = max(
+            before - after for before, after in zip(most(free[warm:][:6]), most(free[warm:][-6:]), strict=True)
+        )
         self.expect(growth < MAX_GROWTH_BYTES, f"memory grew by {growth:,} bytes over {num_updates} updates")
         steady = sorted(times[1:] or times)[len(times[1:] or times) // 2]
         size = self.num_tensors * ROWS * COLUMNS * 2

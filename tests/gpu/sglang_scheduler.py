@@ -37,6 +37,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
     StageProgress,
     StageState,
     StagingSetup,
+    from_text,
+    to_text,
 )
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
@@ -66,13 +68,11 @@ class Site:
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send  # noqa: PLC0415
 
         call = SchedulerCall(next(self.numbers), method, arguments)
-        sock_send(
-            self.engine.send_to_rpc, RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": call.to_text()})
-        )
+        sock_send(self.engine.send_to_rpc, RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": to_text(call)}))
         output = sock_recv(self.engine.send_to_rpc)
         if not output.success:
             raise RuntimeError(output.message)
-        answers = SchedulerAnswers.from_text(output.message)
+        answers = from_text(output.message, SchedulerAnswers)
         if any(answers.errors):
             raise RuntimeError(f"{method}: {answers.errors}")
         return list(answers.answers)

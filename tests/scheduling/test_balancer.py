@@ -175,6 +175,18 @@ def test_an_adopted_lease_counts_and_can_move():
     assert balancer.move(lease, is_failed=True).replica_id != lease.replica_id
 
 
+def test_an_adopted_lease_whose_holder_asks_again_with_all_its_demand_is_taken_out_as_it_was_counted():
+    fleet = fleet_of("a")
+    lease = Balancer(fleet).acquire(demand("r/g/0", "r/g", 1), NOW)
+    balancer = Balancer(fleet)
+    balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
+    assert balancer.acquire(demand("r/g/0", "r/g", 100, group_size=8), NOW) == lease
+    balancer.check()
+    balancer.release(lease, None, NOW)
+    assert balancer.num_leases("a") == 0
+    balancer.check()
+
+
 def test_direct_leases_expire():
     balancer = Balancer(fleet_of("a"))
     balancer.acquire(session("s", expires_at=10.0), NOW)

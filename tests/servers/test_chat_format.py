@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError, TemplateNotPrefixStable
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText, ThoughtMarks
-from agentloop.parsers.hermes import HermesParser
+from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
 from agentloop.types import Message, ToolCall
@@ -23,12 +23,17 @@ from agentloop_servers.config import ChatSettings
 from tests.support.families.table import FAMILY, write_family
 
 HERE = __name__ if "." in __name__ else f"tests.servers.{__name__}"
+HERMES = get_parser("hermes")
 QUESTION = [Message("user", "What is a rook?")]
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": {}}}
 
 
-class OwnParser(HermesParser):
+class OwnParser:
     """A user's parser."""
+
+    marks = HERMES.marks
+    parse = HERMES.parse
+    call_constraint = HERMES.call_constraint
 
 
 def own_renderer(folder: Path, settings: RenderSettings) -> Renderer:
@@ -69,7 +74,7 @@ def test_the_log_says_where_paths_fork(tmp_path: Path) -> None:
 
 def test_a_parser_is_a_name_or_an_import_path(tmp_path: Path) -> None:
     assert isinstance(loaded(tmp_path, "qwen3", parser=f"{HERE}:OwnParser").parser, OwnParser)
-    assert isinstance(loaded(tmp_path, "qwen3", parser="hermes").parser, HermesParser)
+    assert loaded(tmp_path, "qwen3", parser="hermes").parser is HERMES
     with pytest.raises(ParserMismatch, match="'llama3_json' does not read"):
         loaded(tmp_path, "qwen3", parser="llama3_json")
 
@@ -133,7 +138,7 @@ def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_pa
     (folder / "chat_template.jinja").write_text(hidden)
     with capture_logs() as logs:
         chat = load_chat_format(folder, ChatSettings())
-    assert isinstance(chat.parser, HermesParser)
+    assert chat.parser is HERMES
     assert logs[0]["because"] == "it reads what the renderer writes"
 
 

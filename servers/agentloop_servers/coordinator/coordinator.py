@@ -118,7 +118,7 @@ class Coordinator:
             sleep_reason=orders.sleep_reason,
             starting=replicas.starts.statuses(self._clock.now()),
             lost=replicas.lost(),
-            queue=replicas.room.status(self.rollouts.queue.num_queued),
+            queue=replicas.waiting.status(self.rollouts.queue.num_queued),
             users=replicas.users.usage(*self.rollouts.queue.by_user()),
         )
         shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)

@@ -37,9 +37,9 @@ from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
+from agentloop.scheduling.waiting import Waiting, WaitingConfig
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
-from agentloop_servers.coordinator.room import Room, RoomConfig
 from agentloop_servers.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
@@ -69,7 +69,7 @@ class CoordinatorConfig:
     retention_interval_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
-    room: RoomConfig = field(default_factory=RoomConfig)
+    waiting: WaitingConfig = field(default_factory=WaitingConfig)
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
 
@@ -104,7 +104,7 @@ class Replicas:
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
         self.users = UserTurns(config.read_users, clock)
-        self.room = Room(self.fleet, self.balancer, config.room, clock, changed, self.users)
+        self.waiting = Waiting(self.fleet, self.balancer, config.waiting, clock, changed, self.users)
         self.sync = ReplicaSync(
             self.fleet,
             connect,
@@ -248,7 +248,7 @@ class Replicas:
         lease = self.balancer.lease_of(holder_id)
         if lease is not None:
             self.balancer.release(lease, num_tokens, self._clock.now())
-            self.room.changed()
+            self.waiting.changed()
 
     # --- weights ---
 
@@ -319,7 +319,7 @@ class Replicas:
     def _begin_epoch(self, *, is_flushed: bool) -> None:
         """Have the balancer place anew what waits for tools; workers hear of it with their next reports."""
         self.balancer.new_epoch(is_flushed=is_flushed)
-        self.room.changed()
+        self.waiting.changed()
 
     def _is_awake(self, replica_id: str) -> bool:
         replica = self.fleet.get(replica_id)
@@ -338,5 +338,5 @@ class Replicas:
         """Wake who waits for a place, and see to the replicas that are behind."""
         self._changed.notify()
         if self.is_ready:
-            self.room.fleet_changed()
+            self.waiting.fleet_changed()
         self.late.start()

@@ -431,13 +431,13 @@ class Rollouts:
             needs=needs,
             prefixes=prefixes,
         )
-        return await self._replicas.room.begin_call(demand, wait_s)
+        return await self._replicas.waiting.begin_call(demand, wait_s)
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         """Raises NoHealthyReplica, UnsupportedParameter, or NotFound for a holder that has nothing to move."""
         if is_failed:
             self._replicas.report_failure(lease)
-        return await self._replicas.room.go_on(
+        return await self._replicas.waiting.go_on(
             self._holder_of(assignment_id),
             lambda: self._moved(assignment_id, lease, is_failed, needs),
             self._config.placement_wait_s,
@@ -451,7 +451,7 @@ class Rollouts:
         else:
             news = LeaseReport(report.process_id, report.sequence)  # a sign of life
         orders = self._replicas.balancer.took(news, now)
-        self._replicas.room.changed()
+        self._replicas.waiting.changed()
         return replace(orders, send_all=self._reports.needs_full_report(report.process_id))
 
     # --- inside ---
@@ -497,7 +497,7 @@ class Rollouts:
         leases: dict[str, Lease] = {}
 
         def begin(sample: Sample) -> BeginOutcome:
-            lease = self._replicas.room.begin(demand(worker_id, sample))
+            lease = self._replicas.waiting.begin(demand(worker_id, sample))
             if isinstance(lease, BeginOutcome):
                 return lease
             leases[sample.assignment_id] = lease

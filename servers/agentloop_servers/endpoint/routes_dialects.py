@@ -19,7 +19,7 @@ from starlette.responses import Response
 from agentloop.chat import anthropic, responses
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import ChatCall
-from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.fields import read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import AgentLoopError
 from agentloop.types import SamplingParams

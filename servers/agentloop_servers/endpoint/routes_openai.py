@@ -21,8 +21,10 @@ from agentloop.chat import openai as openai_chat
 from agentloop.chat import openai_completions
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.choices import ChoiceWriter
+from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.sampling import template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
@@ -135,9 +137,8 @@ class OpenAiRoutes:
         asked = await read_json_body(request, self._read_chat)
         call, body = await self._chat_call(request, asked), asked.body
         handler = await CallHandler.open(request, self._endpoint, body.named_session)
-        if body.stream:
-            return handler.stream(call, partial(self._chat_events, body), error_event)
-        return await handler.answer(call, lambda result: openai_chat.render_chat(result, body, self._texts))
+        writer = openai_chat.ChatWriter(body, self._texts, int(self._endpoint.unix_time()))
+        return await _answer(handler, call, body, writer)
 
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
         """Continue a raw prompt."""
@@ -147,11 +148,8 @@ class OpenAiRoutes:
         prompt_ids = await off_loop(len(body.prompt), reading)
         call = openai_completions.to_call(body, prompt_ids, endpoint.served)
         handler = await CallHandler.open(request, endpoint, body.named_session)
-        if body.stream:
-            return handler.stream(call, partial(self._completion_events, body), error_event)
-        return await handler.answer(
-            call, lambda result: openai_completions.render_completion(result, body, self._texts)
-        )
+        writer = openai_completions.CompletionWriter(body, self._texts, int(endpoint.unix_time()))
+        return await _answer(handler, call, body, writer)
 
     async def models(self) -> Response:
         """The one model that is served, under its name and those of adapters that were loaded into it."""
@@ -210,22 +208,6 @@ class OpenAiRoutes:
         check_model(request, endpoint, asked.body.model, asked.body.named_session)
         return await as_call(partial(openai_chat.to_call, asked, endpoint.served), len(asked.messages))
 
-    async def _chat_events(
-        self, body: ChatBody, pieces: AsyncIterator[TurnPiece | ChatResult]
-    ) -> AsyncIterator[bytes]:
-        created_at = int(self._endpoint.unix_time())
-        async for chunk in openai_chat.chat_chunks(pieces, body, self._texts, created_at):
-            yield sse(chunk)
-        yield DONE
-
-    async def _completion_events(
-        self, body: CompletionBody, pieces: AsyncIterator[TurnPiece | ChatResult]
-    ) -> AsyncIterator[bytes]:
-        created_at = int(self._endpoint.unix_time())
-        async for chunk in openai_completions.completion_chunks(pieces, body, self._texts, created_at):
-            yield sse(chunk)
-        yield DONE
-
     def _ids_of(self, body: TokenizeBody) -> list[int]:
         renderer = self._endpoint.renderer
         if body.prompt is not None:
@@ -243,6 +225,18 @@ class OpenAiRoutes:
             "max_model_len": endpoint.max_model_len,
             "weight_version": weight_version,
         }
+
+
+async def _answer(handler: CallHandler, call: ChatCall, body: CallBase, writer: ChoiceWriter) -> Response:
+    if not body.stream:
+        return await handler.answer(call, writer.whole)
+
+    async def events(pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncIterator[bytes]:
+        async for chunk in writer.chunks(pieces):
+            yield sse(chunk)
+        yield DONE
+
+    return handler.stream(call, events, error_event)
 
 
 def error_event(error: AgentLoopError) -> bytes:

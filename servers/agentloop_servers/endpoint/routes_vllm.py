@@ -21,7 +21,7 @@ from starlette.responses import Response
 from agentloop.api.owners import own_id
 from agentloop.chat import vllm_tokens
 from agentloop.chat.call import ChatResult
-from agentloop.chat.openai_bodies import read_body
+from agentloop.chat.fields import read_body
 from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply

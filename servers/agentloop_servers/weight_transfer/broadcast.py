@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,10 @@ import torch
 from agentloop.engine import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout, Place, view
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, SendTransport
+from agentloop_servers.weight_transfer.protocol import Peer
+from agentloop_servers.weight_transfer.transports.base import Buffer, SendTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import DeviceMemory
-from agentloop_servers.weight_transfer.transports.shared_memory import create_pair, unlink
+from agentloop_servers.weight_transfer.transports.shared_memory import HostBuffers
 from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
 NUM_BUFFERS = 2
@@ -43,89 +44,67 @@ class SentBuckets:
     transfer_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The workers that one transport serves in an attempt."""
-
-    transport: SendTransport
-    peers: tuple[Peer, ...]
-
-
 class PackBuffers:
     """The sender's two buffers. They are kept while size and workers stay the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: tuple[Buffer, ...] = ()
-        self._memories: tuple[DeviceMemory, ...] = ()
-        self._made_for: tuple[int, frozenset[int]] | None = None
+        self._host = HostBuffers()
+        self._memories: list[DeviceMemory] = []
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return two buffers for an attempt. Raises WeightUpdateFailed if there is no room.
+        """Return both for an attempt with the workers of these connections.
 
-        Host buffers have lost their names once `connections` have them open; other connections need new ones.
+        Raises WeightUpdateFailed if there is no room.
         """
-        is_host = self._device.type == "cpu"
-        made_for = (num_bytes, connections if is_host else frozenset())
-        if made_for != self._made_for:
+        if self._device.type == "cpu":
+            return self._host.get(num_bytes, connections)
+        if any(memory.tensor.numel() != num_bytes for memory in self._memories):
             self.free()
-            if is_host:
-                self._buffers = create_pair(num_bytes)
-            else:
-                self._allocate(num_bytes)
-            self._made_for = made_for
-        return self._buffers
+        while len(self._memories) < NUM_BUFFERS:
+            self._memories.append(DeviceMemory.allocate(num_bytes, self._device))
+        return tuple(Buffer(memory.tensor, memory.handle()) for memory in self._memories)
 
     def free(self) -> None:
         """Give the memory back; no transport uses it. Idempotent."""
-        if self._device.type == "cpu":
-            unlink(self._buffers)
-        memories, self._memories = self._memories, ()
-        self._buffers, self._made_for = (), None
-        for memory in memories:
-            memory.free()
-
-    def _allocate(self, num_bytes: int) -> None:
-        for _ in range(NUM_BUFFERS):
-            memory = DeviceMemory.allocate(num_bytes, self._device)
-            self._memories += (memory,)
-            self._buffers += (Buffer(memory.tensor, memory.handle()),)
+        self._host.free()
+        while self._memories:
+            self._memories.pop().free()
 
 
 def send_buckets(
     items: Sequence[Outgoing],
     layout: Layout,
     buffers: Sequence[Buffer],
-    routes: Sequence[Route],
+    peers: Mapping[SendTransport, Sequence[Peer]],
     check: Callable[[], None],
     give_up: Callable[[Exception], None],
 ) -> SentBuckets:
-    """Pack and send everything.
+    """Pack everything, and send it to the `peers` of each transport.
 
     Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a load that is not what was offered,
     or what a load raises. `give_up` is called as soon as that is known, and only then are the remaining loads
     called.
     """
     loads = iter(items)
-    transports = [route.transport for route in routes]
     sums: list[torch.Tensor] = []
     try:
-        for route in routes:
-            route.transport.begin(route.peers, layout, buffers)
+        for transport in peers:
+            transport.begin(peers[transport], layout, buffers)
         started_at = time.monotonic()
         for bucket in range(len(layout.bucket_sizes)):
             buffer = bucket % NUM_BUFFERS
             if bucket >= NUM_BUFFERS:
-                for transport in transports:
+                for transport in peers:
                     transport.wait_free(buffer)
             for place in layout.in_bucket(bucket):
                 check()
                 _pack(next(loads), place, buffers[buffer].data)
             check()
             sums.append(bucket_checksum(buffers[buffer].data[: layout.bucket_sizes[bucket]]))
-            for transport in transports:
+            for transport in peers:
                 transport.send(bucket, buffer)
-        for transport in transports:
+        for transport in peers:
             transport.finish()
         return SentBuckets(to_host(sums), (time.monotonic() - started_at) * 1000)
     except Exception as error:

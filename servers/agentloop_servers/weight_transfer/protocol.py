@@ -1,38 +1,38 @@
-"""The protocol between a sender of weights and one engine worker: small messages over a TCP connection.
+"""The control connections between a sender of weights and the engine workers: small messages over TCP.
 
-The sender listens, workers connect; the first message is a `Hello` with the offer's token, and whoever does not
-say it within `HELLO_TIMEOUT_S` is dropped. Frames are a length (four bytes, big-endian) and a msgpack body of one
-of the `Message` structs; no bulk data and no pickle. Every connection has one thread that reads, so that the end of
-the peer is known at once, whatever else this process waits for. The reader alone closes the socket.
+The sender listens, workers connect; the first message is a `Hello` with the offer's token. Frames are a length
+(four bytes, big-endian) and a msgpack body of one of the `Message` structs; no bulk data and no pickle. Each end
+has one thread (`ControlConnections`) whose event loop reads and writes all of its connections, so that the end of
+a peer is known at once, whatever else this process waits for.
 
-Order of an update, worker to sender: Hello, Ready, then for each attempt Go, TransportBytes and Arrived, at the end
-Done or (any time) Fail; sender to worker: Accept or Refuse, then for each attempt (once all said Go) StartAttempt,
-TransportBytes, EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so
-no message of an old update meets a new one.
+Order of an update: Hello, Accept; then for each attempt Go from every worker, StartAttempt, TransportBytes both
+ways, Arrived and EndAttempt; at the end Done. Abandon ends an attempt or the update, from either side at any time.
+A connection survives an update only by a `Done`, so no message of an old update meets a new one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import concurrent.futures
 import contextlib
 import itertools
-import select
-import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 import msgspec
 
-from agentloop_servers.tcp import keep_alive
-from agentloop_servers.weight_transfer.transports.base import TransportBroken
+from agentloop.aio import LoopThread
+from agentloop_servers.tcp import keep_alive, listening_socket
 
 HELLO_TIMEOUT_S = 5.0
-FRAME_TIMEOUT_S = 15.0  # from the first byte of a frame to its last, either way
-LINGER_S = 1.0  # how long a closed connection waits for the peer to have read the last message
-CONNECTION_POLL_S = 0.05  # how late a flag that nobody announces may be seen
+HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it
+LINGER_S = 1.0  # in which the peer of a closed connection reads the last message
+CONNECTION_POLL_S = 0.05  # between two looks at flags that are set without a notice
 MAX_HELLO_BYTES = 2**16
 MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
 MAX_WAITING = 1024  # messages; a transport has two buckets in flight, so this bound is never met by a sane peer
@@ -42,12 +42,6 @@ HEADER = struct.Struct(">I")
 
 class BaseMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
     """The base of all messages."""
-
-
-class BadNews(BaseMessage, frozen=True):
-    """The sender's word that something ends; tagged in its subclasses."""
-
-    reason: str
 
 
 class Hello(BaseMessage, frozen=True, tag="hello"):
@@ -64,39 +58,21 @@ class Hello(BaseMessage, frozen=True, tag="hello"):
 
 
 class Accept(BaseMessage, frozen=True, tag="accept"):
-    """The worker is in. In one phase it first says Go at its commit, else together with Ready."""
+    """The worker is in. In one phase it says Go at its commit, else as soon as its memory is there."""
 
     transport: str
     is_one_phase: bool
     bucket_bytes: int
 
 
-class Refuse(BadNews, frozen=True, tag="refuse"):
-    """The worker is not in."""
-
-
-class Ready(BaseMessage, frozen=True, tag="ready"):
-    """The worker's memory for the update is there."""
-
-
 class Go(BaseMessage, frozen=True, tag="go"):
-    """The bytes of an attempt may flow: the worker's answer to a roll call."""
+    """The bytes of an attempt may flow, as far as this worker goes."""
 
 
 class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):
-    """Bucket 0 comes next; whatever came before is void."""
+    """Bucket 0 comes next; all of an earlier attempt is void."""
 
     attempt_id: int
-
-
-class AbandonAttempt(BadNews, frozen=True, tag="abandon_attempt"):
-    """The attempt is void; another one follows, or Abandon."""
-
-    attempt_id: int
-
-
-class Abandon(BadNews, frozen=True, tag="abandon"):
-    """The update is off for this worker."""
 
 
 class TransportBytes(BaseMessage, frozen=True, tag="transport"):
@@ -123,29 +99,14 @@ class Done(BaseMessage, frozen=True, tag="done"):
     """The worker has everything and has compared it."""
 
 
-class Fail(BaseMessage, frozen=True, tag="fail"):
-    """The worker is out of this update."""
+class Abandon(BaseMessage, frozen=True, tag="abandon"):
+    """The attempt is void and another one follows; without an attempt, the update is off for this worker."""
 
     reason: str
+    attempt_id: int | None = None
 
 
-Message = (
-    Hello
-    | Accept
-    | Refuse
-    | Ready
-    | Go
-    | StartAttempt
-    | AbandonAttempt
-    | Abandon
-    | TransportBytes
-    | Arrived
-    | EndAttempt
-    | Done
-    | Fail
-)
-
-
+Message = Hello | Accept | Go | StartAttempt | TransportBytes | Arrived | EndAttempt | Done | Abandon
 M = TypeVar("M", bound=BaseMessage)
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
@@ -156,212 +117,256 @@ class ConnectionLost(Exception):
     """The peer is gone or has broken the protocol."""
 
 
-class ConnectionTimeout(Exception):
-    """The message that was waited for has not come in time."""
+class TransportBroken(Exception):
+    """The attempt cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
 
 
 class Connection:
-    """One connection to the other side.
+    """One connection, for any thread but its owner's. Every change notifies the condition that its owner shares.
 
-    Thread-safe; all connections of one owner share its condition, notified at every change.
-
-    Nothing is sent while the condition is held, so a `check` must not send.
-    With `authorize` the first message must be a Hello that it accepts, and so must every later Hello.
+    `death` is the reason why nothing more comes, empty while the connection lives. A message is sent once `send`
+    returns; the condition must not be held meanwhile, so a `check` must not send.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        condition: threading.Condition,
-        *,
-        authorize: Callable[[Hello], bool] | None = None,
-        hello_timeout_s: float = HELLO_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, owner: ControlConnections, writer: asyncio.StreamWriter) -> None:
         self.connection_id = next(_connection_ids)
-        self.peer_address = _address_of_peer(sock)
-        self._sock = sock
-        self._condition = condition
-        self._authorize = authorize
-        self._send_lock = threading.Lock()
+        self.peer_address = "{}:{}".format(*(writer.get_extra_info("peername") or ("an unknown host", 0))[:2])
+        self.death = ""
+        self._owner = owner
+        self._writer = writer
         self._inbox: deque[BaseMessage] = deque()
-        self._death: str | None = None
-        self._closed_at: float | None = None
-        self._is_open = True  # the socket; guarded by the send lock
-        self._is_known = authorize is None  # the token was proved
-        self._hello_by = time.monotonic() + hello_timeout_s
-        sock.settimeout(FRAME_TIMEOUT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(sock)
-        self._reader = threading.Thread(
-            target=self._read, name=f"weights-connection-{self.connection_id}", daemon=True
-        )
-        self._reader.start()
-
-    @property
-    def is_dead(self) -> bool:
-        """True once the peer is gone, or this side has closed."""
-        return self._death is not None
-
-    @property
-    def is_known(self) -> bool:
-        """True once the peer has proved the token."""
-        return self._is_known
-
-    @property
-    def death(self) -> str:
-        """The reason why it is dead, in a few words; empty while it lives."""
-        return self._death or ""
 
     def send(self, message: BaseMessage) -> None:
         """Send one message. Raises ConnectionLost."""
-        body = _encoder.encode(message)
-        with self._send_lock:
-            if self._death is not None or not self._is_open:
-                raise ConnectionLost(self._death or "closed")
-            try:
-                self._sock.sendall(HEADER.pack(len(body)) + body)
-            except OSError as error:
-                self._die(f"the connection broke ({error})")
-                raise ConnectionLost(self.death) from error
+        try:
+            self._owner.thread.run(self._write(message)).result(HANDOVER_TIMEOUT_S)
+        except (RuntimeError, OSError, concurrent.futures.CancelledError) as error:  # the owner was closed
+            raise ConnectionLost(self.death or "closed") from error
 
     def pop(self, kind: type[M]) -> M | None:
         """Take the oldest waiting message of this kind, at once, or None."""
-        with self._condition:
-            for position, message in enumerate(self._inbox):
-                if isinstance(message, kind):
-                    del self._inbox[position]
-                    return message
-        return None
+        with self._owner.condition:
+            message = self.peek(kind)
+            if message is not None:
+                self._inbox.remove(message)
+            return message
 
     def peek(self, kind: type[M]) -> M | None:
         """Return the message that `pop` would take, and leave it there."""
-        with self._condition:
+        with self._owner.condition:
             return next((message for message in self._inbox if isinstance(message, kind)), None)
 
     def take(
         self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
     ) -> M:
-        """Wait for a message of this kind. Raises ConnectionLost, ConnectionTimeout, and whatever `check` raises.
+        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, and whatever `check` raises.
 
         Without a deadline `check` must keep one.
         """
-        with self._condition:
+        with self._owner.condition:
             while True:
                 if check is not None:
                     check()
                 message = self.pop(kind)
                 if message is not None:
                     return message
-                if self._death is not None:
-                    raise ConnectionLost(self._death)
+                if self.death:
+                    raise ConnectionLost(self.death)
                 if deadline_at is not None and time.monotonic() >= deadline_at:
-                    raise ConnectionTimeout(f"no {kind.__name__} in time")
-                self._condition.wait(CONNECTION_POLL_S)
+                    raise TimeoutError(f"no {kind.__name__} in time")
+                self._owner.condition.wait(CONNECTION_POLL_S)
 
     def forget(self) -> None:
         """Drop the messages that wait."""
-        with self._condition:
+        with self._owner.condition:
             self._inbox.clear()
 
     def close(self) -> None:
-        """Tell the peer that nothing more comes. Returns at once; the reader closes the socket. Idempotent."""
-        with self._send_lock:
-            if self._closed_at is None:
-                self._closed_at = time.monotonic()
-                self._die("closed")
-                if self._is_open:
-                    with contextlib.suppress(OSError):  # the peer was faster
-                        self._sock.shutdown(socket.SHUT_WR)
+        """Tell the peer that nothing more comes, and return at once. Idempotent."""
+        self.die("closed")
+        self._owner.thread.call(self._end_writing)
 
-    def _die(self, reason: str) -> None:
-        with self._condition:
-            self._death = self._death or reason
-            self._condition.notify_all()
+    def die(self, reason: str) -> None:
+        """Note that nothing more comes, and why; the first reason counts."""
+        with self._owner.condition:
+            self.death = self.death or reason
+            self._owner.condition.notify_all()
 
-    def _read(self) -> None:
+    # --- on the owner's thread ---
+
+    async def serve(self, reader: asyncio.StreamReader, *, must_introduce: bool = False) -> None:
+        """Read until either side ends the connection. `must_introduce`: the first message has to be a hello."""
         try:
+            if must_introduce:
+                async with asyncio.timeout(self._owner.hello_timeout_s):
+                    first = await _read(reader, MAX_HELLO_BYTES)
+                if not isinstance(first, Hello):
+                    raise ConnectionLost("the first message was no hello")
+                self._receive(first)
+                self._owner.know(self)
             while True:
-                self._receive(_decoder.decode(self._read_frame()))
+                self._receive(await _read(reader, MAX_FRAME_BYTES))
         except msgspec.MsgspecError:
-            self._die("the peer does not speak the protocol")
+            self.die("the peer does not speak the protocol")
+        except asyncio.IncompleteReadError:
+            self.die("the connection was closed")
         except (ConnectionLost, OSError) as error:
-            self._die(str(error))
+            self.die(str(error) or "no hello in time")
         finally:
-            with self._send_lock:
-                self._is_open = False
-                self._sock.close()
+            self._writer.close()
 
     def _receive(self, message: BaseMessage) -> None:
-        if isinstance(message, Hello) and self._authorize is not None:
-            if not self._authorize(message):
-                self.send(Refuse(reason="the token is wrong or of an earlier offer"))
-                raise ConnectionLost("wrong token")
-            self._is_known = True
-        if not self._is_known:
-            raise ConnectionLost("the first message was no hello")
-        with self._condition:
+        if isinstance(message, Hello) and not self._owner.authorize(message):
+            self._writer.write(_frame(Abandon("the token is wrong or of an earlier offer")))
+            raise ConnectionLost("wrong token")
+        with self._owner.condition:
             if len(self._inbox) >= MAX_WAITING:
                 raise ConnectionLost("the peer sends more than it may")
-            if self._closed_at is None:
+            if not self.death:
                 self._inbox.append(message)
-            self._condition.notify_all()
+            self._owner.condition.notify_all()
 
-    def _read_frame(self) -> bytes:
-        header = self._read_exactly(HEADER.size, b"")
-        (size,) = HEADER.unpack(header)
-        if not 0 < size <= (MAX_FRAME_BYTES if self._is_known else MAX_HELLO_BYTES):
-            raise ConnectionLost("the peer does not speak the protocol")
-        return self._read_exactly(size, header)
+    async def _write(self, message: BaseMessage) -> None:
+        if self.death:
+            raise ConnectionLost(self.death)
+        self._writer.write(_frame(message))
 
-    def _read_exactly(self, size: int, header: bytes) -> bytes:
-        """Read `size` bytes. Without a header before them, the first may take any time if the peer is known."""
-        parts = bytearray()
-        deadline_at = time.monotonic() + FRAME_TIMEOUT_S if header else None
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        while len(parts) < size:
-            self._check_time(deadline_at)
-            if not poller.poll(CONNECTION_POLL_S * 1000 * (1 if self._closed_at or not self._is_known else 10)):
-                continue
-            chunk = self._sock.recv(min(size - len(parts), 2**20))
-            if not chunk:
-                raise ConnectionLost("the connection was closed")
-            if deadline_at is None:
-                deadline_at = time.monotonic() + FRAME_TIMEOUT_S
-            parts += chunk
-        return bytes(parts)
-
-    def _check_time(self, deadline_at: float | None) -> None:
-        now = time.monotonic()
-        if self._death is not None and self._closed_at is None:
-            raise ConnectionLost(self._death)
-        if deadline_at is not None and now > deadline_at:
-            raise ConnectionLost("a message broke off")
-        if not self._is_known and now > self._hello_by:
-            raise ConnectionLost("no hello in time")
-        if self._closed_at is not None and now > self._closed_at + LINGER_S:
-            raise ConnectionLost("closed")
+    def _end_writing(self) -> None:
+        """Close in two steps: a socket that is closed with unread data takes its last message along."""
+        with contextlib.suppress(OSError, RuntimeError):  # the peer was faster
+            self._writer.write_eof()
+        asyncio.get_running_loop().call_later(LINGER_S, self._writer.close)
 
 
-class AttemptPeer:
-    """A `Peer`: the transport's messages of one attempt over a connection. `check` is the attempt's own."""
+class ControlConnections:
+    """All connections of one end, and the thread that reads and writes them.
+
+    `authorize` says if a hello is of the open offer. `known` are those whose peer has proved it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        condition: threading.Condition,
+        authorize: Callable[[Hello], bool] = lambda hello: False,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        self.condition = condition
+        self.thread = LoopThread(name)
+        self.authorize = authorize
+        self.hello_timeout_s = hello_timeout_s
+        self.known: list[Connection] = []
+        self._server: asyncio.Server | None = None
+        self._serving: dict[Connection, asyncio.Task[None]] = {}
+        atexit.register(self._close_at_exit)
+
+    def listen(self, host: str) -> str:
+        """Accept connections on `host`, on a port that the system chooses; returns "host:port"."""
+        sock = listening_socket(host, backlog=MAX_STRANGERS)
+        port = sock.getsockname()[1]
+
+        async def start() -> None:
+            self._server = await asyncio.start_server(self._accept, sock=sock)
+
+        self.thread.run(start()).result()
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def connect(self, address: str, timeout_s: float) -> Connection:
+        """Open a connection to "host:port". Raises ConnectionLost."""
+        host, _, port = address.rpartition(":")
+
+        async def open_one() -> Connection:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            keep_alive(writer.get_extra_info("socket"))
+            connection = Connection(self, writer)
+            self._serve(connection, connection.serve(reader))
+            return connection
+
+        try:
+            return self.thread.run(open_one()).result(timeout_s + HANDOVER_TIMEOUT_S)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConnectionLost(f"no connection to {address} ({str(error) or 'no answer in time'})") from error
+
+    def know(self, connection: Connection) -> None:
+        """Keep a connection whose peer has proved the token."""
+        with self.condition:
+            self.known.append(connection)
+
+    def forget_dead(self) -> None:
+        """Drop the connections that have ended."""
+        with self.condition:
+            self.known = [connection for connection in self.known if not connection.death]
+
+    def close(self) -> None:
+        """Stop listening, close all connections, and end the thread; does not wait for it. Idempotent."""
+        atexit.unregister(self._close_at_exit)
+        with contextlib.suppress(RuntimeError):  # it was closed
+            self.thread.run(self._end())
+
+    def _close_at_exit(self) -> None:
+        """Close in a process that ends without it: peers hear its last words."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self.thread.run(self._end()).result(3 * LINGER_S)
+
+    # --- on the thread ---
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._serving) - len(self.known) >= MAX_STRANGERS:
+            writer.close()
+            return
+        connection = Connection(self, writer)
+        self._serve(connection, connection.serve(reader, must_introduce=True))
+
+    def _serve(self, connection: Connection, serving: Coroutine[None, None, None]) -> None:
+        task = self._serving[connection] = asyncio.create_task(serving)
+        task.add_done_callback(lambda _: self._serving.pop(connection))
+
+    async def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._serving:
+            connection.close()
+        if self._serving:
+            await asyncio.wait(self._serving.values(), timeout=2 * LINGER_S)
+        self.thread.stop()
+
+
+async def _read(reader: asyncio.StreamReader, max_bytes: int) -> BaseMessage:
+    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    if not 0 < size <= max_bytes:
+        raise ConnectionLost("the peer does not speak the protocol")
+    message: BaseMessage = _decoder.decode(await reader.readexactly(size))
+    return message
+
+
+def _frame(message: BaseMessage) -> bytes:
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Peer:
+    """The process at the other end of one connection, during one attempt.
+
+    Its messages are small and the transport's own; those of an earlier attempt never show up in a later one.
+    `check` is the attempt's own: it raises TransportBroken if that is over for *any* peer, and costs microseconds.
+    """
 
     def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
+        self.connection_id = connection.connection_id
+        self.check = check
         self._connection = connection
         self._attempt_id = attempt_id
-        self.check = check
-
-    @property
-    def connection_id(self) -> int:
-        return self._connection.connection_id
 
     def post(self, body: bytes) -> None:
+        """Send a message. Raises TransportBroken."""
         try:
             self._connection.send(TransportBytes(attempt_id=self._attempt_id, body=body))
         except ConnectionLost as error:
             raise TransportBroken(str(error)) from error
 
     def take(self) -> bytes:
+        """Wait for the peer's next message. Raises TransportBroken as `check` does."""
         try:
             while True:
                 message = self._connection.take(TransportBytes, check=self.check)
@@ -369,78 +374,3 @@ class AttemptPeer:
                     return message.body
         except ConnectionLost as error:
             raise TransportBroken(str(error)) from error
-
-
-class Listener:
-    """The socket that accepts workers on `host`, on a port that the system chooses.
-
-    `on_connection` is called from its own thread. A connection is handed out before it has proved the token: see
-    `Connection.is_known`.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        condition: threading.Condition,
-        authorize: Callable[[Hello], bool],
-        on_connection: Callable[[Connection], None],
-        hello_timeout_s: float = HELLO_TIMEOUT_S,
-    ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
-        self._condition = condition
-        self._authorize = authorize
-        self._on_connection = on_connection
-        self._hello_timeout_s = hello_timeout_s
-        self._strangers: list[Connection] = []
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
-        self.address = f"{shown}:{self._sock.getsockname()[1]}"
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._accept, name="weights-listener", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening; connections stay. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-            self._thread.join(FRAME_TIMEOUT_S)
-            self._sock.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                if not self._is_closed:
-                    time.sleep(CONNECTION_POLL_S)  # out of file descriptors, or the peer left first
-                continue
-            self._strangers = [
-                connection for connection in self._strangers if not (connection.is_known or connection.is_dead)
-            ]
-            if len(self._strangers) >= MAX_STRANGERS:
-                sock.close()
-                continue
-            connection = Connection(
-                sock, self._condition, authorize=self._authorize, hello_timeout_s=self._hello_timeout_s
-            )
-            self._strangers.append(connection)
-            self._on_connection(connection)
-
-
-def connect(address: str, condition: threading.Condition, timeout_s: float) -> Connection:
-    """Open a connection to "host:port". Raises ConnectionLost."""
-    host, _, port = address.rpartition(":")
-    try:
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(timeout_s, CONNECTION_POLL_S))
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConnectionLost(f"no connection to {address} ({error})") from error
-    return Connection(sock, condition)
-
-
-def _address_of_peer(sock: socket.socket) -> str:
-    try:
-        host, port = sock.getpeername()[:2]
-    except OSError:  # it has gone already
-        return "an unknown host"
-    return f"{host}:{port}"

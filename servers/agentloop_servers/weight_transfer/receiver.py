@@ -22,39 +22,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.layout import Layout, lay_out, view
+from agentloop_servers.weight_transfer.layout import lay_out, view
 from agentloop_servers.weight_transfer.protocol import (
-    AbandonAttempt,
+    Abandon,
     Accept,
     Arrived,
-    AttemptPeer,
-    BadNews,
     Connection,
     ConnectionLost,
-    ConnectionTimeout,
+    ControlConnections,
     Done,
     EndAttempt,
-    Fail,
     Go,
     Hello,
-    Ready,
+    Peer,
     StartAttempt,
-    connect,
+    TransportBroken,
 )
-from agentloop_servers.weight_transfer.transports.base import ReceiveTransport, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import ReceiveTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcReceiveTransport
 from agentloop_servers.weight_transfer.transports.handshake import TransportKind, device_name, host_name
 from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveTransport
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport
 from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
-ABANDON_SETTLE_S = 5.0  # between a transport that broke and the sender's word that the attempt is void
+ABANDON_GRACE_S = 5.0  # between a transport that broke and the sender's word that the attempt is void
 MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and the last other replica's
 RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = {
     TransportKind.NCCL: NcclReceiveTransport,
@@ -95,6 +91,7 @@ class Receiver:
         self._rank = rank
         self._make_transport = transports
         self._condition = threading.Condition()  # shared with the connections
+        self._connections: ControlConnections | None = None
         self._senders: dict[str, _KnownSender] = {}  # by address, the latest used last
 
     def open(
@@ -110,7 +107,6 @@ class Receiver:
         `can_hold`: there is memory beside the served weights. `timeout_s` bounds this call, and the transfer anew.
         `is_given_up` is asked while this waits, every 50 ms at least.
         """
-
         if source.num_receivers < 1:
             raise CheckpointUnreadable("the push does not say how many workers receive it", param="push")
         num_senders = len(source.addresses)
@@ -133,47 +129,45 @@ class Receiver:
             connection = sender.connection
 
             def check() -> None:
-                refusal = connection.peek(BadNews)
+                refusal = connection.peek(Abandon)
                 if refusal is not None or is_given_up():
                     raise ConnectionLost("the update was given up" if refusal is None else refusal.reason)
 
-            answer = connection.take(Accept, deadline_at=deadline_at, check=check)
-        except (ConnectionLost, ConnectionTimeout) as error:
+            accept = connection.take(Accept, deadline_at=deadline_at, check=check)
+        except (ConnectionLost, TimeoutError) as error:
             self._forget(address)
             raise CheckpointUnreadable(f"the sender at {address}: {error}", param="push") from error
-        transport = self._transport(sender, TransportKind(answer.transport))
-        layout = lay_out(source.tensors, answer.bucket_bytes)
-        return Incoming(sender.connection, transport, layout, answer, self._condition, timeout_s)
+        kind = TransportKind(accept.transport)
+        if kind not in sender.transports:
+            sender.transports[kind] = self._make_transport[kind](self._device)
+        return Incoming(source, connection, sender.transports[kind], accept, self._condition, timeout_s)
 
     def close(self) -> None:
         """End all connections and free what their transports keep; no update is open. Idempotent."""
         for address in list(self._senders):
             self._forget(address)
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
 
     def _reach(self, address: str, hello: Hello, timeout_s: float) -> _KnownSender:
         """Say hello over the kept connection, or over a new one. Raises ConnectionLost."""
-        sender = self._senders.pop(address, None)
-        for other in [known for known, kept in self._senders.items() if kept.connection.is_dead]:
+        for other in [known for known, kept in self._senders.items() if kept.connection.death]:
             self._forget(other)
+        sender = self._senders.pop(address, None)
         if sender is not None:
-            try:
+            with contextlib.suppress(ConnectionLost):
                 sender.connection.send(hello)
-            except ConnectionLost:
-                sender.close()
-                sender = None
-        if sender is None:
-            while len(self._senders) >= MAX_CONNECTIONS:
-                self._forget(next(iter(self._senders)))
-            sender = _KnownSender(connect(address, self._condition, timeout_s))
-            self._senders[address] = sender
-            sender.connection.send(hello)
-        self._senders[address] = sender
+                self._senders[address] = sender  # the latest used
+                return sender
+            sender.close()
+        while len(self._senders) >= MAX_CONNECTIONS:
+            self._forget(next(iter(self._senders)))
+        if self._connections is None:
+            self._connections = ControlConnections("weights-receiver", self._condition)
+        sender = self._senders[address] = _KnownSender(self._connections.connect(address, timeout_s))
+        sender.connection.send(hello)
         return sender
-
-    def _transport(self, sender: _KnownSender, kind: TransportKind) -> ReceiveTransport:
-        if kind not in sender.transports:
-            sender.transports[kind] = self._make_transport[kind](self._device)
-        return sender.transports[kind]
 
     def _forget(self, address: str) -> None:
         sender = self._senders.pop(address, None)
@@ -186,14 +180,14 @@ class Incoming:
 
     def __init__(
         self,
+        source: PushSource,
         connection: Connection,
         transport: ReceiveTransport,
-        layout: Layout,
         accept: Accept,
         condition: threading.Condition,
         timeout_s: float,
     ) -> None:
-        self.layout = layout
+        self.layout = lay_out(source.tensors, accept.bucket_bytes)
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
         self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
@@ -201,18 +195,9 @@ class Incoming:
         self._transport = transport
         self._condition = condition
         self._timeout_s = timeout_s
-        self._deadline_at = time.monotonic() + timeout_s
-        self._attempt_id = 0
-        self._has_gone = False
+        self._deadline_at: float | None = None  # from the first `buckets` on
         self._aborted = False
         self._sums: list[torch.Tensor] = []  # one a bucket of this attempt
-        if self.is_one_phase:
-            self._say(Ready())
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tensors."""
-        return self.layout.num_bytes
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield every bucket in order: its index and its bytes (uint8) on the device.
@@ -221,16 +206,12 @@ class Incoming:
         before their memory is used again. The first call tells the sender to begin: in two phases the memory must
         be there, in one phase generation must be frozen. Raises AttemptRestarted, CheckpointUnreadable.
         """
-        if not self._has_gone:
-            self._has_gone = True
+        if self._deadline_at is None:
             self._deadline_at = time.monotonic() + self._timeout_s
-            if not self.is_one_phase:
-                self._say(Ready())
-        self._say(Go())
         with self._breaking():
-            start = self._connection.take(StartAttempt, check=self._check)
-            self._attempt_id = start.attempt_id
-            self._transport.begin(AttemptPeer(self._connection, start.attempt_id, self._check), self.layout)
+            self._connection.send(Go())
+            attempt_id = self._connection.take(StartAttempt, check=self._check).attempt_id
+            self._transport.begin(Peer(self._connection, attempt_id, self._check), self.layout)
             started_at = time.monotonic()
             self._sums = []
             with contextlib.closing(self._transport.buckets()) as arriving:  # type: ignore[type-var]
@@ -239,7 +220,7 @@ class Incoming:
                     yield bucket, data
             self._transport.finish()
             self.transfer_ms = (time.monotonic() - started_at) * 1000
-            self._connection.send(Arrived(start.attempt_id))
+            self._connection.send(Arrived(attempt_id))
 
     def finish(self) -> None:
         """Compare what was received with what was sent, bucket by bucket, and tell the sender.
@@ -248,26 +229,17 @@ class Incoming:
         """
         with self._breaking():
             sent = self._connection.take(EndAttempt, check=self._check).checksums
-        received = to_host(self._sums)
-        differing = [bucket for bucket, pair in enumerate(zip(received, sent, strict=False)) if pair[0] != pair[1]]
-        if not len(received) == len(sent) == len(self.layout.bucket_sizes):
-            reason = f"{len(sent)} checksums came for {len(received)} of {len(self.layout.bucket_sizes)} buckets"
-        elif differing:
-            first = self.layout.in_bucket(differing[0])
-            reason = (
-                f"{len(differing)} of {len(sent)} buckets did not arrive as they were sent over {self.transport}, "
-                f"first the one with {first[0].name} and {len(first) - 1} more tensors"
-            )
-        else:
-            self._say(Done())
-            return
-        self.fail(reason)
-        raise CheckpointUnreadable(reason, param="push")
+            problem = self._difference(to_host(self._sums), sent)
+            if problem is None:
+                self._connection.send(Done())
+        if problem is not None:
+            self.fail(problem)
+            raise CheckpointUnreadable(problem, param="push")
 
     def fail(self, reason: str) -> None:
         """Leave this update; the sender is told why and goes on with the others. Idempotent."""
         with contextlib.suppress(ConnectionLost):
-            self._connection.send(Fail(reason))
+            self._connection.send(Abandon(reason))
         self._transport.abort()
         self._connection.close()
 
@@ -278,22 +250,27 @@ class Incoming:
             self._condition.notify_all()
         self.fail("the update was given up")
 
-    def _say(self, message: Ready | Go | Done) -> None:
-        try:
-            self._connection.send(message)
-        except ConnectionLost as error:
-            news = self._news()  # the sender's last word, if it had one
-            raise self._lost(str(error) if news is None else news.reason) from error
+    def _difference(self, received: list[int], sent: list[int]) -> str | None:
+        if not len(received) == len(sent) == len(self.layout.bucket_sizes):
+            return f"{len(sent)} checksums came for {len(received)} of {len(self.layout.bucket_sizes)} buckets"
+        differing = [bucket for bucket, pair in enumerate(zip(received, sent, strict=True)) if pair[0] != pair[1]]
+        if not differing:
+            return None
+        first = self.layout.in_bucket(differing[0])
+        return (
+            f"{len(differing)} of {len(sent)} buckets did not arrive as they were sent over {self.transport}, "
+            f"first the one with {first[0].name} and {len(first) - 1} more tensors"
+        )
 
     def _check(self) -> None:
         """Raise TransportBroken if this attempt cannot go on; a restart is told apart in `_breaking`."""
         self._check_wanted()
-        news = self._connection.peek(BadNews)
-        if news is not None:
-            raise TransportBroken(news.reason)
-        if self._connection.is_dead:
+        abandoned = self._connection.peek(Abandon)
+        if abandoned is not None:
+            raise TransportBroken(abandoned.reason)
+        if self._connection.death:
             raise TransportBroken(f"the connection was lost: {self._connection.death}")
-        if time.monotonic() > self._deadline_at:
+        if self._deadline_at is not None and time.monotonic() > self._deadline_at:
             raise TransportBroken("the transfer ran out of time")
 
     def _check_wanted(self) -> None:
@@ -307,47 +284,33 @@ class Incoming:
             yield
         except (TransportBroken, ConnectionLost) as error:
             self._transport.abort()
-            abandoned = self._settle()
-            if abandoned is not None and not self._aborted:
+            abandoned = self._last_word()
+            if abandoned is not None and abandoned.attempt_id is not None and not self._aborted:
+                self._drop_starts(abandoned.attempt_id)
                 raise AttemptRestarted(abandoned.reason) from error
-            self.fail(str(error))
-            raise self._lost(str(error)) from error
+            reason = str(error) if abandoned is None else abandoned.reason
+            self.fail(reason)
+            raise CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push") from error
 
-    def _settle(self) -> AbandonAttempt | None:
-        """Wait for the sender's word that the attempt is void: a transport may break before that comes.
-
-        None if it does not come, or if the whole update is off.
-        """
-        news = self._news()
-        if not isinstance(news, AbandonAttempt):
-            return None
-        # The attempt may be void before it was begun here.
-        while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= news.attempt_id:
-            self._connection.pop(StartAttempt)
-        return news
-
-    def _news(self) -> BadNews | None:
-        """Return what the sender says went wrong; None if it says nothing for a while."""
-        settled_at = min(time.monotonic() + ABANDON_SETTLE_S, self._deadline_at)
+    def _last_word(self) -> Abandon | None:
+        """Wait for the sender to say what went wrong, which a transport may notice earlier; None: it does not."""
+        deadline_at = min(time.monotonic() + ABANDON_GRACE_S, self._deadline_at or float("inf"))
         try:
-            return self._connection.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
-        except (ConnectionLost, ConnectionTimeout, TransportBroken):
+            return self._connection.take(Abandon, deadline_at=deadline_at, check=self._check_wanted)
+        except (ConnectionLost, TimeoutError, TransportBroken):
             return None
 
-    def _lost(self, reason: str) -> CheckpointUnreadable:
-        return CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push")
+    def _drop_starts(self, attempt_id: int) -> None:
+        """Drop the starts of attempts up to this one: an attempt may be void before it was begun here."""
+        while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= attempt_id:
+            self._connection.pop(StartAttempt)
 
 
-class TakeTensor(Protocol):
-    """A consumer of one tensor, which is only valid for work put on the current stream before it returns."""
-
-    def __call__(self, name: str, tensor: torch.Tensor, /) -> None: ...
-
-
-def receive(incoming: Incoming, take: TakeTensor) -> None:
+def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None]) -> None:
     """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
 
-    Raises what `Incoming` raises; the attempt is compared, and over, on return.
+    A tensor that `take` gets is valid for work that is put on the current stream before it returns. Raises what
+    `Incoming` raises; the attempt is compared, and over, on return.
     """
     while True:
         try:

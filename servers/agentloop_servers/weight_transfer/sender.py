@@ -1,15 +1,12 @@
 """The side of a push that holds the weights: a trainer, or an engine worker that helps another one.
 
-`WeightSender` listens from its first offer on. Workers say hello with the offer's token; `run` waits for all of
-them, chooses a transport for each, and makes one broadcast attempt after the other until one reaches every worker
-that is left. A worker lost during an attempt ends it for all, and the others get a fresh one. Connections of
-workers that came through stay open for the next update, and with them what their transports keep.
+`WeightSender.run` is one transfer, step by step. Connections of workers that came through stay open for the next
+one, and with them what their transports keep.
 
 `ReceiverGroup` has the workers of one transfer, from their hello to their last word. A worker leaves by being
 refused, lost, failed or late; its `failure` says why, and nothing is sent to it any more. All waits end with the
-transfer's deadline or by its cancellation, they wait for all workers at once, and those that are there wait for one
-that is not for a grace of seconds only. An attempt in which nothing moves is void, whoever holds it up: each begins
-with a roll call, and who does not answer has left.
+transfer's deadline or by its cancellation, and wait for all workers at once. How long the others wait for one that
+is late, and an attempt for its next bucket, is a `GraceTimer`: it starts anew with each that arrives.
 """
 
 from __future__ import annotations
@@ -26,29 +23,26 @@ import torch
 
 from agentloop.engine import PushSource, TensorNames
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
-from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, Route, SentBuckets, send_buckets
+from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
 from agentloop_servers.weight_transfer.protocol import (
     CONNECTION_POLL_S,
     Abandon,
-    AbandonAttempt,
     Accept,
     Arrived,
-    AttemptPeer,
     BaseMessage,
     Connection,
     ConnectionLost,
+    ControlConnections,
     Done,
     EndAttempt,
-    Fail,
     Go,
     Hello,
-    Listener,
-    Ready,
-    Refuse,
+    Peer,
     StartAttempt,
+    TransportBroken,
 )
-from agentloop_servers.weight_transfer.transports.base import SendTransport, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import SendTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcSendTransport
 from agentloop_servers.weight_transfer.transports.handshake import (
     TransportKind,
@@ -62,8 +56,7 @@ from agentloop_servers.weight_transfer.transports.shared_memory import ShmSendTr
 
 MAX_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 30.0
-RECEIVER_GRACE_S = 10.0
-"""How long workers that are there wait for one that is not, from the latest arrival on."""
+RECEIVER_GRACE_S = 10.0  # that workers that are there wait for one that is not
 OPTIONAL_GRACE_S = 1.0  # the same for those that a transfer can do without
 STALL_S = 15.0  # in which no bucket moves: the attempt is void
 MEMORY_STALLS = 2  # so many times that long workers wait for one that takes its memory: gigabytes are pinned
@@ -87,11 +80,15 @@ class SendReport:
     failures: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+@dataclass(slots=True)
+class Offer:
+    """The weights that one `run` sends, and what is said of it meanwhile from other threads."""
+
     token: str
     items: tuple[Outgoing, ...]
     layout: Layout
+    cancelled: str | None = None  # the reason
+    num_expected: int | None = None  # workers that may still come, where less than they were told
 
 
 class WeightSender:
@@ -123,11 +120,9 @@ class WeightSender:
         self._transports: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
         self._condition = threading.Condition()  # guards what follows, and is shared with the connections
-        self._listener: Listener | None = None
-        self._connections: list[Connection] = []
-        self._offer: _Offer | None = None
-        self._cancelled: str | None = None
-        self._expected: int | None = None  # workers that may still come, where less than they were told
+        self.connections: ControlConnections | None = None
+        self._address = ""
+        self._offer: Offer | None = None
         self._run_lock = threading.Lock()
         self._num_attempts = 0  # ever; numbers the attempts
 
@@ -142,12 +137,13 @@ class WeightSender:
         Listens from the first call on. `token`: a fresh secret that several senders share, instead of a new one.
         """
         tensors = tuple(item.info for item in items)
-        offer = _Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
+        offer = Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
+        if self.connections is None:
+            self.connections = ControlConnections("weights-sender", self._condition, self._knows)
+            self._address = self.connections.listen(self._listen_host)
         with self._condition:
-            if self._listener is None:
-                self._listener = Listener(self._listen_host, self._condition, self._knows, self._add_connection)
-            self._offer, self._cancelled, self._expected = offer, None, None
-            return PushSource((self._listener.address,), offer.token, tensors, names)
+            self._offer = offer
+        return PushSource((self._address,), offer.token, tensors, names)
 
     def run(
         self,
@@ -163,18 +159,16 @@ class WeightSender:
         """
         with self._run_lock:
             deadline_at = time.monotonic() + timeout_s
-            group = ReceiverGroup(
-                self._condition, deadline_at, lambda: self._cancelled, late_grace_s, self._stall_s
-            )
+            offer, connections = self._opened()
+            group = ReceiverGroup(offer, connections, deadline_at, late_grace_s, self._stall_s)
             reason = "the transfer has begun without this worker"
             try:
-                offer = self._open_offer()
-                group.gather(lambda: self._connections, lambda: self._expected)
-                group.welcome(self._asked, device_name(self._device), self._bucket_bytes)
+                group.gather()
+                group.accept(self._asked, device_name(self._device), self._bucket_bytes)
                 return self._send(offer, group, before_attempt)
             except Exception as error:
                 reason = str(error) if isinstance(error, WeightUpdateFailed) else f"the transfer failed: {error!r}"
-                group.fail_rest(reason)
+                group.dismiss(group.left, reason)
                 if isinstance(error, WeightUpdateFailed):
                     raise
                 raise WeightUpdateFailed(reason) from error
@@ -184,13 +178,15 @@ class WeightSender:
     def expect(self, num_receivers: int) -> None:
         """Wait for no more than so many workers, from any thread: the others are known to have failed."""
         with self._condition:
-            self._expected = num_receivers
+            if self._offer is not None:
+                self._offer.num_expected = num_receivers
             self._condition.notify_all()
 
     def cancel(self, reason: str) -> None:
         """End the offer, from any thread: a `run` in progress raises WeightUpdateFailed, or the next one does."""
         with self._condition:
-            self._cancelled = self._cancelled or reason
+            if self._offer is not None:
+                self._offer.cancelled = self._offer.cancelled or reason
             transports = list(self._transports.values())
             self._condition.notify_all()
         for transport in transports:
@@ -210,37 +206,28 @@ class WeightSender:
         if not self._run_lock.acquire(timeout=CLOSE_TIMEOUT_S):
             raise WeightUpdateFailed("the transfer does not end: a tensor's load hangs")
         try:
-            with self._condition:
-                listener, self._listener = self._listener, None
-            if listener is not None:
-                listener.close()
-            with self._condition:
-                connections, self._connections = self._connections, []
-            for connection in connections:
-                connection.close()
+            connections, self.connections = self.connections, None
+            if connections is not None:
+                connections.close()
             while self._transports:
                 self._transports.popitem()[1].close()
             self._buffers.free()
         finally:
             self._run_lock.release()
 
-    def _send(self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
-        """Make attempts until one reaches every worker that is left."""
+    def _send(self, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
+        """Make attempts until one reaches every worker that is left: one that was lost ends an attempt for all."""
         broken = ""
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
-            group.check("the weights were on their way")
-            group.drop_lost()
-            group.call_roll(is_again=num_attempts > 1)
-            group.require_some()
+            group.await_go(is_again=num_attempts > 1)
             transports = tuple(sorted({str(worker.transport) for worker in group.left}))
+            self._num_attempts += 1
             try:
-                end, sent = self._attempt(offer, group, before_attempt)
+                sent = self._attempt(self._num_attempts, offer, group, before_attempt)
             except TransportBroken as error:
                 broken = str(error)
-                group.drop_lost(LOSS_SETTLE_S)
                 continue
-            group.finish(end)
-            group.require_some()
+            group.confirm(EndAttempt(self._num_attempts, sent.checksums))
             num_receivers = len(group.left)
             return SendReport(
                 offer.layout.num_bytes, transports, sent.transfer_ms, num_attempts, num_receivers, group.failures
@@ -249,31 +236,28 @@ class WeightSender:
         raise WeightUpdateFailed(f"{MAX_ATTEMPTS} passes broke off, the last one: {broken}")
 
     def _attempt(
-        self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
-    ) -> tuple[EndAttempt, SentBuckets]:
-        """Make one attempt. Raises TransportBroken if another one may help."""
+        self, attempt_id: int, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
+    ) -> SentBuckets:
+        """Bring every bucket to every worker that is left. Raises TransportBroken if another attempt may help."""
         connections = frozenset(worker.connection.connection_id for worker in group.left)
         buffers = self._buffers.get(offer.layout.largest_bucket, connections)
         if before_attempt is not None:
             before_attempt()
-        self._num_attempts += 1
-        attempt_id = self._num_attempts
-        group.begin_attempt()
-        group.tell_all(StartAttempt(attempt_id))
-        routes = [Route(self._transport(kind), peers) for kind, peers in group.peers(attempt_id).items()]
+        by_kind = group.begin_attempt(attempt_id)
+        peers = {self._transport(kind): of_kind for kind, of_kind in by_kind.items()}
 
         def give_up(error: Exception) -> None:
-            for route in routes:
-                route.transport.abort()
-            group.tell_all(AbandonAttempt(str(error), attempt_id))
+            for transport in peers:
+                transport.abort()
+            group.tell_all(Abandon(str(error), attempt_id))
 
-        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.moved, give_up)
+        sent = send_buckets(offer.items, offer.layout, buffers, peers, group.moved, give_up)
         try:
             group.await_arrivals(attempt_id)
         except TransportBroken as error:
             give_up(error)
             raise
-        return EndAttempt(attempt_id, sent.checksums), sent
+        return sent
 
     def _transport(self, kind: TransportKind) -> SendTransport:
         with self._condition:
@@ -281,21 +265,23 @@ class WeightSender:
                 self._transports[kind] = self._make_transport[kind](self._device)
             return self._transports[kind]
 
-    def _open_offer(self) -> _Offer:
+    def _opened(self) -> tuple[Offer, ControlConnections]:
         with self._condition:
-            if self._offer is None:
+            if self._offer is None or self.connections is None:
                 raise WeightUpdateFailed("there is no open offer: call `offer` before each `run`")
-            return self._offer
+            return self._offer, self.connections
 
     def _end_offer(self, reason: str) -> None:
         """Withdraw the offer; workers that came too late are told."""
         with self._condition:
             self._offer = None
-            self._connections = [connection for connection in self._connections if not connection.is_dead]
-            late = [connection for connection in self._connections if connection.pop(Hello) is not None]
+            if self.connections is None:
+                return
+            self.connections.forget_dead()
+            late = [connection for connection in self.connections.known if connection.pop(Hello) is not None]
         for connection in late:
             with contextlib.suppress(ConnectionLost):
-                connection.send(Refuse(reason))
+                connection.send(Abandon(reason))
             connection.close()
 
     def _knows(self, hello: Hello) -> bool:
@@ -303,19 +289,11 @@ class WeightSender:
             token = "" if self._offer is None else self._offer.token
         return token != "" and hmac.compare_digest(hello.token.encode(), token.encode())
 
-    def _add_connection(self, connection: Connection) -> None:
-        with self._condition:
-            self._connections = [known for known in self._connections if not known.is_dead]
-            self._connections.append(connection)
-
 
 def _default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-LOSS_SETTLE_S = 0.5  # between a transport that broke and the end of the connection that explains it
 
 
 @dataclass(slots=True)
@@ -326,7 +304,6 @@ class ReceivingWorker:
     hello: Hello
     transport: TransportKind = TransportKind.AUTO
     failure: str | None = None
-    is_done: bool = False
 
     @property
     def name(self) -> str:
@@ -335,10 +312,10 @@ class ReceivingWorker:
     @property
     def loss(self) -> str | None:
         """The reason why it cannot go on, as its connection tells; None while it can."""
-        fail = self.connection.peek(Fail)
-        if fail is not None:
-            return f"{self.name}: {fail.reason}"
-        return f"{self.name} was lost: {self.connection.death}" if self.connection.is_dead else None
+        abandoned = self.connection.peek(Abandon)
+        if abandoned is not None:
+            return f"{self.name}: {abandoned.reason}"
+        return f"{self.name} was lost: {self.connection.death}" if self.connection.death else None
 
     def tell(self, message: BaseMessage) -> None:
         """Send a message, unless the worker is gone; that is noticed where something is awaited from it."""
@@ -352,20 +329,20 @@ class ReceivingWorker:
         self.connection.close()
 
 
-class Patience:
-    """The time that those that are there have for those that are not: a grace from the latest arrival on."""
+class GraceTimer:
+    """A moment that moves with everything that arrives: `seconds` from the latest. It starts with the first."""
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._late_at = float("inf")
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends_at = float("inf")
 
-    def arrived(self) -> None:
-        """Note that one more is there."""
-        self._late_at = time.monotonic() + self._grace_s
+    def restart(self, num_times: int = 1) -> None:
+        """Begin anew, with so many times the seconds."""
+        self._ends_at = time.monotonic() + num_times * self._seconds
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self._late_at
+        return time.monotonic() > self._ends_at
 
 
 class ReceiverGroup:
@@ -373,20 +350,23 @@ class ReceiverGroup:
 
     def __init__(
         self,
-        condition: threading.Condition,
+        offer: Offer,
+        connections: ControlConnections,
         deadline_at: float,
-        cancelled: Callable[[], str | None],
         late_grace_s: float,
         stall_s: float,
     ) -> None:
-        self._condition = condition
+        self._offer = offer
+        self._connections = connections
+        self._condition = connections.condition
         self._deadline_at = deadline_at
-        self._cancelled = cancelled
         self._late_grace_s = late_grace_s
         self._stall_s = stall_s
+        self._stall = GraceTimer(stall_s)  # of the attempt under way
+        self._is_one_phase = False
         self._workers: list[ReceivingWorker] = []
+        self._awaited: list[ReceivingWorker] = []  # those from which a message is still to come
         self._absent: tuple[str, ...] = ()  # a line on those that never came
-        self._void_at = float("inf")  # when the attempt under way is void, if nothing moves
 
     @property
     def left(self) -> list[ReceivingWorker]:
@@ -399,13 +379,121 @@ class ReceiverGroup:
 
     def check(self, state: str) -> None:
         """Raise WeightUpdateFailed if the transfer was cancelled or its time is over."""
-        reason = self._cancelled()
-        if reason is not None:
-            raise WeightUpdateFailed(f"the transfer was cancelled: {reason}")
+        if self._offer.cancelled is not None:
+            raise WeightUpdateFailed(f"the transfer was cancelled: {self._offer.cancelled}")
         if time.monotonic() > self._deadline_at:
             raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
 
-    def check_attempt(self) -> None:
+    def gather(self) -> None:
+        """Wait for as many hellos as the workers were told of, or as are expected if that is less.
+
+        The last of them has the grace; those that the transfer can do without get a moment.
+        """
+        grace, optional_grace = GraceTimer(self._late_grace_s), GraceTimer(OPTIONAL_GRACE_S)
+        with self._condition:
+            while True:
+                for connection in self._connections.known:
+                    hello = connection.pop(Hello)
+                    if hello is not None:
+                        connection.forget()
+                        self._workers.append(ReceivingWorker(connection, hello))
+                        grace.restart()
+                        optional_grace.restart()
+                hellos = [worker.hello for worker in self._workers]
+                told = max((hello.num_receivers for hello in hellos), default=1)
+                most = self._offer.num_expected
+                wanted = told if most is None else min(told, max(most, 1))
+                num_optional = sum(hello.is_optional for hello in hellos)
+                num_there = len(hellos) - num_optional
+                is_whole = num_optional >= max((hello.num_optional for hello in hellos), default=0)
+                if num_there >= wanted and (is_whole or optional_grace.is_over):
+                    return
+                if grace.is_over:
+                    late = f"{wanted - num_there} of {wanted} workers"
+                    self._absent = (f"{late} were not there {self._late_grace_s:g} s after the others",)
+                    return
+                self.check(f"{num_there} of {wanted} workers connected")
+                self._condition.wait(CONNECTION_POLL_S)
+
+    def accept(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
+        """Choose each worker's transport and tell it; one that no transport reaches leaves."""
+        host = host_name()
+        for worker in self._workers:
+            try:
+                worker.transport = choose(asked, sender_device, host, worker.hello)
+            except Unreachable as error:
+                worker.leave(str(error))
+        self._is_one_phase = not all(worker.hello.can_hold for worker in self.left)
+        for worker in self.left:
+            worker.tell(Accept(worker.transport, self._is_one_phase, bucket_bytes))
+
+    def await_go(self, *, is_again: bool) -> None:
+        """Wait until all that are left let the bytes of an attempt flow. Raises WeightUpdateFailed if none is left.
+
+        Before the first attempt each has to take its memory, or in one phase to commit. After an attempt that was
+        void it is there at once: one that hangs is found here.
+        """
+        grace_s = self._late_grace_s if is_again or self._is_one_phase else MEMORY_STALLS * self._stall_s
+        self._await_each(Go, grace_s, has_begun=is_again)
+        for worker in self.left:
+            if (loss := worker.loss) is not None:
+                worker.leave(loss)
+        self._require_some()
+
+    def begin_attempt(self, attempt_id: int) -> dict[TransportKind, tuple[Peer, ...]]:
+        """Begin an attempt with all workers that are left; returns them by the transport that serves them.
+
+        In the order of their connections, however they came: a transport keeps what it made for the same ones.
+        """
+        self._stall.restart(START_STALLS)
+        self.tell_all(StartAttempt(attempt_id))
+        peers: dict[TransportKind, tuple[Peer, ...]] = {}
+        for worker in sorted(self.left, key=lambda worker: worker.connection.connection_id):
+            peer = Peer(worker.connection, attempt_id, self._check_attempt)
+            peers[worker.transport] = (*peers.get(worker.transport, ()), peer)
+        return peers
+
+    def moved(self) -> None:
+        """Note that the attempt goes on. Raises TransportBroken if it cannot reach all workers that are left."""
+        self._stall.restart()
+        self._check_attempt()
+
+    def await_arrivals(self, attempt_id: int) -> None:
+        """Wait until all workers that are left have consumed every bucket. Raises TransportBroken.
+
+        A transport may run through its receivers one after the other, so one that dies here can starve another.
+        """
+        for worker in self.left:
+            try:
+                while worker.connection.take(Arrived, check=self._check_attempt).attempt_id != attempt_id:
+                    pass
+                self.moved()
+            except ConnectionLost as error:
+                raise TransportBroken(f"{worker.name} was lost: {error}") from error
+
+    def confirm(self, end: EndAttempt) -> None:
+        """Hear from each worker, now that all have everything, that it is what was sent.
+
+        Raises WeightUpdateFailed if none says so.
+        """
+        self.tell_all(end)
+        try:
+            self._await_each(Done, self._late_grace_s)
+        except WeightUpdateFailed as error:  # those that have said it came through
+            self.dismiss(self._awaited, str(error))
+        self._require_some()
+
+    def tell_all(self, message: BaseMessage) -> None:
+        """Send a message to all workers that are left."""
+        for worker in self.left:
+            worker.tell(message)
+
+    def dismiss(self, workers: Sequence[ReceivingWorker], reason: str) -> None:
+        """Exclude workers that will not come through."""
+        for worker in workers:
+            worker.leave(reason)
+
+    def _check_attempt(self) -> None:
         """Raise TransportBroken if the attempt cannot reach all workers that are left."""
         try:
             self.check("the weights were on their way")
@@ -415,159 +503,34 @@ class ReceiverGroup:
             loss = worker.loss
             if loss is not None:
                 raise TransportBroken(loss)
-        if time.monotonic() > self._void_at:
+        if self._stall.is_over:
             raise TransportBroken("nothing moves: a worker does not take what is sent")
 
-    def begin_attempt(self) -> None:
-        """Give the attempt that begins its time until something moves."""
-        self._void_at = time.monotonic() + START_STALLS * self._stall_s
-
-    def moved(self) -> None:
-        """Note that the sender's own part of the attempt goes on, or that a worker's does; then `check_attempt`."""
-        self._void_at = time.monotonic() + self._stall_s
-        self.check_attempt()
-
-    def gather(self, connections: Callable[[], Sequence[Connection]], expected: Callable[[], int | None]) -> None:
-        """Wait for as many hellos as the workers themselves were told of, or as are `expected` if that is less, and
-        no longer than the grace for the last of them. Those that the transfer can do without get a moment."""
-        patience, moment = Patience(self._late_grace_s), Patience(OPTIONAL_GRACE_S)
-        with self._condition:
-            while True:
-                for connection in connections():
-                    hello = connection.pop(Hello)
-                    if hello is not None:
-                        connection.forget()
-                        self._workers.append(ReceivingWorker(connection, hello))
-                        patience.arrived()
-                        moment.arrived()
-                hellos = [worker.hello for worker in self._workers]
-                told = max((hello.num_receivers for hello in hellos), default=1)
-                most = expected()
-                wanted = told if most is None else min(told, max(most, 1))
-                num_optional = sum(hello.is_optional for hello in hellos)
-                num_there = len(hellos) - num_optional
-                is_whole = num_optional >= max((hello.num_optional for hello in hellos), default=0)
-                if num_there >= wanted and (is_whole or moment.is_over):
-                    return
-                if patience.is_over:
-                    late = f"{wanted - num_there} of {wanted} workers"
-                    self._absent = (f"{late} were not there {self._late_grace_s:g} s after the others",)
-                    return
-                self.check(f"{num_there} of {wanted} workers connected")
-                self._condition.wait(CONNECTION_POLL_S)
-
-    def welcome(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
-        """Choose each worker's transport, and wait until all that are left let the bytes flow."""
-        host = host_name()
-        for worker in self._workers:
-            try:
-                worker.transport = choose(asked, sender_device, host, worker.hello)
-            except Unreachable as error:
-                worker.tell(Refuse(str(error)))
-                worker.leave(str(error))
-        is_one_phase = not all(worker.hello.can_hold for worker in self.left)
-        for worker in self.left:
-            worker.tell(Accept(worker.transport, is_one_phase, bucket_bytes))
-        self._await_each(Ready, MEMORY_STALLS * self._stall_s)
-
-    def call_roll(self, *, is_again: bool) -> None:
-        """Wait until all that are left let the bytes of an attempt flow.
-
-        After an attempt that was void each of them is there at once. Before, in one phase, each has to commit.
-        """
-        self._await_each(Go, self._late_grace_s, has_begun=is_again)
-
-    def require_some(self) -> None:
-        """Raise WeightUpdateFailed if no worker is left."""
+    def _require_some(self) -> None:
         if not self.left:
             raise WeightUpdateFailed(f"no worker is left: {self.failures[0]}")
 
-    def tell_all(self, message: BaseMessage) -> None:
-        """Send a message to all workers that are left."""
-        for worker in self.left:
-            worker.tell(message)
+    def _await_each(self, kind: type[Go | Done], grace_s: float, *, has_begun: bool = False) -> None:
+        """Wait for a message of every worker that is left; one that is lost, or later than the grace, leaves.
 
-    def peers(self, attempt_id: int) -> dict[TransportKind, tuple[AttemptPeer, ...]]:
-        """Group all workers that are left by the transport that serves them, for one attempt."""
-        by_transport: dict[TransportKind, tuple[AttemptPeer, ...]] = {}
-        for worker in self.left:
-            peer = AttemptPeer(worker.connection, attempt_id, self.check_attempt)
-            by_transport[worker.transport] = (*by_transport.get(worker.transport, ()), peer)
-        return by_transport
-
-    def await_arrivals(self, attempt_id: int) -> None:
-        """Wait until all workers that are left have consumed every bucket. Raises TransportBroken.
-
-        A transport may run through its receivers one after the other, so one that dies here can starve another.
+        The grace runs from the latest that came, or, if it `has_begun`, from now. Raises WeightUpdateFailed.
         """
-        for worker in self.left:
-            try:
-                while worker.connection.take(Arrived, check=self.check_attempt).attempt_id != attempt_id:
-                    pass
-                self.moved()
-            except ConnectionLost as error:
-                raise TransportBroken(f"{worker.name} was lost: {error}") from error
-
-    def drop_lost(self, settle_s: float = 0.0) -> None:
-        """Exclude workers that were lost. After an attempt broke, wait `settle_s` for the loss that explains it."""
-        settled_at = time.monotonic() + settle_s
-        with self._condition:
-            while all(worker.loss is None for worker in self.left) and time.monotonic() < settled_at:
-                self._condition.wait(CONNECTION_POLL_S)
-        self._drop(self.left)
-
-    def finish(self, end: EndAttempt) -> None:
-        """Hear from each worker, now that all have everything, that it is what was sent."""
-        self.tell_all(end)
-        try:
-            self._await_all(self._is_done, "confirmed what arrived", self._late_grace_s)
-        except WeightUpdateFailed as error:
-            self.fail_rest(str(error))
-
-    def fail_rest(self, reason: str) -> None:
-        """Exclude every worker that has not come through."""
-        for worker in self.left:
-            if not worker.is_done:
-                worker.leave(reason)
-
-    def _await_each(self, kind: type[Ready | Go], grace_s: float, *, has_begun: bool = False) -> None:
-        """Wait for one message of every worker; those that are lost, or later than the grace, are excluded."""
-
-        def is_there(worker: ReceivingWorker) -> bool:
-            return worker.connection.pop(kind) is not None
-
-        self._await_all(is_there, f"said {kind.__name__}", grace_s, has_begun=has_begun)
-
-    def _await_all(
-        self, is_there: Callable[[ReceivingWorker], bool], what: str, grace_s: float, *, has_begun: bool = False
-    ) -> None:
-        """Wait for every worker. The grace runs from the latest that is there, or, if it `has_begun`, from now."""
-        pending, patience = self.left, Patience(grace_s)
+        grace = GraceTimer(grace_s)
         if has_begun:
-            patience.arrived()
-        while pending:
+            grace.restart()
+        self._awaited = self.left
+        while self._awaited:
             with self._condition:
-                num_before = len(pending)
-                pending = [worker for worker in pending if not is_there(worker)]
-                if len(pending) < num_before:
-                    patience.arrived()
-                if pending and all(worker.loss is None for worker in pending):
-                    self.check(f"{pending[0].name} has not {what}")
+                num_before = len(self._awaited)
+                self._awaited = [worker for worker in self._awaited if worker.connection.pop(kind) is None]
+                if len(self._awaited) < num_before:
+                    grace.restart()
+                if self._awaited and all(worker.loss is None for worker in self._awaited):
+                    self.check(f"{self._awaited[0].name} has not said {kind.__name__}")
                     self._condition.wait(CONNECTION_POLL_S)
-            if patience.is_over:
-                for worker in pending:
-                    worker.leave(f"{worker.name} had not {what} {grace_s:g} s after the others")
-            pending = self._drop(pending)
-
-    def _drop(self, workers: Sequence[ReceivingWorker]) -> list[ReceivingWorker]:
-        """Exclude those of `workers` that are lost; return the others."""
-        for worker in workers:
-            loss = worker.loss
-            if worker.failure is None and loss is not None:
-                worker.leave(loss)
-        return [worker for worker in workers if worker.failure is None]
-
-    @staticmethod
-    def _is_done(worker: ReceivingWorker) -> bool:
-        worker.is_done = worker.is_done or worker.connection.pop(Done) is not None
-        return worker.is_done
+            for worker in self._awaited:
+                late = f"{worker.name} had not said {kind.__name__} {grace_s:g} s after the others"
+                reason = worker.loss or (late if grace.is_over else None)
+                if reason is not None:
+                    worker.leave(reason)
+            self._awaited = [worker for worker in self._awaited if worker.failure is None]

@@ -38,8 +38,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS
 from agentloop_servers.weight_transfer.staged_weights import Tensors
-from agentloop_servers.weight_transfer.staging import WeightStager
-from agentloop_servers.weight_transfer.staging_calls import StagingCalls
+from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
 from agentloop_servers.weight_transfer.worker_calls import (
     SCHEDULER_METHOD,
@@ -47,6 +46,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
     SchedulerAnswers,
     SchedulerCall,
     StagingSetup,
+    from_text,
+    to_text,
 )
 
 SWITCH_INTERVAL_S = 0.0005
@@ -132,10 +133,10 @@ class SchedulerExtension(StagingCalls):
         from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: PLC0415
 
         try:
-            call = SchedulerCall.from_text(recv_req.parameters["call"])
+            call = from_text(recv_req.parameters["call"], SchedulerCall)
         except (AgentLoopError, KeyError, TypeError, ValueError) as error:
             return RpcReqOutput(success=False, message=f"not a call: {error!r}")
-        return RpcReqOutput(success=True, message=self.answer_call(call).to_text())
+        return RpcReqOutput(success=True, message=to_text(self.answer_call(call)))
 
     def answer_call(self, call: SchedulerCall) -> SchedulerAnswers:
         """Run a call in this rank, and gather the answers of all ranks."""

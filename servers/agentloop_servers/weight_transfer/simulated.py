@@ -1,7 +1,7 @@
 """Pushed weights for a simulated engine: every byte is received and checked as a worker does, and then dropped.
 
 So the whole path from a trainer to a fleet runs on a machine without an engine. Each update has receivers of its
-own, one a worker, driven by a thread each; whoever ends an update early aborts them, and their threads end.
+own, one a worker, driven by a thread each; an update that ends early aborts them, and their threads end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class _SimulatedWorker:
         self.incoming: Incoming | None = None
 
     def open(self, source: PushSource, can_hold: bool, timeout_s: float) -> Incoming:
-        incoming = self._receiver.open(source, can_hold=can_hold, timeout_s=timeout_s)
+        incoming = self._receiver.open(
+            source, can_hold=can_hold, timeout_s=timeout_s, is_given_up=lambda: self._is_left
+        )
         self.incoming = incoming
         if self._is_left:
-            incoming.abort()
+            self.leave()
             raise CheckpointUnreadable("the update was given up", param="push")
         return incoming
 
@@ -47,6 +49,7 @@ class _SimulatedWorker:
         self._is_left = True
         if self.incoming is not None:
             self.incoming.abort()
+        self._receiver.close()
 
 
 class ReceivedWeights:
@@ -64,7 +67,7 @@ class ReceivedWeights:
         self._drop()
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(source, self._can_hold, self._timeout_s))
-        transport, num_bytes = opened[0].transport, opened[0].num_bytes
+        transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
             return StageReport(HeldIn.NOWHERE, transport, num_bytes)

@@ -10,9 +10,9 @@
 Every commit ends with a proof: checksums of what the parameters must be now, or spot checks (`verify.py`). What
 raises in a commit leaves weights of unknown state, and a later commit repairs them.
 
-No NaN or infinite value is served. What is staged is refused in `settle`: the sums that prove its commit say that
-the parameters are exactly that. After any other commit the parameters themselves are looked at: an engine's own
-loader may have made NaN of finite tensors (by a scale of zero, say).
+No NaN or infinite value is served. What is staged is refused in `finish_staging`: the sums that prove its commit
+say that the parameters are exactly that. After any other commit the parameters themselves are looked at: an
+engine's own loader may have made NaN of finite tensors (by a scale of zero, say).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -60,24 +60,10 @@ class ServedModel(Protocol):
         """Wait until the device has done what was asked of it."""
 
 
-class StagedWeights(Protocol):
-    """One staged update.
-
-    `loaded`, after a commit: the tensors that went through the engine's own loader, if they are still there; what
-    it made of them proves a plan.
-    """
-
-    held_in: HeldIn
-    loaded: Mapping[str, torch.Tensor]
-
-    def commit(self, model: ServedModel) -> CommitReport:
-        """Bring the update into the model, and prove it."""
-
-
 class ShadowParameters:
     """A copy of the parameters, beside them. `shadows` has a tensor for each parameter, of its dtype and shape.
 
-    What the commit needs is made here and in `settle`, so that nothing but copies and sums is left for the freeze.
+    What the commit needs is made here and in `finish_staging`: only copies and sums are left for the freeze.
     """
 
     def __init__(
@@ -102,7 +88,7 @@ class ShadowParameters:
         """Take over what the plan wants of a tensor, on the current stream."""
         apply(self._plan, name, tensor, self._shadows)
 
-    def settle(self) -> None:
+    def finish_staging(self) -> None:
         """Sum what was staged: all tensors were accepted, and their copies are done.
 
         Raises CheckpointUnreadable if it is not finite.
@@ -140,7 +126,7 @@ class StagedCheckpoint:
         """Take a tensor over, on the current stream."""
         self.tensors[name].copy_(tensor, non_blocking=True)
 
-    def settle(self) -> None:
+    def finish_staging(self) -> None:
         """Check what was staged, which was compared with the sender's as it came.
 
         Raises CheckpointUnreadable if it is not finite.
@@ -236,6 +222,14 @@ class StreamedWeights:
         compared = _prove_load(model, names, kept.__getitem__)
         self.loaded = kept
         return CommitReport(0.0, _ms(loaded_at), *compared)
+
+
+StagedWeights: TypeAlias = ShadowParameters | StagedCheckpoint | StagedFiles | StreamedWeights
+"""One staged update.
+
+`loaded`, after a commit: the tensors that went through the engine's own loader, if they are still there; what it
+made of them proves a plan.
+"""
 
 
 class OpenCheckpoint:

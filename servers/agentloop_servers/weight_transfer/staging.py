@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.weight_transfer.broadcast import Outgoing
@@ -44,7 +45,13 @@ from agentloop_servers.weight_transfer.staged_weights import (
     StagedWeights,
     StreamedWeights,
 )
-from agentloop_servers.weight_transfer.worker_calls import CheckedFolder, StageProgress, StageState
+from agentloop_servers.weight_transfer.worker_calls import (
+    CheckedFolder,
+    StageOrder,
+    StageProgress,
+    StageState,
+    StagingSetup,
+)
 
 OFFER_TIMEOUT_S = 300.0
 RESERVE_BYTES = 2**30
@@ -100,7 +107,6 @@ class WeightStager:
         self._model = model
         self._module = module
         self._device = device
-        self.rank = rank
         self._can_trace = can_trace
         self._timeout_s = timeout_s
         self._memory = StagingMemory(device, policy)
@@ -199,7 +205,6 @@ class WeightStager:
         self._served = None
         self._memory.release()
         self._receiver.close()
-        self._receiver = Receiver(self._device, self.rank)
 
     def _run(self, stage: _Stage, source: PushSource | CheckedFolder, plan: CopyPlan | None) -> None:
         try:
@@ -236,10 +241,10 @@ class WeightStager:
             except BaseException as error:
                 incoming.fail(str(error) or type(error).__name__)
                 raise
-            self._settle(staged)
+            self._finish_staging(staged)
             stage.staged = staged
         stage.report = StageReport(
-            stage.staged.held_in, incoming.transport, incoming.num_bytes, incoming.transfer_ms
+            stage.staged.held_in, incoming.transport, incoming.layout.num_bytes, incoming.transfer_ms
         )
 
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
@@ -255,7 +260,7 @@ class WeightStager:
                     if stage.is_dropped:
                         raise CheckpointUnreadable("it was dropped", param="directory")
                     staged.accept(name, tensor)
-            self._settle(staged)
+            self._finish_staging(staged)
             stage.staged = staged
         stage.report = StageReport(stage.staged.held_in, "directory", files.info.num_bytes)
 
@@ -265,10 +270,10 @@ class WeightStager:
             return StagedCheckpoint(tensors, held_in)
         return ShadowParameters(plan, tensors, self._model.parameters, held_in)
 
-    def _settle(self, staged: StagedCheckpoint | ShadowParameters) -> None:
+    def _finish_staging(self, staged: StagedCheckpoint | ShadowParameters) -> None:
         """Wait until what was staged is complete, and may be read from any stream."""
         self._synchronize()
-        staged.settle()
+        staged.finish_staging()
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -358,6 +363,56 @@ class WeightStager:
             yield
 
 
+class StagingCalls:
+    """The calls that an engine's process makes to a worker's stager, mixed into the engine's own worker class.
+
+    Arguments and results are numbers and codec bytes. Names must not collide with the engine's.
+    """
+
+    _stager: WeightStager
+
+    def weights_stager(self, setup: StagingSetup) -> WeightStager:
+        """Make this worker's stager."""
+        raise NotImplementedError
+
+    def weights_prepare(self, setup: bytes) -> None:
+        """Make the stager from a `StagingSetup`. Once, after the start and before any request."""
+        settings = codec.decode(setup, StagingSetup)
+        self._stager = self.weights_stager(settings)
+        if settings.loaded is not None:
+            self._stager.prepare(settings.loaded)
+
+    def weights_stage(self, order: bytes) -> None:
+        """Begin to receive what a `StageOrder` names."""
+        wanted = codec.decode(order, StageOrder)
+        source = wanted.push or wanted.folder
+        if source is None:
+            raise ValueError("a stage without a source")
+        self._stager.stage(wanted.number, source)
+
+    def weights_poll(self, number: int) -> bytes:
+        """Return a stage's `StageProgress`."""
+        return codec.encode(self._stager.poll(number))
+
+    def weights_drop(self, number: int) -> None:
+        """Give a stage up."""
+        self._stager.drop(number)
+
+    def weights_commit(self, number: int) -> bytes:
+        """Bring a stage into the model while generation is paused; returns a `CommitReport`."""
+        with torch.no_grad():
+            return codec.encode(self._stager.commit(number))
+
+    def weights_offer(self, token: str) -> bytes | None:
+        """Give the served weights to another engine's worker; returns a `PushSource`, None if that cannot be."""
+        offer = self._stager.offer(token)
+        return None if offer is None else codec.encode(offer)
+
+    def weights_release(self) -> None:
+        """Give back all memory that is not the model's."""
+        self._stager.release()
+
+
 def _is_same(one: CopyPlan, other: CopyPlan) -> bool:
     return set(one.copies) == set(other.copies) and set(one.fills) == set(other.fills)
 
@@ -413,7 +468,7 @@ class StagingMemory:
         return self._tensors
 
     def release(self) -> None:
-        """Give the memory back; whoever still has its tensors must be done with them."""
+        """Give the memory back; nothing uses its tensors any more."""
         had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
         self._tensors, self._form = {}, ()
         if had_device_memory:

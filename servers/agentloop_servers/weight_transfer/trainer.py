@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import structlog
@@ -37,7 +37,7 @@ from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
-from agentloop_servers.weight_transfer.sender import RECEIVER_GRACE_S, SendReport, WeightSender
+from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.trainer_group import (
     RankPart,
     TrainerGroup,
@@ -158,39 +158,8 @@ _GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks fo
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class Sender(Protocol):
-    """The calls of `WeightSender` that a pusher makes."""
-
-    def offer(self, items: Sequence[Outgoing]) -> PushSource:
-        """Listen, and return where."""
-
-    def run(
-        self,
-        timeout_s: float,
-        before_attempt: Callable[[], None] | None = None,
-        *,
-        late_grace_s: float = RECEIVER_GRACE_S,
-    ) -> SendReport:
-        """Make one transfer. Blocks."""
-
-    def expect(self, num_receivers: int) -> None:
-        """Wait for no more workers than these."""
-
-    def cancel(self, reason: str) -> None:
-        """Make `run` raise."""
-
-    def release(self) -> None:
-        """Give memory back until the next update."""
-
-    def close(self) -> None:
-        """Let go of the connections."""
-
-
-MakeSender = Callable[[str, str], Sender]
-
-
-def make_sender(listen_host: str, transport: str) -> Sender:
-    """Make the shipped sender."""
+def make_sender(listen_host: str, transport: str) -> WeightSender:
+    """Make the sender of a pusher."""
     return WeightSender(listen_host=listen_host, transport=transport)
 
 
@@ -202,7 +171,7 @@ class TensorPusher:
         target: PushTarget,
         listen_host: str | None = None,
         *,
-        make_sender: MakeSender = make_sender,
+        make_sender: Callable[[str, str], WeightSender] = make_sender,
         answer_grace_s: float = ANSWER_GRACE_S,
     ) -> None:
         """`answer_grace_s`: how long one of the two sides may outlast the other."""
@@ -210,7 +179,7 @@ class TensorPusher:
         self._listen_host = listen_host
         self._make_sender = make_sender
         self._answer_grace_s = answer_grace_s
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         self._transport = ""
         self._group: TrainerGroup | None = None
         self._is_pushing = False
@@ -318,7 +287,7 @@ class TensorPusher:
 
     async def _exchange(
         self,
-        sender: Sender,
+        sender: WeightSender,
         source: PushSource,
         options: PushOptions,
         before_attempt: Callable[[], None] | None,
@@ -342,7 +311,7 @@ class TensorPusher:
             watching.cancel()
             if not sending.done():
                 sender.cancel("the update is over")
-            await run_to_end(_settled(sending, asking, watching))
+            await run_to_end(_all_done(sending, asking, watching))
         failure = sending.exception()
         if asking.cancelled():  # nothing from the service: the sender failed by itself
             raise failure or WeightUpdateFailed("the service gave no answer")
@@ -352,7 +321,7 @@ class TensorPusher:
             raise error from failure
         return asking.result()
 
-    async def _watch(self, sender: Sender, version: int) -> None:
+    async def _watch(self, sender: WeightSender, version: int) -> None:
         """Tell the sender which replicas have failed as soon as the service knows: it waits for them no more."""
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -376,7 +345,7 @@ class TensorPusher:
         if gap is not None:
             _log.warning("precision_differs", reason=gap)
 
-    async def _open_sender(self, transport: str) -> Sender:
+    async def _open_sender(self, transport: str) -> WeightSender:
         if self._sender is not None and transport != self._transport:
             await self._drop_sender()
         if self._sender is None:
@@ -450,6 +419,6 @@ async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
             thread.join(_LET_GO_TIMEOUT_S)
 
 
-async def _settled(*work: asyncio.Future[Any]) -> None:
+async def _all_done(*work: asyncio.Future[Any]) -> None:
     """Wait until all is done, whatever it came to."""
     await asyncio.gather(*work, return_exceptions=True)

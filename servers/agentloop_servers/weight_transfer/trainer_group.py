@@ -5,7 +5,7 @@ CPU tensors over a gloo group of its own: it has deadlines whatever the job's ba
 update is: `agree` on every rank; then rank 0 says `begin_attempt` any number of times and `end` once, while the
 others `follow`. All methods block: call them from a thread, one at a time.
 
-Once a word was not passed on, nobody knows what the others have heard: the group is then broken for good.
+After a word that was not passed on, the ranks may know different things: the group is then broken for good.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
 They find what has gone wrong silently in weight transfers: zeros, stale or shifted memory, tensors or rows that
-changed places. They are no defence against somebody who forges weights. `RowChecksums` has one sum a row, for all
+changed places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all
 of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
 to do while generation stands still.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -155,13 +155,8 @@ _FLOAT8_NOT_FINITE: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]
 """For the types that torch reduces not: a test of their bits (OCP 8-bit floating point, 2023)."""
 
 
-class Stored(Protocol):
-    """A tensor of a checkpoint, in memory or in a file: sliced, it gives a tensor."""
-
-    def __getitem__(self, key: Any) -> torch.Tensor: ...
-
-
-Read = Callable[[str], Stored]
+Read = Callable[[str], Any]
+"""Returns a tensor of a checkpoint, in memory or in a file: sliced, it gives a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +213,7 @@ def _checkpoint_names(module_name: str, packed: Mapping[str, Sequence[str]]) -> 
     return [f"{prefix}{dot}{part}.weight" for part in packed.get(leaf, [leaf])]
 
 
-def _stored_columns(name: str, pieces: list[Stored]) -> _Columns:
+def _stored_columns(name: str, pieces: list[Any]) -> _Columns:
     shape = _shape(pieces[0])
     if len(shape) == 1:
         return _Columns(torch.cat([piece[:] for piece in pieces]), 0, 1)

@@ -2,7 +2,7 @@
 
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the engine calls its methods through
 `collective_rpc`, between two steps. Values cross the process border as codec bytes
-(`worker_calls.py`). The calls are in `staging_calls.py`, the work itself in `staging.py`.
+(`worker_calls.py`). The calls and the work itself are in `staging.py`.
 
 Two things stock reloading does not do, both silent:
 
@@ -34,8 +34,7 @@ from agentloop_servers.weight_transfer.lora import (
     tensor_names,
 )
 from agentloop_servers.weight_transfer.staged_weights import Tensors
-from agentloop_servers.weight_transfer.staging import WeightStager
-from agentloop_servers.weight_transfer.staging_calls import StagingCalls
+from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
 from agentloop_servers.weight_transfer.worker_calls import StagingSetup
 

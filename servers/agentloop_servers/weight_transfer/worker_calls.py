@@ -13,10 +13,12 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
+
+T = TypeVar("T")
 
 SCHEDULER_METHOD = "agentloop_call"
 """The name under which SGLang's scheduler takes a `SchedulerCall`, its only parameter being `call`."""
@@ -30,15 +32,6 @@ class SchedulerCall:
     method: str
     arguments: tuple[Any, ...] = ()  # strings, bytes, numbers and None
 
-    def to_text(self) -> str:
-        """Return the form that SGLang carries."""
-        return _to_text(self)
-
-    @staticmethod
-    def from_text(text: str) -> SchedulerCall:
-        """Invert `to_text`. Raises InvalidRequest."""
-        return codec.decode(_from_text(text), SchedulerCall)
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAnswers:
@@ -50,15 +43,6 @@ class SchedulerAnswers:
     call_id: int
     answers: tuple[bytes | int | None, ...]
     errors: tuple[str, ...]
-
-    def to_text(self) -> str:
-        """Return the form that SGLang carries."""
-        return _to_text(self)
-
-    @staticmethod
-    def from_text(text: str) -> SchedulerAnswers:
-        """Invert `to_text`. Raises InvalidRequest."""
-        return codec.decode(_from_text(text), SchedulerAnswers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +121,11 @@ def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
     )
 
 
-def _to_text(value: SchedulerCall | SchedulerAnswers) -> str:
+def to_text(value: SchedulerCall | SchedulerAnswers) -> str:
+    """Return the form that SGLang carries."""
     return base64.b64encode(codec.encode(value)).decode("ascii")
 
 
-def _from_text(text: str) -> bytes:
-    return base64.b64decode(text.encode("ascii", "replace"))
+def from_text(text: str, kind: type[T]) -> T:
+    """Invert `to_text`. Raises InvalidRequest."""
+    return codec.decode(base64.b64decode(text.encode("ascii", "replace")), kind)

@@ -27,7 +27,7 @@ from agentloop.engine import EngineInfo
 from agentloop.fleet.registry import Fleet
 from agentloop.generation.leases import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from tests.benchmarks import report
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from agentloop.api.coordinator import TurnEnded
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
 from agentloop_servers.config import KeysConfig
 from agentloop_servers.isolation.processes import IsolationConfig
@@ -41,6 +42,17 @@ async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_use
         assert found.path.response_ids.tolist() == expected.path.response_ids.tolist()
         assert found.path.logprobs.tolist() == expected.path.logprobs.tolist()
         assert [turn.replica_id for turn in found.path.turns] == [turn.replica_id for turn in expected.path.turns]
+
+
+async def test_the_coordinator_hears_of_turns_that_run_in_a_process():
+    feeder = FakeCoordinator([task("t")])
+    async with poisoned_worker(feeder, scripted_engine(CALL, ANSWER)):
+        ends = []
+        while not feeder.is_done.is_set() or len(ends) < 2:
+            await asyncio.sleep(0.05)
+            ends = [news for one in feeder.reports for news in one.turns if isinstance(news, TurnEnded)]
+    assert all(news.num_context_tokens > news.num_sampled_tokens > 0 for news in ends)
+    assert len(ends) == 2
 
 
 @pytest.mark.slow

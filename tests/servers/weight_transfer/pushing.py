@@ -150,6 +150,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def num_connected(sender: WeightSender) -> int:
+    return len(sender.connections.known)
+
+
 def connection_threads() -> int:
     return sum(thread.name.startswith("weights-") for thread in threading.enumerate())
 

@@ -15,20 +15,18 @@ import pytest
 from agentloop_servers.weight_transfer.protocol import (
     MAX_HELLO_BYTES,
     MAX_WAITING,
-    AttemptPeer,
+    Abandon,
     Connection,
     ConnectionLost,
-    ConnectionTimeout,
+    ControlConnections,
     Done,
     EndAttempt,
+    Go,
     Hello,
-    Listener,
-    Ready,
-    Refuse,
+    Peer,
+    TransportBroken,
     TransportBytes,
-    connect,
 )
-from agentloop_servers.weight_transfer.transports.base import TransportBroken
 
 WAIT_S = 20.0
 TOKEN = "right"
@@ -39,19 +37,21 @@ def hello(token: str = TOKEN) -> Hello:
 
 
 class Side:
-    """A listener whose connections are kept, and the workers' ends."""
+    """The sender's connections, and the workers'."""
 
     def __init__(self, hello_timeout_s: float = 0.3) -> None:
-        self.condition = threading.Condition()
-        self.connections: list[Connection] = []
-        self.ends: list[Connection] = []
-        self.listener = Listener(
-            "127.0.0.1", self.condition, lambda said: said.token == TOKEN, self.connections.append, hello_timeout_s
+        self.listening = ControlConnections(
+            "weights-sender", threading.Condition(), lambda said: said.token == TOKEN, hello_timeout_s
         )
+        self.address = self.listening.listen("127.0.0.1")
+        self.workers = ControlConnections("weights-receiver", threading.Condition())
+
+    @property
+    def connections(self) -> list[Connection]:
+        return self.listening.known
 
     def connect(self) -> Connection:
-        self.ends.append(connect(self.listener.address, threading.Condition(), WAIT_S))
-        return self.ends[-1]
+        return self.workers.connect(self.address, WAIT_S)
 
     def pair(self) -> tuple[Connection, Connection]:
         """A worker's end and the listener's, after the hello."""
@@ -64,14 +64,13 @@ class Side:
 
     @contextlib.contextmanager
     def stranger(self) -> Iterator[socket.socket]:
-        host, _, port = self.listener.address.rpartition(":")
+        host, _, port = self.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
             yield sock
 
     def close(self) -> None:
-        self.listener.close()
-        for connection in self.connections + self.ends:
-            connection.close()
+        self.listening.close()
+        self.workers.close()
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_a_message_of_another_kind_waits(side):
 
 def test_a_wait_ends_with_its_deadline_or_its_check(side):
     end, _ = side.pair()
-    with pytest.raises(ConnectionTimeout):
+    with pytest.raises(TimeoutError):
         end.take(Done, deadline_at=time.monotonic() + 0.05)
 
     def check() -> None:
@@ -125,15 +124,15 @@ def test_a_wait_ends_with_its_deadline_or_its_check(side):
 def test_the_wrong_token_is_refused_and_dropped(side):
     end = side.connect()
     end.send(hello("wrong"))
-    assert "token" in end.take(Refuse, deadline_at=deadline()).reason
-    until(lambda: end.is_dead and side.connections[0].is_dead)
-    assert side.connections[0].peek(Hello) is None
+    assert "token" in end.take(Abandon, deadline_at=deadline()).reason
+    until(lambda: end.death)
+    assert side.connections == []
 
 
 def test_a_later_hello_must_have_the_right_token_too(side):
     end, connection = side.pair()
     end.send(hello("of an earlier offer"))
-    until(lambda: connection.is_dead)
+    until(lambda: connection.death)
     assert connection.peek(Hello) is None
 
 
@@ -147,7 +146,7 @@ def test_a_later_hello_must_have_the_right_token_too(side):
         (5).to_bytes(4, "big") + b"\xff" * 5,
         (5).to_bytes(4, "big") + b"\xa3",
         (0).to_bytes(4, "big"),
-        len(body := msgspec.msgpack.encode(Ready())).to_bytes(4, "big") + body,
+        len(body := msgspec.msgpack.encode(Go())).to_bytes(4, "big") + body,
         os.urandom(10_000),
     ],
     ids=["nothing", "a byte", "http", "too long", "no msgpack", "broken off", "empty", "no hello", "noise"],
@@ -161,8 +160,8 @@ def test_a_stranger_is_dropped_and_disturbs_nobody(side, said):
             assert sock.recv(1) == b""
     end.send(Done())
     assert connection.take(Done, deadline_at=deadline()) == Done()
-    until(lambda: [connection.is_dead for connection in side.connections] == [False, True])
-    assert not connection.is_dead
+    assert side.connections == [connection]
+    assert not connection.death
 
 
 def test_strangers_who_leave_again_leave_nothing_behind(side):
@@ -170,9 +169,9 @@ def test_strangers_who_leave_again_leave_nothing_behind(side):
         with side.stranger():
             pass
     end, connection = side.pair()
-    until(lambda: sum(not known.is_dead for known in side.connections) == 1)
-    assert not end.is_dead
-    assert not connection.is_dead
+    assert side.connections == [connection]
+    assert not end.death
+    assert not connection.death
 
 
 def test_the_end_of_a_peer_is_seen_while_waiting(side):
@@ -192,17 +191,17 @@ def test_what_was_said_before_the_end_is_still_heard(side):
     end, connection = side.pair()
     for _ in range(10):
         end.send(TransportBytes(attempt_id=0, body=b"x"))
-    connection.send(Refuse(reason="because"))
+    connection.send(Abandon(reason="because"))
     connection.close()
-    assert end.take(Refuse, deadline_at=deadline()).reason == "because"
+    assert end.take(Abandon, deadline_at=deadline()).reason == "because"
 
 
 def test_a_peer_that_floods_is_cut_off(side):
     end, connection = side.pair()
     with contextlib.suppress(ConnectionLost):
         for _ in range(MAX_WAITING + 10):
-            end.send(Ready())
-    until(lambda: connection.is_dead)
+            end.send(Go())
+    until(lambda: connection.death)
     assert "more than it may" in connection.death
 
 
@@ -210,18 +209,18 @@ def test_a_peer_skips_the_messages_of_earlier_attempts(side):
     end, connection = side.pair()
     end.send(TransportBytes(attempt_id=1, body=b"old"))
     end.send(TransportBytes(attempt_id=2, body=b"new"))
-    peer = AttemptPeer(connection, 2, lambda: None)
+    peer = Peer(connection, 2, lambda: None)
     assert peer.take() == b"new"
     end.close()
     with pytest.raises(TransportBroken):
         peer.take()
     with pytest.raises(TransportBroken):
-        AttemptPeer(end, 2, lambda: None).post(b"x")
+        Peer(end, 2, lambda: None).post(b"x")
 
 
-def test_nobody_listens():
+def test_nobody_listens(side):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     for wrong in (address, "127.0.0.1", "no port:x"):
         with pytest.raises(ConnectionLost, match="no connection"):
-            connect(wrong, threading.Condition(), 1.0)
+            side.workers.connect(wrong, 1.0)

@@ -14,9 +14,9 @@ import torch
 
 from agentloop.errors import CheckpointUnreadable, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.receiver import RECEIVE_TRANSPORTS, AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import SEND_TRANSPORTS
-from agentloop_servers.weight_transfer.transports.base import TransportBroken
 from agentloop_servers.weight_transfer.transports.handshake import TransportKind
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, ShmSendTransport
 from tests.servers.weight_transfer.pushing import (
@@ -25,6 +25,7 @@ from tests.servers.weight_transfer.pushing import (
     collect,
     connection_threads,
     leaving_no_files,
+    num_connected,
     outgoing,
     same,
     to_workers,
@@ -473,7 +474,7 @@ def test_the_others_do_not_wait_for_a_worker_that_the_transfer_can_do_without(st
     source = replace(to_workers(sender.offer(outgoing(sent)), 1), num_optional=2)
     optional = replace(source, is_optional=True)
     came = stage.receive(stage.receiver(1), optional)
-    until(lambda: sender.num_connected == 1)
+    until(lambda: num_connected(sender) == 1)
     running = stage.run(sender)
     time.sleep(0.2)
     assert not running.done()  # those that must come are not replaced by those that may

@@ -20,6 +20,7 @@ from tests.servers.weight_transfer.pushing import (
     feed,
     leaving_no_files,
     line,
+    num_connected,
     outgoing,
     same,
     to_workers,
@@ -65,7 +66,7 @@ def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
     feed(waiting, source)  # it says hello, and waits for the other one
     other = stage.receiver()
     running = stage.run(sender)
-    while not sender.num_connected:
+    while not num_connected(sender):
         time.sleep(0.01)
     waiting.kill()
     waiting.wait(WAIT_S)

@@ -31,6 +31,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
     StageProgress,
     StageState,
     StagingSetup,
+    from_text,
+    to_text,
 )
 
 HIDDEN, VOCAB = 8, 12
@@ -241,11 +243,11 @@ class Scheduler(SchedulerExtension, Loop):  # type: ignore[misc]
     def ask(self, method: str, *arguments: Any) -> Any:
         output = self.handle_rpc_request(
             SimpleNamespace(
-                method=SCHEDULER_METHOD, parameters={"call": SchedulerCall(7, method, arguments).to_text()}
+                method=SCHEDULER_METHOD, parameters={"call": to_text(SchedulerCall(7, method, arguments))}
             )
         )
         assert output.success
-        answers = SchedulerAnswers.from_text(output.message)
+        answers = from_text(output.message, SchedulerAnswers)
         assert answers.call_id == 7
         if answers.errors != ("",):
             raise RuntimeError(answers.errors[0])

@@ -12,7 +12,7 @@ import torch
 from agentloop.engine import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import lay_out
-from agentloop_servers.weight_transfer.transports.base import TransportBroken
+from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.transports.handshake import BuffersMapped, MapBuffers, post, take
 from agentloop_servers.weight_transfer.transports.shared_memory import (
     SHM_FOLDER,

@@ -1,6 +1,6 @@
 """The weight updates of one engine: staged, committed, offered; the same for every engine.
 
-The bytes move in the engine's worker processes (`weight_transfer/staging_calls.py`), which this object drives by
+The bytes move in the engine's worker processes (`weight_transfer/staging.py`), which this object drives by
 remote calls; each returns at once while decoding goes on, except a commit, which only comes while generation is
 paused. One stage at a time; a new one drops what the last one held.
 """

@@ -44,6 +44,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
+    from_text,
+    to_text,
 )
 
 RUN_SCHEDULER = "agentloop_servers.weight_transfer.sglang_worker:run_scheduler"
@@ -358,13 +360,13 @@ class SchedulerCalls:
     async def _exchange(self, call: SchedulerCall) -> SchedulerAnswers:
         from sglang.srt.managers.io_struct import RpcReqInput, async_sock_recv
 
-        request = RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": call.to_text()})
+        request = RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": to_text(call)})
         self._manager._dispatch_to_scheduler(request)
         while True:
             output = await async_sock_recv(self._socket)
             if not output.success:
                 raise EngineError(f"SGLang did not take a call of {call.method}: {output.message}")
-            answers = SchedulerAnswers.from_text(output.message)
+            answers = from_text(output.message, SchedulerAnswers)
             if answers.call_id == call.call_id:  # else it is of a call that was given up
                 return answers
 

@@ -21,10 +21,7 @@ from typing import Protocol
 import torch
 
 from agentloop_servers.weight_transfer.layout import Layout
-
-
-class TransportBroken(Exception):
-    """The attempt cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
+from agentloop_servers.weight_transfer.protocol import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +33,6 @@ class Buffer:
 
     data: torch.Tensor
     export: bytes
-
-
-class Peer(Protocol):
-    """The process at the other end of one connection, during one attempt.
-
-    Messages are small and the transport's own; those of an earlier attempt never show up in a later one.
-    """
-
-    @property
-    def connection_id(self) -> int:
-        """The number of the connection within this process: the same in a later attempt means the same live one."""
-
-    def post(self, body: bytes) -> None:
-        """Send a message. Raises TransportBroken."""
-
-    def take(self) -> bytes:
-        """Wait for the peer's next message. Raises TransportBroken as `check` does."""
-
-    def check(self) -> None:
-        """Raise TransportBroken if the attempt is over for *any* peer, by whatever reason, or its deadline passed.
-
-        Costs microseconds; it looks at flags that the connections' own threads set.
-        """
 
 
 class SendTransport(Protocol):

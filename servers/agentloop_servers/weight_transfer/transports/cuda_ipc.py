@@ -17,15 +17,12 @@ import torch
 
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 from agentloop_servers.weight_transfer.transports.handshake import (
     AckedSendTransport,
-    BucketConsumed,
-    BuffersMapped,
     MapBuffers,
-    post,
-    ready_buckets,
-    take,
+    MappedReceiveTransport,
 )
 
 HANDLE_BYTES = 64
@@ -33,7 +30,7 @@ LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-class DriverError(Exception):
+class DriverError(OSError):
     """A call of the CUDA driver failed; `status` is its CUresult."""
 
     def __init__(self, function: str, status: int) -> None:
@@ -126,55 +123,26 @@ class IpcSendTransport(AckedSendTransport):
         self._announce(bucket, buffer)
 
 
-class IpcReceiveTransport:
+class IpcReceiveTransport(MappedReceiveTransport):
     """The receiving half; see `ReceiveTransport`.
 
     The sender's memory is mapped from `begin` to the end of `buckets`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mapped: list[DeviceMemory] = []
-        self._peer: Peer | None = None
-        self._layout: Layout | None = None
-
-    def begin(self, peer: Peer, layout: Layout) -> None:
-        self.close()
-        setup = take(peer, MapBuffers)
-        try:
-            if setup.num_bytes < layout.largest_bucket:
-                raise TransportBroken("the buffers are smaller than a bucket")
-            for handle in setup.exports:
-                self._mapped.append(DeviceMemory.open(handle, setup.num_bytes, self._device))
-        except (DriverError, TransportBroken) as error:
-            self.close()
-            post(peer, BuffersMapped(error=str(error)))
-            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
-        self._peer, self._layout = peer, layout
-        post(peer, BuffersMapped())
-
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._peer is None or self._layout is None:
-            raise TransportBroken("the attempt was given up")
-        peer, layout = self._peer, self._layout
-        try:
-            for ready in ready_buckets(peer, layout, len(self._mapped)):
-                yield ready.bucket, self._mapped[ready.buffer].tensor[: layout.bucket_sizes[ready.bucket]]
-                torch.cuda.current_stream(self._device).synchronize()
-                post(peer, BucketConsumed(ready.bucket))
-        finally:
-            self.close()
+        super().__init__(device)
+        self._memories: list[DeviceMemory] = []
 
     def finish(self) -> None:
-        self.close()
+        super().finish()
+        while self._memories:
+            self._memories.pop().free()
 
-    def abort(self) -> None:
-        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
-
-    def close(self) -> None:
-        self._peer = self._layout = None
-        while self._mapped:
-            self._mapped.pop().free()
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        self.finish()
+        for handle in setup.exports:
+            self._memories.append(DeviceMemory.open(handle, setup.num_bytes, self._device))
+        return [memory.tensor for memory in self._memories]
 
 
 @functools.cache

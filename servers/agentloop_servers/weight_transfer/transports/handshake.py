@@ -1,7 +1,7 @@
-"""Agreement before bytes flow: the transport that reaches a worker, and for shared memory the messages on top.
+"""The choice of a transport for a worker, and what the transports of shared memory (`shm`, `ipc`) have in common.
 
-`shm` and `ipc` buckets lie in memory that both sides see. The first message of an attempt names the sender's two
-buffers, and the receiver answers that it has mapped them; then come "bucket ready" and "bucket consumed".
+Their buckets lie in memory that both sides see. The first message of an attempt names the sender's two buffers, and
+the receiver answers that it has mapped them; then come "bucket ready" and "bucket consumed".
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.protocol import Hello
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Hello, Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 
 CPU = "cpu"
 S = TypeVar("S", bound=msgspec.Struct)
@@ -156,10 +156,66 @@ class AckedSendTransport:
             post(peer, BucketReady(bucket, buffer))
 
 
-def ready_buckets(peer: Peer, layout: Layout, num_buffers: int) -> Iterator[BucketReady]:
-    """Yield every bucket of the layout in order as it gets ready, on the receiver. Raises TransportBroken."""
-    for bucket in range(len(layout.bucket_sizes)):
-        ready = take(peer, BucketReady)
-        if ready.bucket != bucket or not 0 <= ready.buffer < num_buffers:
-            raise TransportBroken(f"bucket {ready.bucket} came instead of {bucket}")
-        yield ready
+class MappedReceiveTransport:
+    """Base of receiving halves that map the sender's buffers: it reads what is ready, and says what it consumed."""
+
+    def __init__(self, device: torch.device, *, is_copied: bool = False) -> None:
+        """`is_copied`: buckets lie in host memory, and are copied to the device first."""
+        self._device = device
+        self._is_copied = is_copied
+        self._attempt: tuple[Peer, Layout] | None = None
+        self._mapped: list[torch.Tensor] = []
+
+    def begin(self, peer: Peer, layout: Layout) -> None:
+        """Map the buffers. Raises TransportBroken, and the sender is told why."""
+        setup = take(peer, MapBuffers)
+        try:
+            if setup.num_bytes < layout.largest_bucket or not setup.exports:
+                raise TransportBroken("the buffers are smaller than a bucket")
+            self._mapped = self._map(setup)
+        except (OSError, TransportBroken) as error:
+            self.finish()
+            post(peer, BuffersMapped(error=str(error)))
+            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
+        self._attempt = peer, layout
+        post(peer, BuffersMapped())
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every bucket of the layout in order, as it gets ready. Raises TransportBroken."""
+        if self._attempt is None:
+            raise TransportBroken("the attempt was given up")
+        peer, layout = self._attempt
+        bounce = None
+        if self._is_copied:
+            bounce = torch.empty(layout.largest_bucket, dtype=torch.uint8, device=self._device)
+        try:
+            for bucket, size in enumerate(layout.bucket_sizes):
+                ready = take(peer, BucketReady)
+                if ready.bucket != bucket or not 0 <= ready.buffer < len(self._mapped):
+                    raise TransportBroken(f"bucket {ready.bucket} came instead of {bucket}")
+                data = self._mapped[ready.buffer][:size]
+                if bounce is not None:  # the copy is ordered behind what the consumer has put on the current stream
+                    data = bounce[:size].copy_(data)
+                    post(peer, BucketConsumed(bucket))
+                yield bucket, data
+                if bounce is None:
+                    if self._device.type == "cuda":
+                        torch.cuda.current_stream(self._device).synchronize()
+                    post(peer, BucketConsumed(bucket))
+        finally:
+            self.finish()
+
+    def finish(self) -> None:
+        """Let go of the attempt. Idempotent."""
+        self._attempt, self._mapped = None, []
+
+    def abort(self) -> None:
+        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.finish()
+
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        """Map the buffers as bytes. Raises TransportBroken, OSError."""
+        raise NotImplementedError

@@ -27,7 +27,8 @@ import torch
 
 from agentloop.errors import EngineError
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 
 NCCL_POLL_S = 0.0005
 
@@ -109,7 +110,7 @@ def unique_id() -> bytes:
 class Communicator:
     """One rank of a group. All calls from one thread, with the rank's CUDA device current.
 
-    `check` is called while a call waits for its peers; what it raises ends the wait and the communicator.
+    `check` is called while a call waits for its peers; what it raises ends the wait. Abort it after any failure.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Communicator:
         result = _library().ncclCommInitRankConfig(
             ctypes.byref(self._handle), world_size, group, rank, ctypes.byref(config)
         )
-        self._settle("join", result, time.monotonic() + timeout_s, check)
+        self._finish_call("join", result, time.monotonic() + timeout_s, check)
 
     def broadcast(
         self,
@@ -151,22 +152,18 @@ class Communicator:
         if self._handle is None:
             raise NcclFailed("the communicator was ended")
         result = _library().ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
-        self._settle("broadcast", result, deadline_at, check)
+        self._finish_call("broadcast", result, deadline_at, check)
 
     def wait(self, is_done: Callable[[], bool], *, deadline_at: float, check: Callable[[], None]) -> None:
         """Poll `is_done` (a CUDA event's query) while the group is sound."""
         while not is_done():
-            self._settle("transfer", _SUCCESS, deadline_at, check)
-            try:
-                check()
-                if time.monotonic() > deadline_at:
-                    raise NcclFailed("NCCL transfer: not finished in time")
-            except BaseException:
-                self.abort()
-                raise
+            self._finish_call("transfer", _SUCCESS, deadline_at, check)
+            check()
+            if time.monotonic() > deadline_at:
+                raise NcclFailed("NCCL transfer: not finished in time")
             time.sleep(NCCL_POLL_S)
         # A broken group also ends what was enqueued: "done" alone proves nothing.
-        self._settle("transfer", _SUCCESS, deadline_at, check)
+        self._finish_call("transfer", _SUCCESS, deadline_at, check)
 
     def abort(self) -> None:
         """End it now, whatever its peers do; what is enqueued ends too. Idempotent."""
@@ -174,7 +171,7 @@ class Communicator:
         if handle is not None and handle.value is not None:
             _library().ncclCommAbort(handle)
 
-    def _settle(self, what: str, result: int, deadline_at: float, check: Callable[[], None]) -> None:
+    def _finish_call(self, what: str, result: int, deadline_at: float, check: Callable[[], None]) -> None:
         """Wait until the call under way is through. Raises NcclFailed, or what `check` raises."""
         state = ctypes.c_int(result)
         try:
@@ -230,67 +227,69 @@ class _Join(msgspec.Struct):
     group_id: bytes | None = None
 
 
-class _Group:
-    """A communicator, its stream, and the two ways in which it can end: by a failure, or by `abort`."""
+class _NcclTransport:
+    """Base of both halves: one rank of a group, and the communicator that it keeps until an attempt breaks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._layout: Layout | None = None
+        self._lazy_stream: torch.cuda.Stream | None = None
         self._communicator: Communicator | None = None
         self._is_aborted = False
         self._peers: Sequence[Peer] = ()
         self._deadline_at = 0.0
 
     @property
-    def is_joined(self) -> bool:
-        return self._communicator is not None and not self._is_aborted
+    def _stream(self) -> torch.cuda.Stream:
+        if self._lazy_stream is None:
+            self._lazy_stream = torch.cuda.Stream(self._device)
+        return self._lazy_stream
 
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return self._stream
+    def abort(self) -> None:
+        """Give the attempt up: what waits for the group raises TransportBroken."""
+        self._is_aborted = True
 
-    def begin(self, peers: Sequence[Peer]) -> None:
-        """Begin an attempt. What an earlier one left broken is cleared away."""
-        if not self.is_joined:
-            self.leave()
+    def close(self) -> None:
+        """Leave the group."""
+        self._leave()
+
+    def _begin_attempt(self, peers: Sequence[Peer], layout: Layout) -> None:
+        """Begin an attempt; a group that an earlier one has left broken is left."""
+        if self._is_aborted:
+            self._leave()
         self._is_aborted = False
-        self._peers = peers
+        self._peers, self._layout = peers, layout
         self._deadline_at = time.monotonic() + TRANSFER_TIMEOUT_S
 
-    def join(self, group_id: bytes, rank: int, world_size: int) -> None:
-        self.leave()
+    def _join(self, group_id: bytes, rank: int, world_size: int) -> None:
+        self._leave()
         with torch.cuda.device(self._device), self._ending():
             self._communicator = Communicator(
-                group_id, rank, world_size, timeout_s=GROUP_JOIN_TIMEOUT_S, check=self.check
+                group_id, rank, world_size, timeout_s=GROUP_JOIN_TIMEOUT_S, check=self._check
             )
 
-    def broadcast(self, data: torch.Tensor, num_bytes: int) -> None:
+    def _broadcast(self, data: torch.Tensor, num_bytes: int) -> None:
         with torch.cuda.device(self._device), self._ending():
             self._joined().broadcast(
                 data.data_ptr(),
                 num_bytes,
                 root=0,
-                stream=self.stream.cuda_stream,
+                stream=self._stream.cuda_stream,
                 deadline_at=self._deadline_at,
-                check=self.check,
+                check=self._check,
             )
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def _wait(self, event: torch.cuda.Event) -> None:
         with self._ending():
-            self._joined().wait(event.query, deadline_at=self._deadline_at, check=self.check)
+            self._joined().wait(event.query, deadline_at=self._deadline_at, check=self._check)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         if self._is_aborted:
             raise TransportBroken("the transfer was given up")
         for peer in self._peers:
             peer.check()
 
-    def abort(self) -> None:
-        self._is_aborted = True
-
-    def leave(self) -> None:
+    def _leave(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
@@ -306,27 +305,10 @@ class _Group:
         try:
             yield
         except BaseException as error:
-            self.leave()
+            self._leave()
             if isinstance(error, NcclFailed):
                 raise TransportBroken(str(error)) from error
             raise
-
-
-class _NcclTransport:
-    """Base of both halves: one rank of the group."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._group = _Group(device)
-        self._layout: Layout | None = None
-
-    def abort(self) -> None:
-        """Give the attempt up: what waits for the group raises TransportBroken."""
-        self._group.abort()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._group.leave()
 
 
 class NcclSendTransport(_NcclTransport):
@@ -339,32 +321,32 @@ class NcclSendTransport(_NcclTransport):
         self._sent: list[torch.cuda.Event] = []
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
-        self._group.begin(peers)
-        self._layout, self._buffers = layout, buffers
+        self._begin_attempt(peers, layout)
+        self._buffers = buffers
         self._sent = [torch.cuda.Event() for _ in buffers]
         members = tuple(peer.connection_id for peer in peers)
         world_size = len(peers) + 1
-        is_kept = self._group.is_joined and members == self._members
+        is_kept = self._communicator is not None and members == self._members
         group_id = None if is_kept else unique_id()
         for rank, peer in enumerate(peers, start=1):
             peer.post(msgspec.msgpack.encode(_Join(rank, world_size, settings(), group_id)))
         if group_id is not None:
-            self._group.join(group_id, 0, world_size)
+            self._join(group_id, 0, world_size)
             self._members = members
 
     def send(self, bucket: int, buffer: int) -> None:
         assert self._layout is not None, "begin comes first"
-        self._group.stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._group.broadcast(self._buffers[buffer].data, self._layout.bucket_sizes[bucket])
-        self._sent[buffer].record(self._group.stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._broadcast(self._buffers[buffer].data, self._layout.bucket_sizes[bucket])
+        self._sent[buffer].record(self._stream)
 
     def wait_free(self, buffer: int) -> None:
-        self._group.check()
+        self._check()
         torch.cuda.current_stream(self._device).wait_event(self._sent[buffer])
 
     def finish(self) -> None:
         for event in self._sent:
-            self._group.wait(event)
+            self._wait(event)
         self._buffers = ()
 
     def close(self) -> None:
@@ -383,12 +365,11 @@ class NcclReceiveTransport(_NcclTransport):
         self._buffers: list[torch.Tensor] = []
 
     def begin(self, peer: Peer, layout: Layout) -> None:
-        self._group.begin([peer])
-        self._layout = layout
+        self._begin_attempt([peer], layout)
         place = msgspec.msgpack.decode(peer.take(), type=_Join)
         check_settings(place.settings)
         if place.group_id is not None:
-            self._group.join(place.group_id, place.rank, place.world_size)
+            self._join(place.group_id, place.rank, place.world_size)
         num_buffers = min(2, len(layout.bucket_sizes))
         size = layout.largest_bucket
         if len(self._buffers) < num_buffers or self._buffers[0].numel() < size:
@@ -400,12 +381,12 @@ class NcclReceiveTransport(_NcclTransport):
         sizes = self._layout.bucket_sizes
         arrived = [torch.cuda.Event() for _ in self._buffers]
         current = torch.cuda.current_stream(self._device)
-        self._group.stream.wait_stream(current)  # whatever used this memory before
+        self._stream.wait_stream(current)  # whatever used this memory before
 
         def receive(bucket: int) -> None:
             turn = bucket % len(arrived)
-            self._group.broadcast(self._buffers[turn], sizes[bucket])
-            arrived[turn].record(self._group.stream)
+            self._broadcast(self._buffers[turn], sizes[bucket])
+            arrived[turn].record(self._stream)
 
         receive(0)
         for bucket, size in enumerate(sizes):
@@ -414,12 +395,12 @@ class NcclReceiveTransport(_NcclTransport):
             turn = bucket % len(arrived)
             current.wait_event(arrived[turn])
             yield bucket, self._buffers[turn][:size]
-            self._group.stream.wait_stream(current)  # before the bucket after next comes into this buffer
+            self._stream.wait_stream(current)  # before the bucket after next comes into this buffer
         for event in arrived:
-            self._group.wait(event)
+            self._wait(event)
 
     def finish(self) -> None:
-        self._group.check()
+        self._check()
 
     def close(self) -> None:
         super().close()

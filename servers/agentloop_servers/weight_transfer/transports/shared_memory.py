@@ -11,21 +11,18 @@ import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
 from agentloop_servers.weight_transfer.transports.handshake import (
     AckedSendTransport,
-    BucketConsumed,
-    BuffersMapped,
     MapBuffers,
-    post,
-    ready_buckets,
-    take,
+    MappedReceiveTransport,
 )
 
 SHM_FOLDER = "/dev/shm"
@@ -55,106 +52,84 @@ def unlink(buffers: Sequence[Buffer]) -> None:
             os.unlink(buffer.export)
 
 
+class HostBuffers:
+    """Two buffers of host memory, kept while their size and the connections that have them open stay the same."""
+
+    def __init__(self) -> None:
+        self._buffers: tuple[Buffer, ...] = ()
+        self._made_for: tuple[int, frozenset[int]] | None = None
+
+    def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
+        """Return both, new ones with names for other connections. Raises WeightUpdateFailed if there is no room."""
+        if (num_bytes, connections) != self._made_for:
+            self.free()
+            self._buffers = create_pair(num_bytes)
+            self._made_for = num_bytes, connections
+        return self._buffers
+
+    def free(self) -> None:
+        """Give the memory back; no transport uses it. Idempotent."""
+        unlink(self._buffers)
+        self._buffers, self._made_for = (), None
+
+
 class ShmSendTransport(AckedSendTransport):
     """The sending half; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._buffers: tuple[Buffer, ...] = ()
-        # With pack buffers on a GPU: host memory, for `_own_connections` alone.
-        self._own: tuple[Buffer, ...] = ()
-        self._own_connections: frozenset[int] = frozenset()
+        self._host = HostBuffers()  # where pack buffers are on a GPU
+        self._packed: Sequence[Buffer] = ()
+        self._shared: Sequence[Buffer] = ()  # the pack buffers themselves, or host memory
         self._sizes: tuple[int, ...] = ()  # of the buckets
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._sizes = layout.bucket_sizes
-        self._buffers = tuple(buffers)
-        shared = self._buffers
+        self._packed = self._shared = buffers
         if self._device.type != "cpu":
-            shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.connection_id for peer in peers))
+            connections = frozenset(peer.connection_id for peer in peers)
+            self._shared = self._host.get(buffers[0].data.numel(), connections)
         try:
-            self._map(peers, shared)
+            self._map(peers, self._shared)
         finally:
-            unlink(shared)
+            unlink(self._shared)
 
     def send(self, bucket: int, buffer: int) -> None:
-        if self._own and self._buffers:
+        if self._shared is not self._packed:
             size = self._sizes[bucket]
-            self._own[buffer].data[:size].copy_(self._buffers[buffer].data[:size])
+            self._shared[buffer].data[:size].copy_(self._packed[buffer].data[:size])
         self._announce(bucket, buffer)
 
     def finish(self) -> None:
         super().finish()
-        self._buffers = ()
+        self._packed = self._shared = ()
 
     def close(self) -> None:
         super().close()
-        self._buffers, self._own, self._own_connections = (), (), frozenset()
-
-    def _own_buffers(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return the same files for the same connections, which have them open; a new one needs names."""
-        if connections != self._own_connections or not self._own or self._own[0].data.numel() != num_bytes:
-            self._own, self._own_connections = (), frozenset()
-            self._own = create_pair(num_bytes)
-            self._own_connections = connections
-        return self._own
+        self._packed = self._shared = ()
+        self._host.free()
 
 
-class ShmReceiveTransport:
+class ShmReceiveTransport(MappedReceiveTransport):
     """The receiving half; see `ReceiveTransport`.
 
     Mappings are kept for the next attempt, the bounce buffer of a GPU is not.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mapped: dict[bytes, torch.Tensor] = {}
-        self._exports: list[bytes] = []
-        self._peer: Peer | None = None
-        self._layout: Layout | None = None
-
-    def begin(self, peer: Peer, layout: Layout) -> None:
-        setup = take(peer, MapBuffers)
-        try:
-            if setup.num_bytes < layout.largest_bucket or not setup.exports:
-                raise TransportBroken("the buffers are smaller than a bucket")
-            kept, self._mapped = self._mapped, {}
-            for path in setup.exports:
-                mapped = kept.get(path)
-                self._mapped[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
-        except (OSError, TransportBroken) as error:
-            post(peer, BuffersMapped(error=str(error)))
-            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
-        self._peer, self._layout, self._exports = peer, layout, setup.exports
-        post(peer, BuffersMapped())
-
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._peer is None or self._layout is None:
-            raise TransportBroken("the attempt was given up")
-        peer, layout = self._peer, self._layout
-        bounce = None
-        if self._device.type != "cpu":
-            bounce = torch.empty(layout.largest_bucket, dtype=torch.uint8, device=self._device)
-        for ready in ready_buckets(peer, layout, len(self._exports)):
-            data = self._mapped[self._exports[ready.buffer]][: layout.bucket_sizes[ready.bucket]]
-            if bounce is None:
-                yield ready.bucket, data
-                post(peer, BucketConsumed(ready.bucket))
-            else:  # the copy is ordered behind what the consumer has put on the current stream
-                arrived = bounce[: data.numel()]
-                arrived.copy_(data)
-                post(peer, BucketConsumed(ready.bucket))
-                yield ready.bucket, arrived
-
-    def finish(self) -> None:
-        self._peer = self._layout = None
-
-    def abort(self) -> None:
-        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
+        super().__init__(device, is_copied=device.type != "cpu")
+        self._files: dict[bytes, torch.Tensor] = {}
 
     def close(self) -> None:
-        self._peer = self._layout = None
-        self._mapped, self._exports = {}, []
+        super().close()
+        self._files = {}
+
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        kept, self._files = self._files, {}
+        for path in setup.exports:
+            mapped = kept.get(path)
+            self._files[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
+        return list(self._files.values())
 
 
 def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:

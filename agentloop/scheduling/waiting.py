@@ -1,17 +1,16 @@
-"""Room: who may begin a trajectory or a session while the replicas' KV is spoken for.
+"""Waiting: the place where samples, calls and returning trajectories wait for room on a replica.
 
-Samples begin while the balancer has room for them, and wait before their prefill otherwise. Somebody waits at the
-other end of a call, so a session or a direct call may begin a bounded share beyond that (`overcommit`); then it
-waits too, until its deadline: users take turns (`UserTurns`), and each's calls come in their order. A user that
-holds less than its share of all places waits for no crowd of another's: its calls begin as far as twice the room
-goes. What has begun and goes on elsewhere, or comes back from a long tool, waits in the balancer's own lines. Calls
-cannot hold samples off for ever: once a sample has been refused for `patience_s`, it may begin up to the same
-bound, and no call begins before it.
+- A sample begins while the balancer has room for it; else it stays in the queue, before its prefill.
+- A session or a direct call has a client that waits, so it may begin up to `overcommit` beyond that room; then it
+  waits until its deadline. Users take turns (`UserTurns`), and the calls of one user keep their order. A call of a
+  user that holds less than its share of all places may begin up to twice the room.
+- A sample that was refused for `patience_s` may begin up to the same bound, and until then no call does.
+- A trajectory or session that has begun, and moves or returns from its tools, waits in the balancer's lines.
 
-Ownership: the one place where leases are waited for. Whoever gives KV back calls `changed`, and whoever changes who
-takes traffic `fleet_changed`.
-Invariants: of a user's calls that wait for the same kinds of replicas, the one that asked first is tried first,
-also if it had to ask again; what holds a lease never waits for room.
+Ownership: the one place where leases are waited for. `changed` is called where KV was given back, `fleet_changed`
+where a replica takes traffic that did not, or the other way round.
+Invariant: of a user's calls that need the same kinds of replicas, the one that asked first is tried first, also if
+it had to ask again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _REFUSAL_COUNTS_S = 5.0  # a sample that was refused asks again each second whil
 
 
 @dataclass(frozen=True, slots=True)
-class RoomConfig:
+class WaitingConfig:
     """Bounds of what may begin."""
 
     is_limited: bool = True  # False: everything may begin at once, as far as replicas take traffic
@@ -63,14 +62,14 @@ class _Ticket:
         return (self.asked_at, self.number) < (other.asked_at, other.number)
 
 
-class Room:
-    """The door to the balancer's leases."""
+class Waiting:
+    """The queues before the balancer's leases."""
 
     def __init__(
         self,
         fleet: Fleet,
         balancer: Balancer,
-        config: RoomConfig,
+        config: WaitingConfig,
         clock: Clock,
         changed: ChangeSignal,
         users: UserTurns | None = None,
@@ -85,7 +84,7 @@ class Room:
         self._held: Counter[str] = Counter()  # places of each user, as counted last
         self._counted_at = -_COUNT_AGE_S
         self._going_on: dict[str, asyncio.Event] = {}  # holders that have begun, and wait for a place
-        # Heaps by the kinds of replicas that can serve who waits there, and by user; those that are gone leave at
+        # Heaps by the kinds of replicas that can serve the calls in it, and by user; tickets that are gone leave at
         # the top.
         self._lines: dict[frozenset[str], dict[str, list[_Ticket]]] = {}
         self._num_waiting = 0
@@ -120,7 +119,7 @@ class Room:
     async def begin_call(self, demand: Demand, wait_s: float) -> Lease:
         """Grant a session or a direct call its lease, as soon as there is room for it.
 
-        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again, and keeps its turn; and
+        Raises NoHealthyReplica after `wait_s`: a caller with time left asks again, and keeps its turn. Raises
         UnsupportedParameter if no engine of the service can serve what it needs.
         """
         self._fleet.check_needs(demand.needs)
@@ -147,7 +146,7 @@ class Room:
     async def go_on(self, holder_id: str, grant: Callable[[], Lease], wait_s: float) -> Lease:
         """Return what `grant` does, now or as soon as a replica takes traffic again, or has room.
 
-        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again.
+        Raises NoHealthyReplica after `wait_s`: a caller with time left asks again.
         """
         deadline_at = deadline_after(wait_s)
         event = asyncio.Event()
@@ -176,8 +175,7 @@ class Room:
         self.changed()
 
     def changed(self) -> None:
-        """Try those that wait, for KV was given back: of those that have begun only who is next, as there may be
-        thousands."""
+        """Try what waits, as KV was given back: of holders that have begun the first of each line alone."""
         self._wake_next()
         if self._is_refusing(self._clock.now()):
             self._changed.notify()

@@ -1,17 +1,17 @@
-"""Suspects: samples that ran when their worker died, until they have proved that it was not their doing.
+"""Poison isolation: samples that ran when their worker died are tried apart until they are cleared.
 
-One of them may have killed it, and would kill the next worker that runs it. So they are tried in shares of those
-that shared the death, `NUM_TRIALS` shares of each, on a worker that has nothing else, the ones that had run for the
-shortest time first. What dies again is suspect among fewer, until one is left; the others of that death are suspect
-no more. The last one is given up after its attempts, and nothing is given up for the deaths of others. A suspect
-that runs longer than it had when its worker died has outlived that death. A trial may end sooner, after `TRIAL_S`:
-hours of work wait for no proof. A suspect that found no worker for itself for `TRIAL_WAIT_S` is tried beside other
-work. Both are four times as long after each further death.
+One of them may have killed the worker, and would kill the next one. They are tried in shares of those that shared
+the death, `NUM_TRIALS` shares of each, on a worker that has nothing else, the ones that had run for the shortest
+time first. What dies again is suspect among fewer, until one is left; the others of that death are cleared. The
+last one is given up after its attempts; a death that others shared gives nothing up. A suspect that runs longer
+than it had when its worker died has outlived that death. A trial ends after `TRIAL_S` at the latest. A suspect that
+found no worker for itself for `TRIAL_WAIT_S` is tried beside other work. Both are four times as long after each
+further death.
 
-A death lies between the last sign of its worker's life and the moment that it was noticed: a sample had outlived an
+A death lies between the last sign of its worker's life and the moment it was noticed: a sample had outlived an
 earlier death if it was seen alive for longer, and has to live for as long as it may have lived.
 
-Ownership: those of the queue's samples that are queued here. Synchronous; time is passed in.
+Ownership: the queued samples that are suspect. Synchronous; time is passed in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRIAL_S = 300.0
 TRIAL_WAIT_S = 60.0
 
 
-class Suspects:
+class PoisonIsolation:
     """The queued suspects, and the rule by which a worker may try them."""
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ class Suspects:
                 if len(taken) == num_free or len(tried) + len(taken) >= bound:
                     break
                 waited_s = now - self._since[sample.assignment_id]
-                if (is_apart or waited_s >= TRIAL_WAIT_S * _patience(sample)) and begin(sample):
+                if (is_apart or waited_s >= TRIAL_WAIT_S * _trial_factor(sample)) and begin(sample):
                     taken.append(sample)
         for sample in taken:
             self.discard(sample)
         return taken
 
-    def accuse(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
+    def note_death(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
         """Note a worker's death in those that ran there. Returns queued samples that are suspect no more.
 
-        Suspects of an earlier death, and what was never suspect, each are accused among their like. What had
+        PoisonIsolation of an earlier death, and what was never suspect, each are accused among their like. What had
         outlived its last death is not accused beside them. The others of an earlier death whose suspects die again
         were not its cause.
         """
@@ -112,10 +112,10 @@ def is_trial(running: Collection[Sample], now: float) -> bool:
 
 def is_tried(sample: Sample, now: float) -> bool:
     """Tell if a running suspect is on trial yet."""
-    return has_not_outlived(sample, now) and now - sample.begun_at <= TRIAL_S * _patience(sample)
+    return has_not_outlived(sample, now) and now - sample.begun_at <= TRIAL_S * _trial_factor(sample)
 
 
-def _patience(sample: Sample) -> float:
+def _trial_factor(sample: Sample) -> float:
     return 4.0 ** (sample.num_deaths - 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
 from agentloop.errors import NoHealthyReplica
-from agentloop_servers.coordinator.room import RoomConfig
+from agentloop.scheduling.waiting import WaitingConfig
 from tests.support.engine.engines import INFO
 from tests.support.fleet.service import CONFIG, assignment_ids, record, report, service
 from tests.support.records.samples import make_group
@@ -84,7 +84,7 @@ async def test_another_replica_is_room(site, coordinator):
     assert {one.lease.replica_id for one in (await taking).start} == {"b"}
 
 
-@service("a", info=SMALL, config=replace(CONFIG, room=RoomConfig(is_limited=False)))
+@service("a", info=SMALL, config=replace(CONFIG, waiting=WaitingConfig(is_limited=False)))
 async def test_without_a_limit_everything_begins(site, coordinator):
     await coordinator.rollouts.submit("r", tuple(make_group(f"g{n}", 1) for n in range(40)))
     assert len((await coordinator.rollouts.take(report("w", 50), 0.0)).start) == 40
@@ -148,7 +148,7 @@ async def test_calls_that_never_stop_coming_hold_a_sample_off_for_a_bounded_time
     while not begun and site.clock.now() - asked_at < 60.0:
         begun = (await coordinator.rollouts.take(report("w", 1), 4.0)).start
     assert assignment_ids(begun) == ["r/g/0"]
-    assert site.clock.now() - asked_at <= RoomConfig().patience_s + 2.0
+    assert site.clock.now() - asked_at <= WaitingConfig().patience_s + 2.0
     for task in callers:
         assert not task.done()
         task.cancel()

@@ -1,0 +1,138 @@
+"""A reply as blocks (reasoning, text, calls), and the one way in which dialects of blocks write an answer.
+
+Invariant: the blocks of a streamed reply concatenate to those of the same reply answered whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentloop.chat.call import ChatResult
+from agentloop.chat.dialect import Answer
+from agentloop.errors import InvariantBroken
+from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
+from agentloop.types import Message
+
+
+class BlockKind(StrEnum):
+    """The content of a block of a reply."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of a reply that clients see as one thing. `text` of a CALL is its arguments."""
+
+    index: int
+    kind: BlockKind
+    text: str = ""  # empty as long as the block of a stream is open
+    call_id: str = ""
+    name: str = ""
+
+
+def blocks_of(message: Message) -> list[Block]:
+    """Return the blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
+    blocks: list[Block] = []
+    if message.reasoning:
+        blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
+    if message.content or not (blocks or message.tool_calls):
+        blocks.append(Block(len(blocks), BlockKind.TEXT, message.content))
+    for call in message.tool_calls:
+        blocks.append(Block(len(blocks), BlockKind.CALL, arguments_text(call), call.id, call.name))
+    return blocks
+
+
+class BlockWriter(ABC):
+    """Writes one answer, whole or as events: one block open at a time. Text after a call is a block of its own."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []  # of a stream; the last one is open
+        self._parts: list[str] = []  # of the open one
+        self._call_index: int | None = None  # of the open one, if it is a call
+
+    def whole(self, result: ChatResult) -> Answer:
+        """The answer of a call that does not stream."""
+        return self._answer(result, blocks_of(result.choices[0].reply.message))
+
+    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
+        """The events of a stream, the final one last. The first comes with the first piece: what fails before that
+        is no stream yet."""
+        is_begun = False
+        async for piece in pieces:
+            for event in () if is_begun else self._begun():
+                yield event
+            is_begun = True
+            if isinstance(piece, TurnPiece):
+                for event in self._added(piece):
+                    yield event
+                continue
+            if not self._blocks:
+                for event in self._open(BlockKind.TEXT):
+                    yield event
+            for event in self._close(finish_of(piece.choices[0].reply)):
+                yield event
+            for event in self._ended(piece, self._blocks):
+                yield event
+            return
+        raise InvariantBroken("a stream ended without its result")
+
+    @abstractmethod
+    def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def _begun(self) -> Iterator[Answer]:
+        """Yield the events before the first block."""
+
+    @abstractmethod
+    def _opened(self, block: Block) -> Iterator[Answer]:
+        """Yield the events of a block that opens."""
+
+    @abstractmethod
+    def _grown(self, block: Block, text: str) -> Iterator[Answer]:
+        """Yield the events of more text in the open block."""
+
+    @abstractmethod
+    def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
+        """Yield the events of a block that is whole; with the last one comes why the turn ended."""
+
+    @abstractmethod
+    def _ended(self, result: ChatResult, blocks: list[Block]) -> Iterator[Answer]:
+        """Yield the events behind the last block."""
+
+    def _added(self, piece: TurnPiece) -> Iterator[Answer]:
+        for kind, text in ((BlockKind.REASONING, piece.reasoning), (BlockKind.TEXT, piece.content)):
+            if text:
+                if not self._blocks or self._blocks[-1].kind is not kind:
+                    yield from self._open(kind)
+                yield from self._add(text)
+        for delta in piece.calls:
+            if self._call_index != delta.index:
+                yield from self._open(BlockKind.CALL, delta)
+            if delta.arguments:
+                yield from self._add(delta.arguments)
+
+    def _open(self, kind: BlockKind, call: CallDelta | None = None) -> Iterator[Answer]:
+        if self._blocks:
+            yield from self._close()
+        block = Block(len(self._blocks), kind)
+        self._blocks.append(block)
+        self._call_index = None
+        if call is not None:
+            block.call_id, block.name, self._call_index = call.id or "", call.name or "", call.index
+        yield from self._opened(block)
+
+    def _add(self, text: str) -> Iterator[Answer]:
+        self._parts.append(text)
+        yield from self._grown(self._blocks[-1], text)
+
+    def _close(self, finish: TurnFinish | None = None) -> Iterator[Answer]:
+        block = self._blocks[-1]
+        block.text, self._parts = "".join(self._parts), []
+        yield from self._closed(block, finish)

@@ -1,0 +1,152 @@
+"""An answer as choices: the one way in which chat completions and completions write theirs, whole or as chunks.
+
+Invariants: the finish chunk of a stream comes after its `ChatResult`, so a client that has seen an end has a turn
+that is recorded; a stream's chunks concatenate to the answer of the same result. Answers are plain dicts for
+`orjson`: what `openai.types` describes, and what trainers want beside it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import ClassVar
+
+from agentloop.chat.call import ChatResult
+from agentloop.chat.dialect import Answer, session_extra, versions_of
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai_bodies import CallBase
+from agentloop.generation.turn_piece import TurnPiece, finish_of
+from agentloop.trajectory.node import Reply
+from agentloop.types import TopLogprobs
+
+
+class ChoiceWriter(ABC):
+    """Writes one answer. What is between `index` and `logprobs` of a choice is the dialect's `part`."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    opening: ClassVar[Answer | None] = None  # the part of a choice's first chunk, where that is one of its own
+    empty: ClassVar[Answer]  # the part of a chunk without text
+
+    def __init__(self, body: CallBase, texts: TokenTexts, created_at: int, *, shows_logprobs: bool) -> None:
+        """`created_at` is the time of a stream."""
+        self.texts = texts.written(as_ids=body.return_tokens_as_token_ids)
+        self._body = body
+        self._shows_logprobs = shows_logprobs
+        self._chunk_head = self._head(uuid.uuid4().hex, self.chunk_object, created_at, None)
+        self._usage: Answer = {"usage": None} if body.includes_usage else {}
+        self._opened: set[int] = set()  # the choices that have an opening already
+
+    @abstractmethod
+    def parts(self, piece: TurnPiece) -> list[Answer]:
+        """Return the parts of what a piece shows, each for a chunk."""
+
+    @abstractmethod
+    def whole_part(self, reply: Reply) -> Answer:
+        """Return the part of a whole choice."""
+
+    @abstractmethod
+    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
+        """Return the logprobs of a choice's next tokens."""
+
+    def finish(self, reply: Reply) -> str:
+        """Return why a reply ended."""
+        return finish_of(reply).value
+
+    def whole(self, result: ChatResult) -> Answer:
+        """The answer of a call that does not stream."""
+        choices = []
+        for node in result.choices:
+            index, reply = node.choice_index, node.reply
+            choice = _choice(index, self.whole_part(reply), self.finish(reply))
+            choice["weight_versions"] = versions_of(node)
+            token_ids = reply.token_ids.tolist()
+            if self._shows_logprobs:
+                choice["logprobs"] = self.logprobs(index, token_ids, reply.logprobs.tolist(), reply.top_logprobs)
+            if self._body.return_token_ids:
+                choice["token_ids"] = token_ids
+            choices.append(choice)
+        head = self._head(result.call_id, self.whole_object, result.created_at, _fingerprint(result))
+        return {**head, "choices": choices, "usage": usage_of(result), **self._extras(result)}
+
+    async def chunks(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
+        """The chunks of a stream, in order. The caller writes them, and `[DONE]` behind the last."""
+        async for piece in pieces:
+            for chunk in self._ended(piece) if isinstance(piece, ChatResult) else self._added(piece):
+                yield chunk
+
+    def _added(self, piece: TurnPiece) -> Iterator[Answer]:
+        """The chunks of one piece: none where it shows nothing that was asked for."""
+        index = piece.choice_index
+        if piece.weight_versions:
+            self._chunk_head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
+        yield from self._opening(index)
+        shows_tokens = bool(piece.token_ids) and (self._shows_logprobs or self._body.return_token_ids)
+        for place, part in enumerate(self.parts(piece) or ([self.empty] if shows_tokens else [])):
+            choice = _choice(index, part)
+            if place == 0:  # the tokens of the whole piece
+                if self._shows_logprobs and piece.token_ids:
+                    choice["logprobs"] = self.logprobs(index, piece.token_ids, piece.logprobs, piece.top_logprobs)
+                if self._body.return_token_ids:
+                    choice["token_ids"] = list(piece.token_ids)
+            yield self._chunk([choice])
+
+    def _ended(self, result: ChatResult) -> Iterator[Answer]:
+        """The finish chunks, which have what only the whole answer knows, and the usage if asked for."""
+        self._chunk_head["system_fingerprint"] = _fingerprint(result)
+        for node in result.choices:
+            yield from self._opening(node.choice_index)
+            choice = _choice(node.choice_index, self.empty, self.finish(node.reply))
+            choice["weight_versions"] = versions_of(node)
+            yield self._chunk([choice]) | (self._extras(result) if node is result.choices[-1] else {})
+        if self._body.includes_usage:
+            yield self._chunk([]) | {"usage": usage_of(result)}
+
+    def _opening(self, index: int) -> Iterator[Answer]:
+        if self.opening is not None and index not in self._opened:
+            self._opened.add(index)
+            yield self._chunk([_choice(index, self.opening)])
+
+    def _chunk(self, choices: list[Answer]) -> Answer:
+        return {**self._chunk_head, "choices": choices, **self._usage}
+
+    def _head(self, call_id: str, kind: str, created_at: int, fingerprint: str | None) -> Answer:
+        return {
+            "id": f"{self.id_prefix}-{call_id}",
+            "object": kind,
+            "created": created_at,
+            "model": self._body.model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def _extras(self, result: ChatResult) -> Answer:
+        extras: Answer = {"session": session_extra(result)}
+        if self._body.return_token_ids:
+            extras["prompt_token_ids"] = list(result.prompt_ids)
+        return extras
+
+
+def _choice(index: int, part: Answer, finish: str | None = None) -> Answer:
+    return {"index": index, **part, "logprobs": None, "finish_reason": finish}
+
+
+def usage_of(result: ChatResult) -> Answer:
+    """Return the token counts; the prompt counts once, however many choices there are."""
+    num_prompt = len(result.prompt_ids)
+    num_sampled = sum(len(node.reply.token_ids) for node in result.choices)
+    num_thought = sum(node.reply.num_reasoning_tokens for node in result.choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": result.choices[0].reply.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_thought},
+    }
+
+
+def _fingerprint(result: ChatResult) -> str | None:
+    """Return the weight version of the answer's last token, as a label."""
+    spans = result.choices[0].reply.weight_versions
+    return f"v{spans[-1].version}" if spans else None

@@ -1,0 +1,178 @@
+"""The words that the tables of the dialects are written in, and the one function that reads a body by its table.
+
+A dialect's body model is its table: a field is taken (it has a type of its own), ignored as harmless (`Ignored`,
+or a type that bounds it), or refused by its name because it would change the answer (`Refused`, `refused`). An
+object whose `type` the table does not know is refused likewise. Fields beyond the table are errors in a request,
+and ignored in what stands in a history (`Echo`).
+
+Strict, as the bodies of `api/requests.py`: no number as text, no bool as number. null is absent. Unions are told
+apart by one field or by shape, so an error is about the one meant. Their tags begin with `~`, which no field does:
+`checked` leaves them out of the places that it tells a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
+from pydantic import ValidationInfo as Info
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from agentloop.api.requests import MAX_STOP_CHARS, Body, Json, invalid_request, untagged
+from agentloop.chat.schemas import Schema
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+
+B = TypeVar("B", bound=BaseModel)
+L = TypeVar("L")
+
+MAX_CHAT_CONTENT_CHARS = 1 << 22
+MAX_PARTS = 1024
+MAX_CHAT_TOOLS = 512
+MAX_DESCRIPTION_CHARS = 1 << 16
+MAX_MODEL_CHARS = 256
+MAX_TOOL_NAME_CHARS = 128
+
+UNSUPPORTED: Final = "unsupported"
+"""The type of a problem that makes the whole error an UnsupportedParameter."""
+
+Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
+ShortText = Annotated[str, Field(max_length=1024)]
+Model = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)]
+ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:/\-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
+CalledName = Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+SchemaObject: TypeAlias = Annotated[dict[str, JsonValue], Schema]
+Ignored: TypeAlias = Json | None
+"""The type of a field that only concerns the service of the dialect's own provider."""
+
+
+def refused(unless: object = None, hint: str = "") -> AfterValidator:
+    """Annotate a field that is refused by its name, but for null, false, what is empty, and the value `unless`."""
+
+    def check(value: JsonValue, info: Info) -> None:
+        is_nothing = value is None or value is False or value in ("", [], {})
+        if not is_nothing and not (type(value) is type(unless) and value == unless):
+            raise unsupported(f"`{info.field_name}` is not supported{hint}")
+
+    return AfterValidator(check)
+
+
+Refused: TypeAlias = Annotated[Json, refused()]
+"""The type of a field that would change the answer, unless it asks for nothing."""
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    """Return the error for a validator to raise about its field, where the error is an UnsupportedParameter."""
+    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+
+
+# --- unions -----------------------------------------------------------------------------------------------
+
+
+def by_shape(value: Any) -> str:
+    return "~text" if isinstance(value, str) else "~list"
+
+
+def type_tag(value: Any) -> str | None:
+    """Return the tag of a union whose members have a `type`."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    if isinstance(kind, str) and kind.startswith(_HOSTED_SEARCH):
+        return "~search"
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+Listed = Annotated[list[L], Field(max_length=MAX_PARTS)]
+TextOr = Annotated[Annotated[Text, Tag("~text")] | Annotated[L, Tag("~list")], Discriminator(by_shape)]
+"""The type of a field that holds a text or something else: mostly a list of parts."""
+
+
+# --- what several dialects have ---------------------------------------------------------------------------
+
+
+class Echo(Body):
+    """Base of what stands in a history: fields beyond the declared ones are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class TextPart(Echo):
+    """A text among the parts of a content. Its marks for a cache mean nothing: prefixes are always cached."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(Echo):
+    """An earlier refusal, in the history of another model."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+_HOSTED_SEARCH: Final = "web_search"
+
+
+class HostedSearch(Echo):
+    """A search of the web that the provider of an API runs itself, of whatever date: the policy does not see it."""
+
+    type: Annotated[str, Field(pattern=f"^{_HOSTED_SEARCH}")]
+
+
+def _not_only_searches(tools: list[L]) -> list[L]:
+    """A search that is never run is a tool that is never called; if it is all that there is, the call is for it."""
+    if tools and all(isinstance(tool, HostedSearch) for tool in tools):
+        raise UnsupportedParameter("tools are functions that the client runs", param="tools.0.type")
+    return tools
+
+
+HostedTools = Annotated[
+    list[L], Field(max_length=MAX_CHAT_TOOLS, fail_fast=True), AfterValidator(_not_only_searches)
+]
+"""The type of tools among which searches of the web may stand."""
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def read_body(data: bytes, kind: type[B]) -> B:
+    """Read the body that `data` holds. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
+
+    The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
+    """
+    return checked(read_json(data), kind)
+
+
+def read_json(data: bytes) -> Any:
+    """Read the JSON value that `data` holds. Raises InvalidRequest."""
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def checked(value: Any, kind: type[B]) -> B:
+    """Check that a JSON value is a body. Raises as `read_body`, for what is not supported first."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        for problem in problems:
+            _raise_unsupported(problem)
+        raise invalid_request([(untagged(problem["loc"]), problem["msg"]) for problem in problems]) from error
+
+
+def _raise_unsupported(problem: ErrorDetails) -> None:
+    place, message = untagged(problem["loc"]), problem["msg"]
+    kind = None
+    if problem["type"] == "union_tag_invalid":
+        place, kind = (*place, "type"), problem["input"].get("type")
+    elif problem["type"] == "literal_error" and place[-1] == "type":
+        kind = problem["input"]
+    if isinstance(kind, str):
+        message = f"the type {kind[:64]!r} is not supported"
+    elif problem["type"] != UNSUPPORTED:
+        return
+    raise UnsupportedParameter(message, param=".".join(map(str, place)))

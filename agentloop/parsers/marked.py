@@ -1,0 +1,61 @@
+"""The one way through a turn that our own parsers share: from left to right, from mark to mark."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from agentloop.errors import InvalidRequest
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls
+from agentloop.types import JSON, Constraint
+
+Tools: TypeAlias = Sequence[Mapping[str, JSON]]
+
+
+class MarkedParser(ABC):
+    """Base of the parsers of formats. `marks` and `opening` agree."""
+
+    marks: Marks
+    opening: re.Pattern[str]  # finds the mark of the next call
+    counted: str = ""  # its number is that of the calls that are too many; by default the first of their marks
+    turn = TurnSyntax()  # of calls and nothing else
+    writes_one = False  # a turn of calls has one, whatever is asked for
+
+    @abstractmethod
+    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
+        """Add the call or calls that begin with a mark; return where the last one ends."""
+
+    @abstractmethod
+    def syntax(self, name: str) -> CallSyntax | None:
+        """Return the text around the arguments of a tool's call; None if the tool cannot be written."""
+
+    def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
+        """Add the calls without a mark at the turn's beginning; return where the last one ends."""
+        return 0
+
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
+        """See `Parser.parse`."""
+        builder = TurnBuilder(decoded, turn_index)
+        text, position = decoded.text, self.read_leading(builder, tools)
+        while (found := self.opening.search(text, position)) is not None:
+            builder.add_content(text[position : found.start()])
+            if builder.is_full:
+                builder.add_rest(found.start(), self.counted or found[0])
+                return builder.finish()
+            position = self.read_call(builder, found, tools)
+        builder.add_content(text[position:])
+        return builder.finish()
+
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
+        """See `Parser.call_constraint`."""
+        is_parallel = is_parallel and not self.writes_one
+        return constraint_of_calls(tools, self._written, self.turn, forced=forced, is_parallel=is_parallel)
+
+    def _written(self, name: str) -> CallSyntax:
+        found = self.syntax(name)
+        if found is None:
+            raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+        return found
