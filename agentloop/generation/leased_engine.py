@@ -76,23 +76,22 @@ TURN_GRACE_S = 20.0
 """How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
 lost."""
 
-_SILENCE_S = 10.0  # an attempt that had no token for so long at its deadline had time for one
+_SILENCE_S = 10.0  # a round that had no token for so long at its deadline had time for one
 _REFUSED_S = 60.0
 _LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
 _IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
-_FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
+_FIRST_PAUSE_S = 0.1  # before the second round, at most; then doubled
 _MAX_PAUSE_S = 5.0
-_SUSPECT_PAUSE_S = 5.0  # before the third attempt in a row of a request that fails; then doubled
+_SUSPECT_PAUSE_S = 5.0  # before the third round in a row of a request that fails; then doubled
 _MAX_SUSPECT_PAUSE_S = 20.0
+
+_MAX_SILENT_GENERATIONS = 1000  # of other replicas, after which a replica's last version counts no more
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
-_MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
-
-
 class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation, whoever asked for it.
+    """The newest weight version that a worker has heard of: from every generation of all its trajectories.
 
     It is the newest that any replica said last, of those heard of lately: a replica that says less than before was
     taken back to older weights, as the fleet then is.
@@ -347,7 +346,7 @@ def _needs_of(request: GenerateRequest) -> Needs:
 
 
 def _pause_s(num_before: int, num_failures: int = 0) -> float:
-    """Return a random pause before the next attempt: full jitter under a bound that doubles.
+    """Return a random pause before the next round: full jitter under a bound that doubles.
 
     Requests that fail again and again come back one by one: of those that die together, one may be the cause.
     """

@@ -387,7 +387,7 @@ class LeaseHolder:
             try:
                 if (lease := await self._moved(NO_NEEDS)) is not None:
                     self.hold(lease)
-            except AgentLoopError as error:  # the next attempt asks again
+            except AgentLoopError as error:  # the next round asks again
                 _log.warning("not_moved", holder=self._holder_id, code=error.code, error=str(error))
 
     async def _moved(self, needs: Needs) -> Lease | None:
