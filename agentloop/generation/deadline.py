@@ -2,7 +2,7 @@
 
 The service stands still for a call while no replica can be had, while its request is frozen in an engine (a
 pause, an update, sleep), and from the last that was heard of a replica that is lost. All of it is told to the one
-`Deadline` of the trajectory or the call, which moves by as much. A deadline that somebody outside holds, as an
+`Deadline` of the trajectory or the call, which moves by as much. A deadline that is enforced elsewhere, as an
 HTTP client does, is fixed: it counts the same seconds and stays.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 
 _LAST_WORD_S = 0.25
@@ -24,7 +24,7 @@ class Deadline:
         """A fixed one."""
         self.at = at
         self._max_standstill_s: float | None = None
-        self._scope: asyncio.Timeout | None = None  # ends the task; None: nobody does
+        self._scope: asyncio.Timeout | None = None  # ends the task; None: it is enforced elsewhere
         self._is_enforced = False  # and may still end it
         self._timer: asyncio.TimerHandle | None = None  # of the scope, at that moment or before it
         self._look_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
@@ -87,8 +87,8 @@ class Deadline:
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which whoever waits for the service may go on. Not to the last before a fixed one: then he
-        can say for what he waited."""
+        """Seconds for which a wait for the service may go on. It ends shortly before a fixed deadline, so that its
+        error names what was waited for."""
         if self._max_standstill_s is None:
             left_s = self.at - loop_time()
             return max(left_s - _LAST_WORD_S, 0.5 * left_s)
@@ -103,7 +103,7 @@ class Deadline:
 
     @property
     def is_fixed(self) -> bool:
-        """True for a deadline that somebody outside holds."""
+        """True for a deadline that is enforced elsewhere and does not move."""
         return self._max_standstill_s is None
 
     @property
@@ -127,12 +127,16 @@ class Deadline:
                 self.stood_still(0.0 if since is None else loop_time() - since)
                 self._enforce()
 
-    def grace(self, seconds: float) -> AbstractContextManager[None]:
-        """While this lasts, it is enforced so much later: whoever awaits something then ends it by himself."""
-        return _Grace(self, seconds)
+    @contextmanager
+    def grace(self, seconds: float) -> Iterator[None]:
+        """While this lasts, enforce it so much later: the call that is awaited ends by itself before."""
+        self._put_off(seconds)
+        try:
+            yield
+        finally:
+            self._put_off(0.0)
 
-    def put_off(self, seconds: float) -> None:
-        """Enforce it so much later than it comes."""
+    def _put_off(self, seconds: float) -> None:
         self._grace_s = seconds
         if self._look_at > self.at + seconds:
             self._enforce()
@@ -158,22 +162,6 @@ class Deadline:
         else:
             self._is_enforced = False
             self._scope.reschedule(when)
-
-
-class _Grace:
-    """The grace of a deadline, as a context: of every turn, so not a generator."""
-
-    __slots__ = ("_deadline", "_seconds")
-
-    def __init__(self, deadline: Deadline, seconds: float) -> None:
-        self._deadline = deadline
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        self._deadline.put_off(self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        self._deadline.put_off(0.0)
 
 
 def loop_time() -> float:

@@ -1,19 +1,21 @@
-"""The way to an engine under a lease: retries, moves after a failure, and turns that go on from their ids.
+"""The way to an engine under a lease: one loop over the rounds of a turn, whatever ended the one before.
 
-Ownership: every call of `TokenEngine.generate`, `stream` and `image_tokens` under a lease, and every retry of
-one. The policy, for whoever calls:
+Ownership: every call of `TokenEngine.generate`, `stream` and `image_tokens` under a lease, every retry of one, and
+every continuation. A turn that nothing streams is asked for whole: answers token by token cost a front end half its
+rate. The policy:
 
 - while the service has no place for it, or its engine is paused, a call waits: as long as its own deadline, which
   does not count that time where it can move (`Deadline`). Polls are long and pauses random, so nobody is stormed;
-- after a failure the coordinator is told, and the next attempt, under an id of its own and after a random pause
-  that grows, runs under the lease that it gives. Replicas that could not be reached, or whose weights are not
-  usable, are no failures of the request. Others are, and the DeadlineExceeded of one replica while the call has
-  time left is one: after `max_attempts` of them in a row, without a token between, the last error comes as it is.
-  A prompt that kills whatever reads it must not be carried from replica to replica for ever;
-- what an engine reported, or streamed, before it failed is kept: the next attempt goes on from those ids, with a
+- after a failure the coordinator is told, and the next round, after a random pause that grows, runs under the lease
+  that it gives. Replicas that could not be reached, or whose weights are not usable, are no failures of the
+  request. Others are, and the DeadlineExceeded of one replica while the call has time left is one: after
+  `max_attempts` of them in a row, without a token between, the last error comes as it is. A prompt that kills its
+  replicas must not be carried from one to the next for ever;
+- an abort ends a round like a failure does, and the next begins at once, unless `goes_on` says no;
+- what an engine reported, or streamed, before its round ended is kept: the next one goes on from those ids, with a
   new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
   (`looks_back`), what nobody has seen is sampled anew, and what was given out raises the error. `num_resampled`
-  counts the attempts of which nothing was left;
+  counts the failed rounds of which nothing was left;
 - a replica that had no token for a call by its deadline is told of, and the next call runs elsewhere;
 - a pause for which engines hold no requests any more (EnginePaused for a minute) ends a call of a fixed deadline;
 - a turn that takes too long is no error where the caller `keeps_late` ones: its engine ends it, and what was
@@ -26,19 +28,21 @@ What leaves this module was checked (`check_generation`), each reply or piece on
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import structlog
 import xxhash
+from structlog.contextvars import bind_contextvars
 
+from agentloop.api.coordinator import LeasePort
 from agentloop.capabilities import Feature, Needs, bits_of, needs_of
-from agentloop.checks import MAX_SEED, check_generation, check_piece
+from agentloop.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
 from agentloop.engine import Delta, Progress, TokenEngine
 from agentloop.errors import (
     AgentLoopError,
@@ -47,63 +51,47 @@ from agentloop.errors import (
     EnginePaused,
     EngineUnreachable,
     EngineUnusable,
+    InvariantBroken,
     MalformedEngineResponse,
     NoHealthyReplica,
     ServiceUnavailable,
 )
 from agentloop.generation.deadline import Deadline, loop_time
-from agentloop.generation.lease_reporter import LeaseHolder
+from agentloop.generation.leases import LeaseConfig, LeaseHolder, LeaseReporter
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, clip_spans
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
 
 T = TypeVar("T")
 
 Connect = Callable[[str], TokenEngine]
 """The engine behind a replica's private URL."""
 
+GoesOn: TypeAlias = Callable[[SampledTokens], bool]
+"""Whether a turn with these tokens goes on."""
+
+MAX_ABORTS = 32  # in a row of a turn that engines' aborts keep cutting before it has a token more
+
 TURN_GRACE_S = 20.0
 """How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
 lost."""
 
-_SILENCE_S = 10.0  # an attempt that had no token for so long at its deadline had time for one
+_SILENCE_S = 10.0  # a round that had no token for so long at its deadline had time for one
 _REFUSED_S = 60.0
 _LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
 _IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
-_FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
+_FIRST_PAUSE_S = 0.1  # before the second round, at most; then doubled
 _MAX_PAUSE_S = 5.0
-_SUSPECT_PAUSE_S = 5.0  # before the third attempt in a row of a request that fails; then doubled
+_SUSPECT_PAUSE_S = 5.0  # before the third round in a row of a request that fails; then doubled
 _MAX_SUSPECT_PAUSE_S = 20.0
+
+_MAX_SILENT_GENERATIONS = 1000  # of other replicas, after which a replica's last version counts no more
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class LeaseSource(Protocol):
-    """The lease that calls run under: an assignment's, or a session's."""
-
-    def held(self, needs: Needs) -> Lease | None:
-        """Return the lease for the next attempt, which needs that; None if it has to be asked for."""
-
-    async def lease(self, request: GenerateRequest, needs: Needs) -> Lease:
-        """Ask for the lease of the next attempt: it comes after a wait if there is none. Raises NoHealthyReplica
-        or ServiceUnavailable if that was in vain (ask again then), and UnsupportedParameter if no engine can."""
-
-    async def move(self, failed: Lease) -> None:
-        """Tell the coordinator of a replica's failure: the next lease is the one that it gives instead."""
-
-    def give_up(self, failed: Lease) -> None:
-        """Have the failure told, and the next call run elsewhere. Does not wait for either."""
-
-    @property
-    def holder(self) -> LeaseHolder:
-        """The holder of the lease, which is told of turns."""
-
-
-_MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
-
-
 class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation, whoever asked for it.
+    """The newest weight version that a worker has heard of: from every generation of all its trajectories.
 
     It is the newest that any replica said last, of those heard of lately: a replica that says less than before was
     taken back to older weights, as the fleet then is.
@@ -136,122 +124,139 @@ class LeasedEngine:
     def __init__(
         self,
         connect: Connect,
-        source: LeaseSource,
+        holder: LeaseHolder,
         *,
         vocab_size: int,
         max_attempts: int,
         newest: NewestVersion | None = None,
     ) -> None:
-        """`max_attempts` are of one call that fails in a row; `newest` learns from every generation."""
+        """`max_attempts` are of one turn that fails in a row; `newest` learns from every generation."""
         self.connect = connect
-        self._source = source
+        self._holder = holder
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
-        self.engine_s = 0.0  # in engines, of the attempts that were answered
-        self.num_resampled = 0  # attempts that were lost under a lease, and made again from their first token
+        self.engine_s = 0.0  # in engines, of the rounds that were answered
+        self.num_resampled = 0  # rounds that were lost under a lease, and made again from their first token
 
     async def image_tokens(
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
     ) -> tuple[ImageTokens, ...]:
         """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
-        call = _Call(request, SampledTokens(), deadline)
+        turn = _SampledTurn(request, SampledTokens(), deadline, self._vocab_size)
 
         async def asked() -> tuple[ImageTokens, ...]:
             while True:
-                lease = await self._lease(call, call.next_request(), _IMAGES)
+                lease = await self._lease(turn, turn.next_request(), _IMAGES)
                 try:
                     return await self.connect(lease.url).image_tokens(images)
                 except AgentLoopError as error:
-                    await self._recover(call, lease, error)
+                    await self._recover(turn, lease, error)
 
-        return await call.in_time(asked())
+        return await turn.in_time(asked())
 
-    async def generate(self, request: GenerateRequest, *, deadline: Deadline | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded.
+    async def generate(
+        self,
+        request: GenerateRequest,
+        sampled: SampledTokens | None = None,
+        *,
+        deadline: Deadline | None = None,
+        goes_on: GoesOn | None = None,
+    ) -> Generation:
+        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes. Raises the last round's error,
+        or DeadlineExceeded.
 
-        Whoever makes a `deadline` ends the call then by itself, a request that `keeps_late` `TURN_GRACE_S` later;
-        without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each attempt.
+        The maker of a `deadline` ends the call then by itself, a request that `keeps_late` `TURN_GRACE_S` later;
+        without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each round.
+        Tokens are added to `sampled`, which is empty. `goes_on` is asked after an engine's abort: if it says no,
+        the reply ends with FinishReason.ABORT.
         """
-        call = _Call(request, SampledTokens(), deadline)
-        with self._telling(call):
-            call.generation = await call.in_time(self._generate(call))
-            return call.generation
+        turn = _SampledTurn(request, sampled, deadline, self._vocab_size, goes_on=goes_on)
+        async with aclosing(self._rounds(turn)) as items:
+            async for item in items:
+                if isinstance(item, Generation):
+                    return item
+        raise InvariantBroken("a turn ended without its generation")
 
-    async def stream(
-        self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline: Deadline | None = None
+    def stream(
+        self,
+        request: GenerateRequest,
+        sampled: SampledTokens | None = None,
+        *,
+        deadline: Deadline | None = None,
+        is_shown: bool = True,
+        goes_on: GoesOn | None = None,
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Stream, as `TokenEngine.stream` does, over as many attempts as it takes. Close it to end the request.
+        """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
-        Tokens are appended to `sampled`, if given: what it has already is not this call's.
+        What `is_shown` cannot be taken back; if not, `sampled` may become shorter before a piece.
         """
-        call = _Call(request, SampledTokens() if sampled is None else sampled, deadline, is_streamed=True)
-        with self._telling(call):
-            while (ended := call.ended()) is None:
-                asked = call.next_request()
-                lease = await call.in_time(self._lease(call, asked, _needs_of(asked)))
-                self._source.holder.begin()
-                try:
-                    stream = self.connect(lease.url).stream(asked, call.hear)
-                    async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
-                        while True:
-                            piece = await call.in_time(anext(pieces, None))
-                            if piece is None:
-                                raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
-                            if isinstance(piece, Generation):
-                                self._check(asked, piece)
-                                call.generation = call.finish(piece)
-                                yield call.generation
-                                return
-                            call.add(piece, self._vocab_size)
-                            yield piece
-                except AgentLoopError as error:
-                    await call.in_time(self._recover(call, lease, error))
-            call.generation = ended
-            yield ended  # only the stream's last word was lost
+        turn = _SampledTurn(
+            request, sampled, deadline, self._vocab_size, is_streamed=True, is_shown=is_shown, goes_on=goes_on
+        )
+        return self._rounds(turn)
 
-    @contextlib.contextmanager
-    def _telling(self, call: _Call) -> Iterator[None]:
-        """Note that a turn begins and ends. Have it told if a replica had no token for it by its deadline: nobody
-        has time for a retry then, but the next call shall not meet the same silence."""
-        holder = self._source.holder
+    async def _rounds(self, turn: _SampledTurn) -> AsyncGenerator[Delta | Generation, None]:
+        """Run a turn to its end. If a replica had no token for it by its deadline, there is no time for a retry,
+        but the next call shall not meet the same silence."""
+        holder, ended = self._holder, None
         holder.enter()
         try:
-            yield
-        except BaseException:  # the deadline is the caller's: it may end the call by a cancellation
-            if call.silent_lease is not None:
-                self._source.give_up(call.silent_lease)
+            while (ended := turn.ended()) is None:
+                asked = turn.next_request()
+                lease = await turn.in_time(self._lease(turn, asked, _needs_of(asked)))
+                holder.begin()
+                try:
+                    async with aclosing(self._round(turn, asked, lease)) as pieces:
+                        while (piece := await turn.in_time(anext(pieces, None))) is not None:
+                            yield piece
+                except AgentLoopError as error:
+                    await turn.in_time(self._recover(turn, lease, error))
+                    is_begun = not isinstance(error, EnginePaused | EngineUnreachable)
+                    self.num_resampled += is_begun and not turn.sampled
+            yield ended
+        except BaseException:  # the deadline is the caller's: it may end the turn by a cancellation
+            if turn.silent_lease is not None:
+                holder.give_up(turn.silent_lease)
             raise
         finally:
-            holder.leave(call.last_lease, call.request, call.generation or call.cut_short())
+            holder.leave(turn.last_lease, turn.request, ended or turn.cut_short())
 
-    async def _generate(self, call: _Call) -> Generation:
-        def hear(progress: Progress) -> None:
-            call.add(progress.tokens, self._vocab_size)
-            call.hear(progress)
+    async def _round(self, turn: _SampledTurn, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
+        """Yield a round's pieces, if the turn is streamed, and give the turn all of it."""
+        last = None
+        if not turn.is_streamed:
+            last = await self.connect(lease.url).generate(asked, turn.hear)
+        else:
+            stream = self.connect(lease.url).stream(asked, turn.hear)
+            async with aclosing(stream) as items:  # type: ignore[type-var] # engines write generators
+                async for item in items:
+                    if isinstance(item, Generation):
+                        last = item
+                        break
+                    turn.add(item)
+                    yield item
+        if last is None:
+            raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
+        check_generation(asked, last, self._vocab_size)
+        self.engine_s += last.engine_s
+        if self._newest is not None:
+            self._newest.see(last)
+        turn.end_round(last)
 
-        while (ended := call.ended()) is None:
-            asked = call.next_request()
-            lease = await self._lease(call, asked, _needs_of(asked))
-            self._source.holder.begin()
-            try:
-                generation = await self.connect(lease.url).generate(asked, hear)
-                self._check(asked, generation)
-                return call.complete(generation, self._vocab_size)
-            except AgentLoopError as error:
-                await self._recover(call, lease, error)
-                is_begun = not isinstance(error, EnginePaused | EngineUnreachable)
-                self.num_resampled += is_begun and call.is_empty
-        return ended
+    async def _lease(self, turn: _SampledTurn, asked: GenerateRequest, needs: Needs) -> Lease:
+        """Return the lease for a round, as soon as there is one. Raises the last refusal when the call has waited
+        for as long as it may."""
+        lease = self._holder.held(needs)
+        if lease is None:
+            lease = await self._waited(turn.deadline, asked, needs)
+        bind_contextvars(replica=lease.replica_id)
+        turn.begin_round(lease)
+        return lease
 
-    async def _lease(self, call: _Call, asked: GenerateRequest, needs: Needs) -> Lease:
-        """Return the lease for an attempt, as soon as there is one. Raises the last refusal when the call has
-        waited for as long as it may."""
-        if (held := self._source.held(needs)) is not None:
-            call.begin_attempt(held)
-            return held
+    async def _waited(self, deadline: Deadline, asked: GenerateRequest, needs: Needs) -> Lease:
         refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
-        deadline, num_refused = call.deadline, 0
+        num_refused = 0
         patience_s = None if math.isinf(deadline.patience_s) else max(deadline.patience_s, 0.0)
         try:
             with deadline.standing_still():
@@ -259,40 +264,81 @@ class LeasedEngine:
                     while True:
                         asked_at = loop_time()
                         try:
-                            lease = await self._source.lease(asked, needs)
-                            break
+                            return await self._holder.ask(asked.token_ids, needs)
                         except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
                         num_refused = 0 if loop_time() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))
         except TimeoutError as error:
             raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
-        call.begin_attempt(lease)
-        return lease
 
-    async def _recover(self, call: _Call, lease: Lease, error: AgentLoopError) -> None:
-        """Get ready for the next attempt: count the failure, move away, and pause. Raises `error` if there is
-        none."""
-        call.end_attempt(error)
-        if call.refused_s > _REFUSED_S and call.deadline.is_fixed:
+    async def _recover(self, turn: _SampledTurn, lease: Lease, error: AgentLoopError) -> None:
+        """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
+        turn.fail_round(error)
+        if turn.refused_s > _REFUSED_S and turn.deadline.is_fixed:
             raise error
-        can_help = error.retryable or (isinstance(error, DeadlineExceeded) and call.deadline.left_s > 0)
-        if not can_help or call.deadline.is_spent:
+        can_help = error.retryable or (isinstance(error, DeadlineExceeded) and turn.deadline.left_s > 0)
+        if not can_help or turn.deadline.is_spent:
             raise error
         if not isinstance(error, EnginePaused):
-            _log.warning("call_failed", request=call.request.request_id, replica=lease.replica_id, error=str(error))
-            with call.deadline.standing_still():
-                await self._source.move(lease)
-        if call.num_failures >= self._max_attempts or not call.goes_on():
+            _log.warning("call_failed", request=turn.request.request_id, replica=lease.replica_id, error=str(error))
+            with turn.deadline.standing_still():
+                await self._holder.failed(lease)
+        if turn.num_failures >= self._max_attempts or not turn.goes_on():
             raise error
-        with call.deadline.standing_still():
-            await asyncio.sleep(_pause_s(call.num_lost, call.num_failures))
+        with turn.deadline.standing_still():
+            await asyncio.sleep(_pause_s(turn.num_lost, turn.num_failures))
 
-    def _check(self, asked: GenerateRequest, generation: Generation) -> None:
-        check_generation(asked, generation, self._vocab_size)
-        self.engine_s += generation.engine_s
-        if self._newest is not None:
-            self._newest.see(generation)
+
+class SessionLeases:
+    """The leases of a process's sessions; a direct call is a session of one call.
+
+    Close it before its reporter: it waits for changes under way.
+    """
+
+    def __init__(
+        self,
+        coordinator: LeasePort,
+        connect: Connect,
+        reporter: LeaseReporter,
+        *,
+        vocab_size: int = MAX_VOCAB_SIZE,
+        config: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        self._coordinator = coordinator
+        self._connect = connect
+        self._reporter = reporter
+        self._vocab_size = vocab_size
+        self._config = config
+        # Engines hold them, and the reporter those that have a lease.
+        self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
+
+    def engine(self, session_id: str) -> LeasedEngine:
+        """Return a session's engine. All engines of a session share one lease, which the first call takes."""
+        holder = self._holders.get(session_id)
+        if holder is None:
+            timeout_s = self._config.coordinator_timeout_s
+            holder = LeaseHolder(self._reporter, self._coordinator, session_id, timeout_s=timeout_s)
+            self._holders[session_id] = holder
+        return LeasedEngine(
+            self._connect, holder, vocab_size=self._vocab_size, max_attempts=self._config.max_attempts
+        )
+
+    def release(self, session_id: str) -> None:
+        """Give a session's place back; its next call takes one again."""
+        if (holder := self._holders.get(session_id)) is not None:
+            holder.release()
+
+    def end(self, session_id: str) -> None:
+        """Give a session's place back for good: calls from now on raise SessionFinished. Idempotent."""
+        if (holder := self._holders.get(session_id)) is not None:
+            holder.close()
+
+    async def close(self) -> None:
+        """Give back every lease, and wait for all changes under way; each has a deadline."""
+        for holder in list(self._holders.values()):
+            holder.close()
+        await self._reporter.changes.close()
 
 
 def _needs_of(request: GenerateRequest) -> Needs:
@@ -300,7 +346,7 @@ def _needs_of(request: GenerateRequest) -> Needs:
 
 
 def _pause_s(num_before: int, num_failures: int = 0) -> float:
-    """Return a random pause before the next attempt: full jitter under a bound that doubles.
+    """Return a random pause before the next round: full jitter under a bound that doubles.
 
     Requests that fail again and again come back one by one: of those that die together, one may be the cause.
     """
@@ -310,52 +356,151 @@ def _pause_s(num_before: int, num_failures: int = 0) -> float:
     return random.uniform(0.0, longest_s)
 
 
-class _Call:
-    """One call over its attempts: what it has, and what is still to be asked.
+class _SampledTurn:
+    """One turn over its rounds: what it has, and what is still to be asked.
 
-    Invariant: the pieces added so far, in their order, are a prefix of the joined `Generation`'s ids and logprobs.
+    A round is one engine request. It ends with the turn, by an engine's abort, or by a failure; the next one goes
+    on from the ids so far. Invariant: the pieces added so far, in their order, are the beginning of the reply.
     """
 
     def __init__(
         self,
         request: GenerateRequest,
-        sampled: SampledTokens,
+        sampled: SampledTokens | None,
         deadline: Deadline | None,
+        vocab_size: int,
         *,
         is_streamed: bool = False,
+        is_shown: bool = False,
+        goes_on: GoesOn | None = None,
     ) -> None:
         self.request = request
+        self.sampled = SampledTokens() if sampled is None else sampled
         self.deadline = Deadline(loop_time() + request.timeout_s) if deadline is None else deadline
+        self.is_streamed = is_streamed
         self.num_failures = 0  # of the request, in a row
-        self.num_lost = 0  # attempts of any kind in a row
+        self.num_lost = 0  # rounds that failed in any way, in a row
+        self.last_lease: Lease | None = None  # of the last round
         self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
-        self._is_streamed = is_streamed
+        self._vocab_size = vocab_size
+        self._is_shown = is_shown
+        self._goes_on_after_abort = goes_on
         self._num_asked = 0
+        self._num_idle = 0  # aborts in a row after which nothing more was kept
         self._asked = request
-        self._sampled = sampled
-        self._first = self._attempt_first = len(sampled)  # tokens before these are not the call's, or the attempt's
-        self._replica_id = self._engine = ""
+        self._num_before = 0  # tokens before the round
+        self._last: Generation | None = None  # of the last round, unless it failed
+        self._num_cached: int | None = None  # of the prompt, as the first answer said
         self._refused_at: float | None = None  # the first of refusals in a row by a paused engine
-        self._lease: Lease | None = None  # of the attempt, until it has failed otherwise than by its silence
-        self.last_lease: Lease | None = None  # of the last attempt
-        self.generation: Generation | None = None  # the whole reply
+        self._lease: Lease | None = None  # of the round, until it has failed otherwise than by its silence
         self._began_at = 0.0
-        self._standstill_s = 0.0  # of the attempt, as it was told
+        self._standstill_s = 0.0  # of the round, as it was told
         self._heard_at = 0.0
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is kept of the attempts so far."""
-        return len(self._sampled) == self._first
+    def ended(self) -> Generation | None:
+        """Return the whole reply if the rounds so far make one: of the last, its generation alone may be lost."""
+        last, sampling, ids = self._last, self.request.sampling, self.sampled.token_ids
+        if last is not None and last.finish_reason is not FinishReason.ABORT:
+            return self._reply(last.finish_reason)
+        if len(ids) > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
+            return self._reply(FinishReason.STOP)
+        if len(ids) >= sampling.max_tokens:
+            return self._reply(FinishReason.LENGTH)
+        if last is None or self._goes_on_after_abort is None or self._goes_on_after_abort(self.sampled):
+            return None
+        return self._reply(FinishReason.ABORT)
+
+    def next_request(self) -> GenerateRequest:
+        """Return what is still to be asked: the prompt with the ids so far, under an id of its own.
+
+        Raises EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often.
+        """
+        if self._last is not None and not self._survives_abort():
+            raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
+        request, self._last = self.request, None
+        timeout_s = max(min(request.timeout_s, self.deadline.left_s), 0.001)
+        request_id = f"{request.request_id}~{self._num_asked}" if self._num_asked else request.request_id
+        self._num_asked += 1
+        goes_on = continued(request, self.sampled.since(0)) if self.sampled else request
+        self._asked = replace(goes_on, request_id=request_id, timeout_s=timeout_s)
+        return self._asked
+
+    def _survives_abort(self) -> bool:
+        can_go_on = self.goes_on()
+        self._num_idle = self._num_idle + 1 if len(self.sampled) <= self._num_before else 0
+        return can_go_on and self._num_idle < MAX_ABORTS
 
     def goes_on(self) -> bool:
         """Get ready to go on from what there is, or from the start. False if neither gives the same reply, or one
         of the same distribution: a new request takes what the reply already has for its prompt."""
-        if not self.request.sampling.looks_back or self.is_empty:
+        if not self.request.sampling.looks_back or not self.sampled:
             return True
-        if not self._is_streamed:
-            self._sampled.cut(self._first)
-        return not self._is_streamed
+        if not self._is_shown:
+            self.sampled.cut(0)
+        return not self._is_shown
+
+    def begin_round(self, lease: Lease) -> None:
+        """Note that the request is sent."""
+        self._num_before = len(self.sampled)
+        self._standstill_s, self._heard_at = 0.0, loop_time()
+        self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
+
+    def hear(self, progress: Progress) -> None:
+        """Add what an engine reports. Raises as `add`, and DeadlineExceeded for too long a standstill."""
+        if progress.tokens.token_ids:
+            self.add(progress.tokens)
+        self._stand_still(progress.standstill_s)
+        self._heard_at = loop_time()
+        if self.deadline.is_spent:
+            raise DeadlineExceeded(f"the service stood still for {self.deadline.standstill_s:.0f} s")
+
+    def add(self, piece: Delta) -> None:
+        """Append a piece of the round. Raises MalformedEngineResponse, or EngineUnusable for weights older than the
+        reply's; nothing is appended then."""
+        check_piece(self._asked, piece, self._vocab_size)
+        self._append(piece)
+
+    def end_round(self, last: Generation) -> None:
+        """Add the rest of a round's generation, of which pieces may have come before.
+
+        Raises as `add`, MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for
+        one without a token if there is time for another round.
+        """
+        if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
+            raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
+        self._stand_still(last.standstill_s)
+        num_had = len(self.sampled) - self._num_before
+        had = self.sampled.token_ids[self._num_before :]
+        if list(last.token_ids[:num_had]) != had or (self.is_streamed and len(last.token_ids) > num_had):
+            if not self._is_shown:
+                self.sampled.cut(self._num_before)
+            raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
+        if num_had < len(last.token_ids):
+            whole = SampledTokens()
+            whole.add(last)
+            self._append(whole.since(num_had) if num_had else last)
+        self._last = last
+        if self._num_cached is None:
+            self._num_cached = min(last.cached_tokens, len(self.request.token_ids))
+
+    def fail_round(self, error: AgentLoopError) -> None:
+        """Count a failed round; what a lost replica did since it was last heard of counts as standing still."""
+        if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
+            self.deadline.stood_still(loop_time() - self._heard_at)
+        if not isinstance(error, DeadlineExceeded):
+            self._lease = None
+        if not isinstance(error, EnginePaused):
+            self._refused_at = None
+        elif self._refused_at is None:
+            self._refused_at = loop_time()
+        has_progress = len(self.sampled) > self._num_before
+        self.num_lost = 1 if has_progress else self.num_lost + 1
+        if not isinstance(error, EnginePaused | EngineUnreachable | EngineUnusable):
+            self.num_failures = 1 if has_progress else self.num_failures + 1
+
+    def cut_short(self) -> Generation | None:
+        """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
+        return self._reply(FinishReason.ABORT) if self.sampled or self._last is not None else None
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """Await a part of the call. Raises DeadlineExceeded at a deadline that is enforced here."""
@@ -370,148 +515,41 @@ class _Call:
                 raise
             raise DeadlineExceeded(f"no answer within {self.request.timeout_s:g} s", param="timeout_s") from error
 
-    def next_request(self) -> GenerateRequest:
-        """Return what is still to be asked: the prompt with the ids so far, under an id of its own."""
-        self._num_asked += 1
-        if self._num_asked > 1:
-            request, own = self.request, self._sampled.since(self._first)
-            self._asked = replace(
-                continued(request, own),
-                request_id=f"{request.request_id}~{self._num_asked - 1}",  # an engine may still know the others
-                timeout_s=max(min(request.timeout_s, self.deadline.left_s), 0.001),
-            )
-        return self._asked
-
-    def begin_attempt(self, lease: Lease) -> None:
-        """Note that the request is sent."""
-        self._attempt_first = len(self._sampled)
-        self._replica_id, self._engine = lease.replica_id, lease.engine
-        self._standstill_s, self._heard_at = 0.0, loop_time()
-        self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
-
     @property
     def refused_s(self) -> float:
-        """Seconds for which a paused engine has refused every attempt."""
+        """Seconds for which a paused engine has refused every round."""
         return 0.0 if self._refused_at is None else loop_time() - self._refused_at
 
     @property
     def silent_lease(self) -> Lease | None:
-        """The lease of an attempt that met the call's deadline without a token, although its engine was not frozen
-        and it had time; None if there is none."""
-        has_token = len(self._sampled) > self._attempt_first
+        """The lease of a round that met the call's deadline without a token, although its engine was not frozen and
+        it had time; None if there is none."""
+        has_token = len(self.sampled) > self._num_before
         had_time = loop_time() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
         is_late = self.deadline.left_s <= _LATE_S
         return self._lease if is_late and had_time and not has_token and self._standstill_s == 0.0 else None
 
-    def hear(self, progress: Progress) -> None:
-        """Take in how long the attempt has stood still. Raises DeadlineExceeded if that is too long."""
-        self._stand_still(progress.standstill_s)
-        self._heard_at = loop_time()
-        if self.deadline.is_spent:
-            raise DeadlineExceeded(f"the service stood still for {self.deadline.standstill_s:.0f} s")
-
-    def end_attempt(self, error: AgentLoopError) -> None:
-        """Count a failed attempt; what a lost replica did since it was last heard of counts as standing still."""
-        if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
-            self.deadline.stood_still(loop_time() - self._heard_at)
-        if not isinstance(error, DeadlineExceeded):
-            self._lease = None
-        if not isinstance(error, EnginePaused):
-            self._refused_at = None
-        elif self._refused_at is None:
-            self._refused_at = loop_time()
-        has_progress = len(self._sampled) > self._attempt_first
-        self.num_lost = 1 if has_progress else self.num_lost + 1
-        if not isinstance(error, EnginePaused | EngineUnreachable | EngineUnusable):
-            self.num_failures = 1 if has_progress else self.num_failures + 1
-
-    def add(self, piece: Delta, vocab_size: int) -> None:
-        """Append a piece of the present attempt. Raises MalformedEngineResponse, or EngineUnusable for weights
-        older than the reply's; nothing is appended then."""
-        check_piece(self._asked, piece, vocab_size)
-        newest, spans = self._sampled.newest_version, piece.weight_versions
-        if len(self._sampled) > self._first and spans and newest is not None and spans[0].version < newest:
+    def _append(self, piece: Delta | Generation) -> None:
+        newest, spans = self.sampled.newest_version, piece.weight_versions
+        if spans and newest is not None and spans[0].version < newest:
             raise EngineUnusable(
                 f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"
             )
-        self._sampled.add(piece)
-
-    def complete(self, last: Generation, vocab_size: int) -> Generation:
-        """Return the whole reply, from the last attempt's generation, of which pieces may have come before.
-
-        Raises as `add` and `finish` do, and DeadlineExceeded for an attempt without a token in a call that has time
-        for another one.
-        """
-        if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
-            raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
-        if not self.is_empty:
-            self._add_rest(last, vocab_size)
-            return self.finish(last)
-        self._stand_still(last.standstill_s)
-        return last if self._asked is self.request else replace(last, request_id=self.request.request_id)
-
-    def _add_rest(self, last: Generation, vocab_size: int) -> None:
-        start, end = len(self._sampled) - self._attempt_first, len(last.token_ids)
-        rest = Delta(
-            last.token_ids[start:],
-            last.logprobs[start:],
-            clip_spans(last.weight_versions, start, end) if start else last.weight_versions,
-            last.top_logprobs[start:],
-            last.raw_logprobs[start:],
-            last.logprobs_mode,
-        )
-        self.add(rest, vocab_size)
-
-    def finish(self, last: Generation) -> Generation:
-        """Return the whole reply, from the last attempt's generation. Raises MalformedEngineResponse if that is not
-        what its pieces were."""
-        self._stand_still(last.standstill_s)
-        if list(last.token_ids) != self._sampled.token_ids[self._attempt_first :]:
-            if not self._is_streamed:
-                self._sampled.cut(self._attempt_first)
-            raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
-        if self._attempt_first == self._first:
-            return last if self._asked is self.request else replace(last, request_id=self.request.request_id)
-        return replace(
-            self._joined(last.finish_reason),
-            cached_tokens=min(last.cached_tokens, len(self.request.token_ids)),
-            replica_id=last.replica_id,
-            engine=last.engine,
-            load=last.load,
-        )
-
-    def ended(self) -> Generation | None:
-        """Return the whole reply if the pieces so far are one: its generation alone was lost."""
-        sampling, ids = self.request.sampling, self._sampled.token_ids
-        num_own = len(ids) - self._first
-        if num_own > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
-            return self._joined(FinishReason.STOP)
-        if num_own >= sampling.max_tokens:
-            return self._joined(FinishReason.LENGTH)
-        return None
-
-    def cut_short(self) -> Generation | None:
-        """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
-        return None if self.is_empty else self._joined(FinishReason.ABORT)
+        self.sampled.add(piece)
 
     def _stand_still(self, standstill_s: float) -> None:
         self.deadline.stood_still(max(standstill_s - self._standstill_s, 0.0))
         self._standstill_s = standstill_s
 
-    def _joined(self, finish_reason: FinishReason) -> Generation:
-        own = self._sampled.since(self._first)
-        return Generation(
-            self.request.request_id,
-            own.token_ids,
-            own.logprobs,
-            own.weight_versions,
-            finish_reason,
-            replica_id=self._replica_id,
-            engine=self._engine,
-            top_logprobs=own.top_logprobs,
-            raw_logprobs=own.raw_logprobs,
-            logprobs_mode=own.logprobs_mode,
-        )
+    def _reply(self, finish_reason: FinishReason) -> Generation:
+        """Return all that was sampled, as the answer to the turn's request."""
+        last, lease, request_id = self._last, self.last_lease, self.request.request_id
+        if last is not None and self._num_asked == 1:
+            return last if last.finish_reason is finish_reason else replace(last, finish_reason=finish_reason)
+        made = self.sampled.generation(request_id, finish_reason, cached_tokens=self._num_cached or 0)
+        if last is not None:
+            return replace(made, replica_id=last.replica_id, engine=last.engine, load=last.load)
+        return made if lease is None else replace(made, replica_id=lease.replica_id, engine=lease.engine)
 
 
 def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:

@@ -1,24 +1,40 @@
-"""Leases that calls run under: an assignment's, which comes with it, and a session's, which is asked for.
+"""Leases that calls run under, and the process's reports of them.
 
-Ownership: the leases of this process's sessions and direct calls, and the tasks that change them. A session takes
-its lease at its first call and gives it back at its end; a direct call is a session of one call. The process's
-`LeaseReporter` renews what is held, and tells the coordinator what was given back.
+Ownership: a `LeaseHolder` is the lease of one trajectory or session as its process has it: held, ordered elsewhere,
+failed, or given back. A trajectory's lease comes with its assignment, and the coordinator takes it back with its
+record; a session's is asked for at its first call, and given back at its end. The process's `LeaseReporter` sends
+the news of all holders at most every `coalesce_s` and at least every `heartbeat_s`, which renews the leases, and
+gives the orders that come back to the holders. A turn waits for no report, and no failed report reaches it.
+
+Invariants: one report is on its way at a time, and the same one is sent until it is answered; a holder begins a
+turn under no lease but the one it was last granted or ordered to. News that wait are bounded: beyond `max_news`
+they are dropped, and the next report names all leases.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextvars
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from typing import cast
 
 import structlog
-from structlog.contextvars import bind_contextvars
 
-from agentloop.aio import OwnedTasks
-from agentloop.api.coordinator import LeasePort, WorkerPort, group_key, prefixes_of, session_holder
+from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after
+from agentloop.api.coordinator import (
+    HeldLease,
+    LeaseOrders,
+    LeasePort,
+    LeaseReport,
+    TurnBegun,
+    TurnEnded,
+    WorkerPort,
+    group_key,
+    prefixes_of,
+    session_holder,
+)
 from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -27,98 +43,170 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter
-from agentloop.generation.leased_engine import Connect, LeasedEngine
-from agentloop.types import Assignment, GenerateRequest, Lease
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class AssignedLease:
-    """The lease that came with an assignment. The coordinator takes it back with the trajectory's record."""
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """Times and bounds of a process's reports. All finite."""
 
-    def __init__(self, coordinator: WorkerPort, assignment: Assignment, reporter: LeaseReporter) -> None:
-        self._coordinator = coordinator
-        self._assignment_id = assignment.assignment_id
-        self._is_told = False  # the coordinator knows that the lease held has failed
-        self._logged = ""  # the replica that the logs of the trajectory's task name
+    coalesce_s: float = 0.5  # between two reports at least
+    heartbeat_s: float = 1.0  # and at most, while a lease is held; well below the coordinator's `lease_ttl_s`
+    timeout_s: float = 10.0  # of one report
+    close_timeout_s: float = 5.0  # of the last one
+    max_news: int = 20_000  # that wait for their report
+
+
+class LeaseReporter:
+    """The reporter of one process. Its task runs while there is a lease or news; `stop` or `close` it."""
+
+    def __init__(
+        self,
+        process_id: str,
+        report: Callable[[LeaseReport], Awaitable[LeaseOrders]] | None,
+        config: ReportConfig = ReportConfig(),
+    ) -> None:
+        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports.
+        `process_id` is never used by another process."""
+        self.process_id = process_id
+        self.changes = OwnedTasks(
+            "lease"
+        )  # of holders; they outlive their callers: no lease is granted and forgotten
+        self._report = report
+        self._config = config
+        self._holders: dict[str, LeaseHolder] = {}  # by lease id
+        self._taken: dict[str, None] = {}
+        self._turns: list[TurnBegun | TurnEnded] = []  # in their order
+        self._released: dict[str, Lease] = {}  # by holder id
+        self._needs_full_report = True
+        self._unanswered: LeaseReport | None = None
+        self._releasing: dict[str, Lease] = {}  # as `_released`, within the unanswered report
+        self._sequence = 0
+        self._reported_at = 0.0
+        self._answered = ChangeSignal()
+        self._tasks = OwnedTasks("lease-reporter")
+        self._running: asyncio.Task[None] | None = None
         self._is_closed = False
-        name = assignment.assignment_id
-        self.holder = LeaseHolder(reporter, name, group_key(name))
-        self._hold(assignment.lease)
 
-    def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
-        """Return the lease, unless it failed, its replica cannot serve what is needed, or the coordinator is to be
-        asked. Raises Conflict after `close`."""
-        if self._is_closed:
-            raise Conflict(f"trajectory {self._assignment_id} is over")
-        lease = self.holder.usable
-        if lease is not None and not lease.can.suits(needs):
-            return None
-        if lease is not None and lease.replica_id != self._logged:
-            self._logged = lease.replica_id
-            bind_contextvars(replica=lease.replica_id)
-        return lease
-
-    async def lease(self, request: GenerateRequest, needs: Needs = NO_NEEDS) -> Lease:
-        """Return the lease; in place of one that failed, or is to be left, or whose replica cannot serve what is
-        needed, another, for which the coordinator makes wait."""
-        suits = self.last.can.suits(needs)
-        if self.holder.has_failed:
-            try:
-                await self.ask(is_failed=not self._is_told, needs=needs)
-            except NoHealthyReplica:
-                self._is_told = True  # once: what is reported again would count again
-                raise
-        elif self.holder.must_ask or not suits:
-            try:
-                await self.ask(is_failed=False, needs=needs)
-            except NoHealthyReplica:
-                raise  # it waits for room, and asks again
-            except AgentLoopError as error:
-                if not suits:
-                    raise
-                _log.warning("not_asked", code=error.code, error=str(error))
-                self.holder.keep()  # the replica may well serve while the coordinator restarts
-        return self.last
-
-    async def ask(self, *, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Return another lease in place of the one held. Raises what the coordinator raises."""
-        self._hold(await self._coordinator.move(self._assignment_id, self.last, is_failed, needs))
-        return self.last
-
-    async def move(self, failed: Lease) -> None:
-        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
-        if not self.holder.fail(failed):
-            return  # another call of the trajectory has told already
-        try:
-            await self.ask(is_failed=True)
-        except NoHealthyReplica:
-            self._is_told = True
-        except AgentLoopError as error:
-            _log.warning("not_moved", code=error.code, error=str(error))  # the next attempt asks again
-
-    def give_up(self, failed: Lease) -> None:
-        """Have the next call ask for another place, which tells of the failure."""
-        self.holder.fail(failed)
-
-    def close(self) -> None:
-        """Report it no more: the trajectory has ended. Idempotent."""
+    async def stop(self) -> None:
+        """Report no more: the coordinator takes back by itself what the process holds. Idempotent."""
         self._is_closed = True
-        self.holder.drop()
+        await self.changes.close(cancels=True)
+        await self._tasks.close(cancels=True)
+
+    async def close(self) -> None:
+        """Report no more, after a last report of what is left, if the coordinator takes it in time. Idempotent."""
+        await self.stop()
+        try:
+            async with asyncio.timeout(self._config.close_timeout_s):
+                while self._has_news:
+                    if not await self._send():
+                        return
+        except TimeoutError:
+            _log.warning("leases_not_released", num_leases=len(self._releasing) + len(self._released))
+
+    # --- for holders ---
+
+    def hold(self, holder: LeaseHolder, lease: Lease) -> None:
+        """Note that a holder was granted a lease."""
+        self._holders[lease.lease_id] = holder
+        self._taken[lease.lease_id] = None
+        self._note()
+
+    def forget(self, lease: Lease) -> None:
+        """Note that a lease is held no more, which the coordinator knows by itself."""
+        self._holders.pop(lease.lease_id, None)
+        self._taken.pop(lease.lease_id, None)
+
+    def release(self, holder_id: str, lease: Lease) -> None:
+        """Have the coordinator take a lease back."""
+        self.forget(lease)
+        self._released[holder_id] = lease
+        self._note()
+
+    def take_back(self, holder_id: str) -> Lease | None:
+        """Return a lease that was given back and is in no report yet: its holder may hold it again."""
+        return self._released.pop(holder_id, None)
+
+    async def acked(self, holder_id: str) -> None:
+        """Wait until the coordinator has heard that a holder gave its lease back. The caller has a deadline."""
+        while holder_id in self._releasing or holder_id in self._released:
+            self._note()
+            await self._answered.wait_until(deadline_after(self._config.timeout_s))
+
+    def add(self, news: TurnBegun | TurnEnded) -> None:
+        """Add news of a turn to the next report."""
+        self._turns.append(news)
+        self._note()
+
+    # --- inside ---
 
     @property
-    def last(self) -> Lease:
-        """The lease held, or the one that failed."""
-        assert self.holder.lease is not None, "the trajectory has ended"
-        return self.holder.lease
+    def _has_news(self) -> bool:
+        return bool(self._unanswered or self._taken or self._turns or self._released)
 
-    def _hold(self, lease: Lease) -> None:
-        self.holder.hold(lease)
-        self._is_told = False
-        if self._is_closed:  # while the coordinator was asked
-            self.holder.drop()
-        self.held()
+    def _note(self) -> None:
+        if self._report is None:
+            self._turns.clear()
+            self._taken.clear()
+            self._released.clear()
+            return
+        if len(self._turns) + len(self._released) > self._config.max_news:
+            self._turns.clear()
+            self._released.clear()
+            self._needs_full_report = True
+        if (self._running is None or self._running.done()) and not self._is_closed:
+            # Not in the context of the turn that it serves first: its logs would name that.
+            self._running = contextvars.Context().run(self._tasks.start, self._run())
+
+    async def _run(self) -> None:
+        """Report while there is something to report, or a lease to renew."""
+        while self._has_news or self._holders:
+            await asyncio.sleep(self._config.coalesce_s)
+            silent_s = asyncio.get_running_loop().time() - self._reported_at
+            if self._has_news or silent_s >= self._config.heartbeat_s:
+                await self._send()
+
+    async def _send(self) -> bool:
+        """Send the report that is due, and obey the answer. False: there was none."""
+        assert self._report is not None, "nothing takes reports"
+        report = self._unanswered = self._unanswered or self._next_report()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                orders = await self._report(report)
+        except (AgentLoopError, TimeoutError) as error:
+            _log.debug("leases_not_reported", error=repr(error))
+            if isinstance(error, AgentLoopError) and not error.retryable:
+                self._forget_report(needs_full_report=True)  # sent again, it would be refused again
+            return False
+        self._reported_at = asyncio.get_running_loop().time()
+        self._forget_report(needs_full_report=orders.send_all)
+        for lease_id, lease in orders.moves:
+            holder = self._holders.get(lease_id)
+            if holder is not None:
+                holder.order(lease)
+        return True
+
+    def _forget_report(self, *, needs_full_report: bool) -> None:
+        self._unanswered, self._releasing = None, {}
+        self._needs_full_report = self._needs_full_report or needs_full_report
+        self._answered.notify()
+
+    def _next_report(self) -> LeaseReport:
+        self._sequence += 1
+        released = tuple(lease.lease_id for lease in self._released.values())
+        turns, taken = tuple(self._turns), tuple(self._taken)
+        leases = None
+        if self._needs_full_report:
+            holders = self._holders.items()
+            leases = tuple(held for _, one in holders if (held := one.to_report()) is not None)
+            turns = tuple(TurnBegun(lease_id) for lease_id, one in holders if one.is_in_turn)
+            taken, self._needs_full_report = (), False
+        self._releasing, self._released = self._released, {}
+        self._turns, self._taken = [], {}
+        return LeaseReport(self.process_id, self._sequence, turns, taken, released, leases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,185 +217,222 @@ class LeaseConfig:
     coordinator_timeout_s: float = 30.0
 
 
-class SessionLeases:
-    """The leases of all sessions of a process. Close it before its reporter: it waits for changes under way."""
+class LeaseHolder:
+    """The lease of one trajectory or session.
+
+    Calls may run side by side under it; what the coordinator ordered counts once none does.
+    """
 
     def __init__(
         self,
-        coordinator: LeasePort,
-        connect: Connect,
         reporter: LeaseReporter,
-        *,
-        vocab_size: int = MAX_VOCAB_SIZE,
-        config: LeaseConfig = LeaseConfig(),
+        coordinator: WorkerPort | LeasePort,
+        name: str,
+        assigned: Lease | None = None,
+        timeout_s: float = 30.0,
     ) -> None:
-        self.coordinator = coordinator
-        self.reporter = reporter
-        self.config = config
-        self.tasks = OwnedTasks("session-lease")  # they outlive their callers: no lease is granted and forgotten
-        self._connect = connect
-        self._vocab_size = vocab_size
-        self._leases: WeakValueDictionary[str, SessionLease] = WeakValueDictionary()
-        self._holders: set[SessionLease] = set()  # who has a lease is not forgotten with its session
-
-    def engine(self, session_id: str) -> LeasedEngine:
-        """Return a session's engine. All that anybody has share one lease, which the first call takes."""
-        lease = self._leases.get(session_id)
-        if lease is None:
-            lease = self._leases[session_id] = SessionLease(self, session_id)
-        return LeasedEngine(
-            self._connect, lease, vocab_size=self._vocab_size, max_attempts=self.config.max_attempts
-        )
-
-    def release(self, session_id: str) -> None:
-        """Give a session's place back; its next call takes one again."""
-        lease = self._leases.get(session_id)
-        if lease is not None:
-            lease.release()
-
-    def end(self, session_id: str) -> None:
-        """Give a session's place back for good: attempts from now on raise SessionFinished. Idempotent."""
-        lease = self._leases.get(session_id)
-        if lease is not None:
-            lease.close()
-
-    def note(self, session: SessionLease) -> None:
-        """Note whether this session has a lease now."""
-        if session.holder.lease is None:
-            self._holders.discard(session)
-        else:
-            self._holders.add(session)
-
-    async def ask(self, question: Awaitable[Lease]) -> Lease:
-        """Return what the coordinator answers, within a deadline. Raises ServiceUnavailable."""
-        try:
-            async with asyncio.timeout(self.config.coordinator_timeout_s):
-                return await question
-        except TimeoutError as error:
-            raise ServiceUnavailable("the coordinator did not answer in time") from error
-
-    async def close(self) -> None:
-        """Give back every lease, and wait for all changes under way; each has a deadline."""
-        for lease in list(self._leases.values()):
-            lease.close()
-        await self.tasks.close()
-
-
-class SessionLease:
-    """One session's lease: taken at its first call, given back by `release` and `close`."""
-
-    def __init__(self, leases: SessionLeases, session_id: str) -> None:
-        self._leases = leases
-        self._session_id = session_id
-        self.holder = LeaseHolder(leases.reporter, session_holder(session_id))
+        """`name` is an assignment's id, and `assigned` its lease; without that it is a session's id, and its lease
+        is asked for. `timeout_s` bounds each answer of the coordinator."""
+        self.lease: Lease | None = None
+        self.is_in_turn = False  # under this lease
+        self._reporter = reporter
+        self._coordinator = coordinator
+        self._name = name
+        self._is_session = assigned is None
+        self._holder_id = session_holder(name) if assigned is None else name
+        self._group_id = "" if assigned is None else group_key(name)  # siblings have one in common
+        self._timeout_s = timeout_s
         self._changing = asyncio.Lock()
-        self._is_closed = False
+        self._has_failed = self._is_failure_acked = self._must_ask = self._is_closed = False
+        self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
+        self._num_in_flight = 0
+        self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
+        if assigned is not None:
+            self.hold(assigned)
+
+    # --- for calls ---
 
     def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
-        """Return the lease, unless it has failed, its replica cannot serve what is needed, or it must be asked for.
-        Raises SessionFinished after `close`."""
+        """Return the lease to call under; None if one has to be asked for. Raises SessionFinished or Conflict after
+        `close`."""
         if self._is_closed:
             raise self._ended()
-        lease = self.holder.usable
-        return lease if lease is not None and lease.can.suits(needs) else None
+        if self.lease is None or self._has_failed or self._must_ask or not self.lease.can.suits(needs):
+            return None
+        return self.lease
 
-    async def lease(self, request: GenerateRequest, needs: Needs = NO_NEEDS) -> Lease:
-        """Return the session's lease, asked for if there is none. Raises SessionFinished after `close`."""
-        lease = self.held(needs)
-        return lease if lease is not None else await self._leases.tasks.run(self._take(request, needs))
+    async def ask(self, prompt_ids: Sequence[int] = (), needs: Needs = NO_NEEDS) -> Lease:
+        """Return the lease to call under, asked for if there is none that serves.
 
-    async def move(self, failed: Lease) -> None:
-        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
-        await self._leases.tasks.run(self._move(failed))
+        Raises NoHealthyReplica or ServiceUnavailable if that was in vain (ask again then), UnsupportedParameter if
+        no engine can serve what is needed, and as `held` does.
+        """
+        if (lease := self.held(needs)) is not None:
+            return lease
+        return await self._reporter.changes.run(self._asked(prompt_ids, needs))
 
-    def give_up(self, failed: Lease) -> None:
-        """Tell the coordinator of a replica's failure in a task of the leases' own; the next call waits for it."""
-        if self.holder.fail(failed):
-            self._leases.tasks.start(self._tell(failed))
+    async def failed(self, lease: Lease) -> None:
+        """Tell the coordinator that the replica of a lease failed, and hold the lease that it gives instead."""
+        if self._fail(lease):
+            await self._reporter.changes.run(self._report_failure(lease))
+
+    def give_up(self, lease: Lease) -> None:
+        """Do as `failed`, without waiting: the next call waits for it."""
+        if self._fail(lease):
+            self._reporter.changes.start(self._report_failure(lease))
+
+    def enter(self) -> None:
+        """Begin a call. An order is obeyed now if no other call is under way."""
+        if self._num_in_flight == 0 and self._order is not None:
+            (ordered,), self._order = self._order, None
+            if ordered is None:
+                self._must_ask = True
+            else:
+                self.hold(ordered)
+        self._num_in_flight += 1
+
+    def begin(self) -> None:
+        """Note that the call goes to the replica of the lease."""
+        if not self.is_in_turn and self.lease is not None:
+            self.is_in_turn = True
+            self._reporter.add(TurnBegun(self.lease.lease_id))
+
+    def leave(self, lease: Lease | None, request: GenerateRequest, generation: Generation | None) -> None:
+        """End a call that ran under `lease` at last, with what it has of its reply."""
+        self._num_in_flight -= 1
+        if lease is None or lease != self.lease or not self.is_in_turn:
+            return  # it never ran, or the holder has moved meanwhile
+        num_sampled, num_cached = 0, None
+        if generation is not None:
+            num_sampled = len(generation.token_ids)
+            self._num_context_tokens = len(request.token_ids) + num_sampled
+            if generation.finish_reason is not FinishReason.ABORT:
+                num_cached = generation.cached_tokens
+        self._reporter.add(TurnEnded(self.lease.lease_id, self._num_context_tokens, num_sampled, num_cached))
+        self.is_in_turn = False
+        if self._num_in_flight:
+            self.begin()
+
+    # --- its life ---
+
+    def hold(self, lease: Lease) -> None:
+        """Hold a lease that was granted, in place of the one before."""
+        self._has_failed = self._is_failure_acked = self._must_ask = False
+        if lease != self.lease:
+            if self.lease is not None:
+                self._reporter.forget(self.lease)
+            self.lease, self._order, self.is_in_turn = lease, None, False
+        self._reporter.hold(self, lease)  # granted again too: it ends unless that is heard of
+        if self._is_closed:  # while the coordinator was asked
+            self.close()
 
     def release(self) -> None:
-        """Give the place back; the next call takes one again."""
-        self.holder.release()
-        self._leases.note(self)
+        """Give a session's lease back; its next call asks for one again. Idempotent."""
+        if (lease := self._drop()) is not None:
+            self._reporter.release(self._holder_id, lease)
 
     def close(self) -> None:
-        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
+        """Hold nothing any more. A session's lease is given back; the coordinator takes back a trajectory's with
+        its record. Idempotent."""
         self._is_closed = True
-        self.release()
+        if self._is_session:
+            self.release()
+        else:
+            self._drop()
 
-    async def _take(self, request: GenerateRequest, needs: Needs) -> Lease:
+    # --- for the reporter ---
+
+    def order(self, lease: Lease | None) -> None:
+        """Take the coordinator's order: the lease of the next turn, or None to ask for it."""
+        self._order = (lease,)
+
+    def to_report(self) -> HeldLease | None:
+        """Return all that is known, which counts as reported."""
+        if self.lease is None:
+            return None
+        return HeldLease(self.lease, self._holder_id, self._group_id, self._num_context_tokens)
+
+    # --- inside ---
+
+    def _drop(self) -> Lease | None:
+        lease, self.lease, self._order = self.lease, None, None
+        self._has_failed = self._is_failure_acked = self._must_ask = self.is_in_turn = False
+        if lease is not None:
+            self._reporter.forget(lease)
+        return lease
+
+    def _fail(self, lease: Lease) -> bool:
+        """Note a lease's failure. False: it is not held, or another call has noted it."""
+        if lease != self.lease or self._has_failed:
+            return False
+        self._has_failed = True
+        return True
+
+    async def _asked(self, prompt_ids: Sequence[int], needs: Needs) -> Lease:
         async with self._changing:
-            lease = self.held(needs)
-            if lease is not None:
-                return lease  # another call of the session was faster
-            if self.holder.lease is None and self.holder.take_back():
-                lease = self.held(needs)
-            if lease is None and self.holder.lease is not None and not self.holder.has_failed:
-                lease = await self._asked(needs)
+            if self.lease is None and (given_back := self._reporter.take_back(self._holder_id)) is not None:
+                self.hold(given_back)
+            lease = self.held(needs)  # another call was faster
             if lease is None:
-                lease = await self._leases.ask(self._granted(request, needs))
-            self._hold(lease)
+                lease = await self._moved(needs) or await self._granted(prompt_ids, needs)
+                self.hold(lease)
             if self._is_closed:
                 raise self._ended()
             return lease
 
-    async def _granted(self, request: GenerateRequest, needs: Needs) -> Lease:
-        """Return the place that the coordinator gives. Asked before it knows what was given back, it would give
-        that again, and then take it back."""
-        leases = self._leases
-        await self.holder.told()
-        num_tokens, prefixes = len(request.token_ids), prefixes_of(request.token_ids)
-        process_id = leases.reporter.process_id
-        return await leases.coordinator.lease(self._session_id, num_tokens, process_id, needs, prefixes)
+    async def _report_failure(self, failed: Lease) -> None:
+        async with self._changing:
+            if self.lease != failed or not self._has_failed:
+                return  # a call that asked has told of it
+            try:
+                if (lease := await self._moved(NO_NEEDS)) is not None:
+                    self.hold(lease)
+            except AgentLoopError as error:  # the next round asks again
+                _log.warning("not_moved", holder=self._holder_id, code=error.code, error=str(error))
 
-    async def _asked(self, needs: Needs) -> Lease | None:
-        """Return the place to go on at, as the coordinator ordered to ask, or another replica is needed; None if it
-        does not know the lease.
+    async def _moved(self, needs: Needs) -> Lease | None:
+        """Return the lease that the coordinator gives in place of the one held; None if it does not know that one.
 
-        Raises NoHealthyReplica while there is no room, and what the coordinator raises where another is needed.
+        Raises what the coordinator raises, unless the lease held still serves.
         """
-        held = self.holder.lease
-        if held is None:
+        if (held := self.lease) is None:
             return None
+        is_failed = self._has_failed and not self._is_failure_acked
         try:
-            return await self._leases.ask(self._leases.coordinator.move(self._session_id, held, False, needs))
-        except NotFound:
-            self.holder.drop()
-            return None
+            return await self._in_time(self._coordinator.move(self._name, held, is_failed, needs))
         except NoHealthyReplica:
+            self._is_failure_acked = self._has_failed  # reported again, the failure would count again
             raise
         except AgentLoopError as error:
-            if not held.can.suits(needs):
+            if isinstance(error, NotFound) and self._is_session:
+                self._drop()  # it has expired, or the coordinator is a new one
+                return None
+            if self._has_failed or not held.can.suits(needs):
                 raise
             # The replica may well serve while the coordinator restarts; if it does not, the call says so.
-            _log.warning("not_asked", session=self._session_id, code=error.code)
+            _log.warning("not_asked", holder=self._holder_id, code=error.code, error=str(error))
             return held
 
-    async def _move(self, failed: Lease) -> None:
-        async with self._changing:
-            if self.holder.fail(failed):
-                await self._replace(failed)
+    async def _granted(self, prompt_ids: Sequence[int], needs: Needs) -> Lease:
+        """Return the lease that the coordinator grants a session. Asked before it knows what was given back, it
+        would grant that again, and then take it back."""
+        coordinator = cast(LeasePort, self._coordinator)
 
-    async def _tell(self, failed: Lease) -> None:
-        async with self._changing:
-            if self.holder.lease == failed:
-                await self._replace(failed)
+        async def granted() -> Lease:
+            await self._reporter.acked(self._holder_id)
+            process_id, prefixes = self._reporter.process_id, prefixes_of(prompt_ids)
+            return await coordinator.lease(self._name, len(prompt_ids), process_id, needs, prefixes)
 
-    async def _replace(self, failed: Lease) -> None:
+        return await self._in_time(granted())
+
+    async def _in_time(self, answer: Awaitable[Lease]) -> Lease:
         try:
-            moving = self._leases.coordinator.move(self._session_id, failed, True)
-            self._hold(await self._leases.ask(moving))
-        except NotFound:
-            self.holder.drop()  # it has expired, or the coordinator is a new one: ask for a place anew
-            self._leases.note(self)
-        except AgentLoopError as error:  # the next attempt asks for a place
-            _log.warning("not_moved", session=self._session_id, code=error.code)
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise ServiceUnavailable("the coordinator did not answer in time") from error
 
-    def _hold(self, lease: Lease) -> None:
-        self.holder.hold(lease)
-        self._leases.note(self)
-        if self._is_closed:  # while the coordinator was asked
-            self.release()
-
-    def _ended(self) -> SessionFinished:
-        return SessionFinished(f"session {self._session_id} has ended")
+    def _ended(self) -> AgentLoopError:
+        if self._is_session:
+            return SessionFinished(f"session {self._name} has ended")
+        return Conflict(f"trajectory {self._name} is over")

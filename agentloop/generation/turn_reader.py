@@ -28,8 +28,9 @@ class Reading:
     tools: Sequence[Mapping[str, JSON]]
     turn_index: int  # numbers its calls
     reads_calls: bool
-    reads_thoughts: bool
-    is_thinking: bool  # the prompt ends inside a thought
+    reads_thoughts: bool  # false for a raw completion: all of its text is content
+    is_thinking: bool = False  # the prompt ends inside a thought
+    shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
 
 
 class TurnReader:

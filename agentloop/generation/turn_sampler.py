@@ -6,75 +6,52 @@ same seed; an engine's abort is continued, never shown; no engine request outliv
 Stop strings apply to all text that the policy writes, thoughts and tool calls included, but not to the stop token.
 The ids end with the token that completes the first of them; what the engine sampled beyond is dropped. The first
 stop string that is complete ends the text; of several complete at the same character the longest, which began
-first. What is found does not depend on how the text is cut, and time is linear in the text (Knuth, Morris and
-Pratt), however the strings repeat themselves.
+first. What is found does not depend on how the text is cut.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
-from agentloop.errors import EnginePaused, InvalidRequest, InvariantBroken
+from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import LeasedEngine, continued
+from agentloop.generation.leased_engine import GoesOn, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.images import Image, ImageSpan
 from agentloop.parsers.base import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import long_constraint, turn_sampling
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
-    JSON,
     FinishReason,
     GenerateRequest,
     Generation,
     Message,
-    SamplingParams,
     ToolCall,
     ToolCallStatus,
     TopLogprobs,
 )
 
-MAX_CONTINUATIONS = 32  # in a row of a turn that engine-side aborts keep cutting before it has a token more
-
-GoesOn: TypeAlias = Callable[[SampledTokens], bool]
-"""Whether a turn with these tokens goes on."""
-
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn to sample. `sampling` is complete: room, stop tokens, constraint and the choice's own seed.
+    """One turn to sample. Its `request` is complete: room, stop tokens, constraint and the choice's own seed.
 
-    `timeout_s` bounds each engine request. At `deadline` the caller ends the turn by itself; without one each
-    engine request has `timeout_s`.
+    `request.timeout_s` bounds each engine request. At `deadline` the caller ends the turn by itself; without one
+    the whole turn has `request.timeout_s`. Only whole turns without stop strings may have `request.keeps_late`.
     """
 
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    turn_index: int  # numbers the turn's tool calls
-    choice_index: int = 0
+    request: GenerateRequest
+    reading: Reading
     stop: tuple[str, ...] = ()
-    tools: Sequence[Mapping[str, JSON]] = ()
-    reads_calls: bool = False
-    shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
-    reads_thoughts: bool = True  # false for a raw completion: all of its text is content
-    timeout_s: float = 600.0
+    choice_index: int = 0
     deadline: Deadline | None = None
-    keeps_late: bool = False  # a turn whose time is over is what it has by then; only for whole turns without stops
-    trajectory_id: str | None = None
-    keeps_kv: bool = False  # the trajectory goes on with the KV of the version it began under
-    kv_version: int | None = None  # that version; None before its first token
-    images: tuple[ImageSpan, ...] = ()  # of `prompt_ids`
-    image_data: tuple[Image, ...] = ()  # all that they name
 
 
 async def sample_turn(
@@ -83,28 +60,21 @@ async def sample_turn(
     """Sample the whole turn. Raises what the engine raises.
 
     `goes_on` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends with
-    FinishReason.ABORT. A turn that a pause cut, and that no engine can take up in the middle, is sampled again:
-    nobody has seen it.
+    FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    attempt, num_cut = wanted, 0
-    while True:
-        turn = _Turn(reader, attempt, goes_on=goes_on)
-        try:
-            if attempt.stop:
-                async with aclosing(_streamed(engine, turn, attempt.deadline)) as pieces:
-                    async for _ in pieces:
-                        pass
-            else:
-                while (request := turn.next_request()) is not None:
-                    generation = await engine.generate(request, deadline=attempt.deadline)
-                    turn.sampled.add(generation)
-                    turn.end(generation)
-            return turn.finish()
-        except EnginePaused:
-            num_cut += 1
-            if not turn.sampled.token_ids or num_cut == MAX_CONTINUATIONS:
-                raise
-        attempt = replace(wanted, request_id=f"{wanted.request_id}~{num_cut}")
+    turn, request = _Turn(reader, wanted), wanted.request
+    if not wanted.stop:
+        last = await engine.generate(request, turn.sampled, deadline=wanted.deadline, goes_on=goes_on)
+        return turn.finish(last)
+    items = engine.stream(request, turn.sampled, deadline=wanted.deadline, is_shown=False, goes_on=goes_on)
+    async with aclosing(items):
+        async for item in items:
+            if isinstance(item, Generation):
+                return turn.finish(item)
+            turn.read()
+            if turn.is_stopped:
+                break
+    return turn.finish(None)
 
 
 async def stream_turn(
@@ -115,56 +85,31 @@ async def stream_turn(
     Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can take up a
     grammar in the middle, and what was given out cannot be taken back.
     """
-    turn = _Turn(reader, wanted, is_streamed=True)
-    async with aclosing(_streamed(engine, turn, wanted.deadline)) as pieces:
-        async for piece in pieces:
-            yield piece
-    reply = turn.finish()
+    turn, last = _Turn(reader, wanted, is_streamed=True), None
+    async with aclosing(engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline)) as items:
+        async for item in items:
+            if isinstance(item, Generation):
+                last = item
+            elif (piece := turn.read()) is not None:
+                yield piece
+            if turn.is_stopped:
+                break
+    reply = turn.finish(last)
     yield turn.last_piece(reply)
     yield reply
 
 
-async def _streamed(
-    engine: LeasedEngine, turn: _Turn, deadline: Deadline | None
-) -> AsyncGenerator[TurnPiece, None]:
-    """Stream a turn's tokens into it, up to its end or its first stop string."""
-    while (request := turn.next_request()) is not None:
-        async with aclosing(engine.stream(request, turn.sampled, deadline=deadline)) as items:
-            async for item in items:
-                if isinstance(item, Generation):
-                    turn.end(item)
-                    continue
-                piece = turn.read()
-                if turn.is_stopped:
-                    return
-                if piece is not None:
-                    yield piece
-
-
 class _Turn:
-    """A turn in the making: engine requests out, tokens in, pieces out, a reply at the end."""
+    """A turn's tokens as they are read: pieces out, a reply at the end."""
 
-    def __init__(
-        self, reader: TurnReader, wanted: TurnRequest, *, goes_on: GoesOn | None = None, is_streamed: bool = False
-    ) -> None:
+    def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""
         self.sampled = SampledTokens()
         self._wanted = wanted
-        self._goes_on = goes_on
         self._reader = reader
-        self._reading = Reading(
-            wanted.tools,
-            wanted.turn_index,
-            wanted.reads_calls,
-            wanted.reads_thoughts,
-            wanted.reads_thoughts and reader.is_thinking(wanted.prompt_ids),
-        )
-        self._stop_ids = wanted.sampling.stop_token_ids
-        self._first: Generation | None = None  # how the first engine request ended
-        self._last: Generation | None = None
-        self._num_requests = 0
-        self._num_before = self._num_idle = 0  # tokens before the last request; requests since a token came
-        self._is_left = False  # cut by an abort, and not to go on
+        self._sampling = wanted.request.sampling
+        is_thinking = wanted.reading.reads_thoughts and reader.is_thinking(wanted.request.token_ids)
+        self._reading = replace(wanted.reading, is_thinking=is_thinking)
         self._text = _GrowingText(reader, wanted.stop)
         self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
         self._held = ""  # text that may begin a stop string
@@ -175,51 +120,15 @@ class _Turn:
         """True once a stop string is complete: nothing may be added any more."""
         return self._text.match is not None
 
-    def next_request(self) -> GenerateRequest | None:
-        """Return what the engine is to be asked now; None if the turn has ended. Raises EnginePaused."""
-        wanted, sampled = self._wanted, self.sampled
-        if self._last is not None and not self._is_cut():
-            return None
-        if sampled.token_ids and wanted.sampling.looks_back:
-            raise EnginePaused("a pause cut a reply under a constraint or penalties: it must be sampled again")
-        self._num_idle = self._num_idle + 1 if len(sampled) == self._num_before else 0
-        self._num_before = len(sampled)
-        if self._num_idle > MAX_CONTINUATIONS:
-            raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times without a token")
-        timeout_s = wanted.timeout_s
-        if wanted.deadline is not None:
-            timeout_s = max(min(timeout_s, wanted.deadline.left_s), 0.001)
-        whole = GenerateRequest(
-            request_id=f"{wanted.request_id}.{self._num_requests}",
-            token_ids=wanted.prompt_ids,
-            sampling=wanted.sampling,
-            timeout_s=timeout_s,
-            trajectory_id=wanted.trajectory_id,
-            kv_version=wanted.kv_version,
-            images=wanted.images,
-            image_data=wanted.image_data,
-            keeps_late=wanted.keeps_late,
-            keeps_kv=wanted.keeps_kv,
-        )
-        self._num_requests += 1
-        return continued(whole, sampled.since(0)) if sampled.token_ids else whole
-
-    def _is_cut(self) -> bool:
-        """Tell whether an abort cut the turn, and it goes on."""
-        wanted, last = self._wanted, self._last
-        is_aborted = last is not None and last.finish_reason is FinishReason.ABORT
-        if not is_aborted or len(self.sampled) >= wanted.sampling.max_tokens:
-            return False
-        self._is_left = self._goes_on is not None and not self._goes_on(self.sampled)
-        return not self._is_left
-
     def read(self) -> TurnPiece | None:
         """Read the tokens that came. Returns what a client can be shown of them, if there is anything."""
         if self.is_stopped:
             raise InvariantBroken("tokens after a stop string")
         # A stop token is the turn's end and no text, unless something follows it.
         ids = self.sampled.token_ids
-        text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._stop_ids else len(ids))
+        if len(ids) < self._text.num_read:  # it is sampled again
+            self._text = _GrowingText(self._reader, self._wanted.stop)
+        text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._sampling.stop_token_ids else len(ids))
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
         if self._splitter is None or self.is_stopped:
@@ -230,15 +139,11 @@ class _Turn:
         shown = self._splitter.add(text[:num_free])
         return None if shown.is_empty else self._piece(shown, len(self._text.ends))
 
-    def end(self, generation: Generation) -> None:
-        """Note how an engine request ended; its tokens were added."""
-        self._first = self._first or generation
-        self._last = generation
-
-    def finish(self) -> Reply:
-        """Read what is left, and return the reply."""
-        first, last, stopped_at = self._first, self._last, self._text.match
-        has_stop_token = last is not None and last.finish_reason is FinishReason.STOP
+    def finish(self, last: Generation | None) -> Reply:
+        """Read what is left, and return the reply; `last` is the engine's, None if a stop string came first."""
+        stopped_at = self._text.match
+        reason = FinishReason.STOP if last is None else last.finish_reason
+        has_stop_token = stopped_at is None and reason is FinishReason.STOP
         if stopped_at is None:
             num_ids = len(self.sampled)
             self._text.finish(self.sampled.token_ids, num_ids - 1 if has_stop_token else num_ids)
@@ -248,30 +153,27 @@ class _Turn:
         has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
         unread: tuple[ToolCall, ...] = ()
-        if self._wanted.shows_unread_calls:
-            message, unread = with_unread_calls_as_content(message, self._wanted.turn_index)
-        finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
-        if last is not None and last.finish_reason is FinishReason.DEADLINE:
-            finish_reason = FinishReason.DEADLINE
+        if self._reading.shows_unread_calls:
+            message, unread = with_unread_calls_as_content(message, self._reading.turn_index)
         raw_logprobs = self.sampled.raw_logprobs
         return Reply(
             message=message,
             token_ids=np.array(self.sampled.token_ids, np.int32),
             logprobs=np.array(self.sampled.logprobs, np.float32),
             weight_versions=self.sampled.weight_versions,
-            finish_reason=FinishReason.STOP if has_stop_token or stopped_at is not None else finish_reason,
+            finish_reason=reason if stopped_at is None else FinishReason.STOP,
             is_closed=has_stop_token and self._reader.ends_turn(self.sampled.token_ids[-1]),
             stop_text=stopped_at.text if stopped_at is not None else "",
             num_reasoning_tokens=num_reasoning_tokens,
-            cached_tokens=first.cached_tokens if first is not None else 0,
+            cached_tokens=last.cached_tokens if last is not None else 0,
             replica_id=last.replica_id if last is not None else "",
             engine=last.engine if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
             raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
-            sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),
-            seed=self._wanted.sampling.seed,
+            sampling=turn_sampling(self._sampling, self.sampled.logprobs_mode),
+            seed=self._sampling.seed,
             unread_calls=unread,
-            constraint=long_constraint(self._wanted.sampling),
+            constraint=long_constraint(self._sampling),
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
@@ -330,7 +232,7 @@ class _GrowingText:
         self._stops = StopFinder(stops)
         self._text: list[str] = []
         self._num_chars = 0
-        self._num_read = 0  # tokens that the decoder has
+        self.num_read = 0  # tokens that the decoder has
 
     @property
     def num_held(self) -> int:
@@ -345,13 +247,13 @@ class _GrowingText:
 
     def read(self, ids: Sequence[int], num_ids: int) -> str:
         """Decode the ids up to there, and return the text that is new. A found stop string cuts `ends`."""
-        decoded = self._decoder.add(ids[self._num_read : num_ids])
-        self._num_read = num_ids
+        decoded = self._decoder.add(ids[self.num_read : num_ids])
+        self.num_read = num_ids
         return self._append(decoded)
 
     def finish(self, ids: Sequence[int], num_ids: int) -> None:
         """Decode the rest, and what was not certain."""
-        if self._num_read == 0:  # nothing was read in pieces
+        if self.num_read == 0:  # nothing was read in pieces
             self._append(self._reader.decode(ids[:num_ids]))
             return
         self.read(ids, num_ids)
@@ -390,58 +292,34 @@ class StopFinder:
         """Raises InvalidRequest for an empty stop string: it would end every text at once."""
         if not all(stops):
             raise InvalidRequest("a stop string is empty", param="stop")
-        self._progress = [_Progress(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-        self._num_read = 0
+        self._stops = stops
+        self._num_kept = max(map(len, stops), default=1) - 1  # characters that may begin a match
+        self._tail = ""
+        self._num_read = 0  # characters before the tail
 
     @property
     def num_held(self) -> int:
         """Characters at the end of what was read that may begin a stop string."""
-        return max((progress.num_matched for progress in self._progress), default=0)
+        return max(
+            (_num_begun(stop, self._tail[-len(stop) + 1 :]) for stop in self._stops if len(stop) > 1), default=0
+        )
 
     def add(self, text: str) -> StopMatch | None:
         """The first match that `text` completes; nothing may be added after one."""
-        ends = [(end, place) for place, one in enumerate(self._progress) if (end := one.read(text)) is not None]
-        if not ends:
-            self._num_read += len(text)
-            return None
-        end, place = min(ends)
-        stop = self._progress[place].stop
-        return StopMatch(stop, self._num_read + end - len(stop), self._num_read + end)
-
-
-class _Progress:
-    """The length of one stop string that the text ends with."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._shorter = _borders(stop)
-
-    def read(self, text: str) -> int | None:
-        """Return where in `text` the string is first complete; None if it is not."""
-        stop, shorter, matched = self.stop, self._shorter, self.num_matched
-        place = 0
-        while place < len(text):
-            if not matched and (place := text.find(stop[0], place)) < 0:
-                break
-            char = text[place]
-            while matched and char != stop[matched]:
-                matched = shorter[matched - 1]
-            matched += char == stop[matched]
-            place += 1
-            if matched == len(stop):
-                return place
-        self.num_matched = matched
+        text = self._tail + text
+        ends = [(place + len(stop), -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            end, _, stop = min(ends)
+            return StopMatch(stop, self._num_read + end - len(stop), self._num_read + end)
+        num_dropped = max(len(text) - self._num_kept, 0)
+        self._tail = text[num_dropped:]
+        self._num_read += num_dropped
         return None
 
 
-def _borders(stop: str) -> list[int]:
-    """For every prefix, how long the longest of its own beginnings is that it ends with."""
-    borders = [0] * len(stop)
-    length = 0
-    for place in range(1, len(stop)):
-        while length and stop[place] != stop[length]:
-            length = borders[length - 1]
-        length += stop[place] == stop[length]
-        borders[place] = length
-    return borders
+def _num_begun(stop: str, tail: str) -> int:
+    """Return how many characters at the end of `tail`, which is shorter than `stop`, are the beginning of it."""
+    place = tail.find(stop[0])
+    while place >= 0 and not stop.startswith(tail[place:]):
+        place = tail.find(stop[0], place + 1)
+    return len(tail) - place if place >= 0 else 0

@@ -19,7 +19,7 @@ from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotP
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine
-from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.images import ImageSpan
 from agentloop.parsers.grammar import behind_thought
@@ -35,6 +35,7 @@ from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
     JSON,
+    GenerateRequest,
     KVPolicy,
     Message,
     OnExcess,
@@ -365,19 +366,19 @@ class LoopContext:
         keeps_kv = self._kv_policy is KVPolicy.KEEP
         bind_contextvars(turn=turn_index)
         return TurnRequest(
-            request_id=f"{self.trajectory_id}:{turn_index}",
-            prompt_ids=self._path.context_ids,
-            sampling=sampling,
-            turn_index=turn_index,
+            GenerateRequest(
+                request_id=f"{self.trajectory_id}:{turn_index}",
+                token_ids=self._path.context_ids,
+                sampling=sampling,
+                timeout_s=self._turn_timeout_s,
+                trajectory_id=self.trajectory_id,
+                kv_version=self._kv_version if keeps_kv else None,
+                images=self._path.context_images,
+                image_data=self.task.images if self._path.context_images else (),
+                keeps_late=not task.stop,
+                keeps_kv=keeps_kv,
+            ),
+            Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
             stop=task.stop,
-            tools=self._definitions,
-            reads_calls=bool(self._definitions),
-            timeout_s=self._turn_timeout_s,
             deadline=self.deadline,
-            keeps_late=not task.stop,
-            trajectory_id=self.trajectory_id,
-            keeps_kv=keeps_kv,
-            kv_version=self._kv_version if keeps_kv else None,
-            images=self._path.context_images,
-            image_data=self.task.images if self._path.context_images else (),
         )

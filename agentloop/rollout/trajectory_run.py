@@ -34,9 +34,8 @@ from agentloop.errors import (
 )
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImagePlacer
-from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
-from agentloop.generation.leases import AssignedLease
+from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.plugins import LoadedOnce
 from agentloop.rendering.port import Renderer
@@ -137,7 +136,7 @@ class TrajectoryRun:
         self._task = assignment.task
         self._log = structlog.stdlib.get_logger("worker")
         self._started = time.perf_counter()
-        self._lease = AssignedLease(parts.coordinator, assignment, parts.reporter)
+        self._lease = LeaseHolder(parts.reporter, parts.coordinator, assignment.assignment_id, assignment.lease)
         self._outcome = _Outcome(StopReason.COMPLETED)
         self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop_task: asyncio.Task[_Outcome] | None = None

@@ -20,8 +20,8 @@ from agentloop.aio import deadline_after, is_set_by
 from agentloop.api.coordinator import Orders, WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
 from agentloop.generation.image_prompts import ImagePlacer
-from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.leased_engine import Connect
+from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer

@@ -204,10 +204,6 @@ class Balancer:
                 self._books.promise.end(num_tokens)
             self._end(holding)
 
-    def renew(self, process_id: str, now: float) -> None:
-        """Keep the leases of a process that gave a sign of life."""
-        self._table.renew(process_id, now)
-
     def expire(self, now: float) -> int:
         """End the leases whose time is over, and those of processes that fell silent. Returns how many."""
         over = self._table.expired(now, self._config.lease_ttl_s)

@@ -19,7 +19,7 @@ from agentloop.api.coordinator import LeaseReport
 class _Process:
     seen_at: float
     sequence: int = 0  # of the last report that counted
-    owes_all: bool = True
+    needs_full_report: bool = True
 
 
 class ReportDesk:
@@ -35,15 +35,15 @@ class ReportDesk:
         process.seen_at = now
         if report.sequence <= process.sequence:
             return False
-        if report.leases is None and (process.owes_all or report.sequence != process.sequence + 1):
-            process.owes_all = True
+        if report.leases is None and (process.needs_full_report or report.sequence != process.sequence + 1):
+            process.needs_full_report = True
             return False
-        process.sequence, process.owes_all = report.sequence, False
+        process.sequence, process.needs_full_report = report.sequence, False
         return True
 
-    def owes_all(self, process_id: str) -> bool:
+    def needs_full_report(self, process_id: str) -> bool:
         """Tell if a process is to report all that it holds."""
-        return process_id in self._processes and self._processes[process_id].owes_all
+        return process_id in self._processes and self._processes[process_id].needs_full_report
 
     def expire(self, now: float) -> None:
         """Forget the processes that fell silent."""

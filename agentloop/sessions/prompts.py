@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A call as the engine is asked for choice 0; the other choices differ in their seed."""
+    """A chat call as it is sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
 
     prompt: Prompt
     sampling: SamplingParams

@@ -40,6 +40,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
@@ -51,6 +52,7 @@ from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
     FAILURES,
     FinishReason,
+    GenerateRequest,
     KVPolicy,
     Message,
     StopReason,
@@ -473,23 +475,27 @@ class Session:
         chat = live.chat
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
-            request_id=f"{live.call_id}:{choice_index}",
-            prompt_ids=prepared.prompt.ids,
-            sampling=prepared.sampling.of_choice(choice_index),
-            turn_index=number + choice_index,
-            choice_index=choice_index,
+            GenerateRequest(
+                request_id=f"{live.call_id}:{choice_index}",
+                token_ids=prepared.prompt.ids,
+                sampling=prepared.sampling.of_choice(choice_index),
+                timeout_s=chat.timeout_s,
+                trajectory_id=self.session_id,
+                kv_version=self._first_version if keeps_kv else None,
+                images=prepared.prompt.images,
+                image_data=chat.images,
+                keeps_kv=keeps_kv,
+            ),
+            Reading(
+                chat.tools,
+                number + choice_index,
+                reads_calls=prepared.reads_calls,
+                reads_thoughts=chat.prompt_ids is None and not chat.continues,
+                shows_unread_calls=not self._record.gives_unread_calls,
+            ),
             stop=chat.stop,
-            tools=chat.tools,
-            reads_calls=prepared.reads_calls,
-            shows_unread_calls=not self._record.gives_unread_calls,
-            reads_thoughts=chat.prompt_ids is None and not chat.continues,
-            timeout_s=chat.timeout_s,
+            choice_index=choice_index,
             deadline=live.deadline,
-            trajectory_id=self.session_id,
-            keeps_kv=keeps_kv,
-            kv_version=self._first_version if keeps_kv else None,
-            images=prepared.prompt.images,
-            image_data=chat.images,
         )
 
     async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:

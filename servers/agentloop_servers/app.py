@@ -33,7 +33,7 @@ from agentloop.clock import RealClock
 from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.fleet.registry import FleetConfig
 from agentloop.generation.image_prompts import ImagePlacer
-from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.rollout.tool_loading import load_tools

@@ -13,16 +13,12 @@ from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnE
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable
-from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
-from agentloop.generation.leases import AssignedLease
+from agentloop.generation.leases import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.types import (
-    Assignment,
     FinishReason,
     GenerateRequest,
     Generation,
     Lease,
-    Message,
-    RolloutTask,
     SamplingParams,
     WeightVersionSpan,
 )
@@ -40,9 +36,7 @@ class Site:
         return self.coordinator.reports
 
     def holder(self, number: int = 0, lease: Lease | None = None) -> LeaseHolder:
-        holder = LeaseHolder(self.reporter, f"r/g/{number}", "r/g")
-        holder.hold(lease or lease_of(f"L{number}"))
-        return holder
+        return LeaseHolder(self.reporter, self.coordinator, f"r/g/{number}", lease or lease_of(f"L{number}"))
 
 
 def lease_of(lease_id: str) -> Lease:
@@ -123,7 +117,7 @@ async def test_news_are_gathered_and_silence_is_a_heartbeat(site: Site) -> None:
     assert [report.turns for report in site.reports[2:]] == [()] * 10, "a heartbeat a second"
     assert [report.sequence for report in site.reports] == list(range(1, 13))
     for holder in holders:
-        holder.drop()
+        holder.close()
     await site.clock.sleep(10.0)
     assert len(site.reports) == 12, "who holds nothing says nothing"
 
@@ -140,7 +134,7 @@ async def test_calls_side_by_side_are_one_turn_until_the_last_has_ended(site: Si
     holder.leave(holder.lease, asked(prompt), replied(one, 0))
     holder.order(lease_of("L1"))
     holder.enter()  # a third: what was ordered waits
-    assert holder.usable == lease_of("L0")
+    assert holder.held() == lease_of("L0")
     holder.leave(holder.lease, asked(prompt), None)
     holder.leave(holder.lease, asked(prompt), replied(other, 0))
     await site.clock.sleep(0.5)
@@ -148,7 +142,7 @@ async def test_calls_side_by_side_are_one_turn_until_the_last_has_ended(site: Si
     assert kinds == ["TurnBegun", "TurnEnded", "TurnBegun", "TurnEnded", "TurnBegun", "TurnEnded"]
     assert known(site.reports, "L0") == len(prompt + other)
     holder.enter()
-    assert holder.usable == lease_of("L1")
+    assert holder.held() == lease_of("L1")
 
 
 @virtually
@@ -214,10 +208,6 @@ async def test_a_report_that_is_refused_is_not_repeated(site: Site) -> None:
     assert site.reports[1].leases is not None
 
 
-def assignment(lease: Lease) -> Assignment:
-    return Assignment("t/g/0", "g", 0, RolloutTask("t", (Message("user", "x"),)), lease)
-
-
 class Moves:
     """A coordinator of which one asks for another place."""
 
@@ -236,22 +226,22 @@ class Moves:
 @virtually
 async def test_an_order_counts_from_the_next_turn_and_late_ones_not_at_all(site: Site) -> None:
     moves = Moves()
-    source = AssignedLease(moves, assignment(lease_of("old")), site.reporter)  # type: ignore[arg-type] # its move alone
+    source = LeaseHolder(site.reporter, moves, "t/g/0", lease_of("old"))  # type: ignore[arg-type] # its move alone
     prompt = ids_of(("prompt", 20))
-    source.holder.enter()
-    source.holder.begin()
+    source.enter()
+    source.begin()
     site.coordinator.next_orders = LeaseOrders((("old", lease_of("new")), ("other", lease_of("x"))))
     await site.clock.sleep(1.0)
     assert source.held() == lease_of("old"), "a turn in flight keeps its lease"
-    source.holder.leave(source.last, asked(prompt), replied(ids_of(("reply", 5)), 0))
-    source.holder.enter()
+    source.leave(source.lease, asked(prompt), replied(ids_of(("reply", 5)), 0))
+    source.enter()
     assert source.held() == lease_of("new")
-    source.holder.begin()
+    source.begin()
     site.coordinator.next_orders = LeaseOrders((("old", lease_of("late")),))
     await site.clock.sleep(1.0)
-    source.holder.leave(lease_of("old"), asked(prompt), replied(ids_of(("late", 5)), 0))  # a call of the old lease
-    source.holder.leave(source.last, asked(prompt), replied(ids_of(("again", 5)), 0))
-    source.holder.enter()
+    source.leave(lease_of("old"), asked(prompt), replied(ids_of(("late", 5)), 0))  # a call of the old lease
+    source.leave(source.lease, asked(prompt), replied(ids_of(("again", 5)), 0))
+    source.enter()
     assert source.held() == lease_of("new")
     await site.clock.sleep(1.0)
     assert known(site.reports, "new") == 25
@@ -265,23 +255,23 @@ async def test_an_order_counts_from_the_next_turn_and_late_ones_not_at_all(site:
 @virtually
 async def test_an_order_to_ask_waits_for_room_and_falls_back_to_the_lease_at_hand(site: Site) -> None:
     moves = Moves()
-    source = AssignedLease(moves, assignment(lease_of("old")), site.reporter)  # type: ignore[arg-type] # its move alone
+    source = LeaseHolder(site.reporter, moves, "t/g/0", lease_of("old"))  # type: ignore[arg-type] # its move alone
     request = asked((1, 2, 3))
-    source.holder.order(None)
-    source.holder.enter()
+    source.order(None)
+    source.enter()
     assert source.held() is None
     moves.answers = [NoHealthyReplica("no room"), lease_of("new")]
     with pytest.raises(NoHealthyReplica):
-        await source.lease(request)
+        await source.ask(request.token_ids)
     assert source.held() is None
-    assert await source.lease(request) == lease_of("new") == source.held()
-    source.holder.leave(source.last, request, None)
+    assert await source.ask(request.token_ids) == lease_of("new") == source.held()
+    source.leave(source.lease, request, None)
     for error in (ServiceUnavailable("restarting"), NotFound("who?")):
-        source.holder.order(None)
-        source.holder.enter()
+        source.order(None)
+        source.enter()
         moves.answers = [error]
-        assert await source.lease(request) == lease_of("new")
-        source.holder.leave(source.last, request, None)
+        assert await source.ask(request.token_ids) == lease_of("new")
+        source.leave(source.lease, request, None)
     assert {is_failed for _, is_failed in moves.asked} == {False}
 
 
@@ -295,7 +285,7 @@ async def test_the_end_of_a_process_tells_what_it_gave_back(site: Site) -> None:
     await site.reporter.close()
     assert "L0" in site.coordinator.leases, "one that is down is not waited for"
     again = LeaseReporter("q", site.coordinator.report_leases)
-    other = LeaseHolder(again, "/s")
+    other = LeaseHolder(again, site.coordinator, "s")
     other.hold(lease_of("L0"))
     other.release()
     await again.close()

@@ -27,10 +27,10 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.lease_reporter import LeaseReporter
-from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, continued
-from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, SessionLeases, continued
+from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.images import Image, ImageTokens
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -481,6 +481,16 @@ async def test_a_generation_that_looks_back_is_sampled_anew(site: LeaseSite) -> 
     assert generation.token_ids == tuple(range(10, 18))
     assert [sent.token_ids for _, sent in site.script.requests] == [tuple(range(10))] * 2
     assert site.engine.num_resampled == 1
+
+
+@virtually
+async def test_a_stream_that_looks_back_and_is_not_shown_is_sampled_anew(site: LeaseSite) -> None:
+    site.script.cut_after, sampled = [3, None], SampledTokens()
+    async for item in site.engine.stream(request(presence_penalty=0.5), sampled, is_shown=False):
+        last = item
+    assert isinstance(last, Generation)
+    assert list(last.token_ids) == sampled.token_ids == list(range(10, 18))
+    assert [sent.token_ids for _, sent in site.script.requests] == [tuple(range(10))] * 2
 
 
 def test_a_continuation_has_another_seed_for_every_place_and_the_policy_of_its_kv() -> None:

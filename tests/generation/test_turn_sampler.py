@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from agentloop.codec import encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
+from agentloop.generation.leased_engine import MAX_ABORTS
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.generation.turn_sampler import (
-    MAX_CONTINUATIONS,
     TurnRequest,
     sample_turn,
     stream_turn,
@@ -49,10 +49,14 @@ STOP_ID = RENDERER.stop_token_ids[0]
 PROMPT = tuple(RENDERER.render([Message("user", "What is 2 + 3?")], []))
 
 
+SAMPLING = SamplingParams(1000, seed=7, stop_token_ids=RENDERER.stop_token_ids)
+
+
 def order(max_tokens: int = 1000, **fields: object) -> TurnRequest:
-    sampling = SamplingParams(max_tokens, seed=7, stop_token_ids=RENDERER.stop_token_ids)
-    given = {"request_id": "r", "prompt_ids": PROMPT, "sampling": sampling, "turn_index": 0, "reads_calls": True}
-    return TurnRequest(**{**given, **fields})  # type: ignore[arg-type]
+    sampling = replace(SAMPLING, max_tokens=max_tokens)
+    request = GenerateRequest("r", PROMPT, fields.pop("sampling", sampling))  # type: ignore[arg-type]
+    reads = {name: fields.pop(name, True) for name in ("reads_calls", "reads_thoughts")}
+    return TurnRequest(request, Reading((), 0, **reads), **fields)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -162,7 +166,7 @@ def test_a_stream_gives_the_reply_of_the_whole_call_however_it_is_cut(
     written: list[list[int]], sizes: list[int], stop: list[str], reads: bool, reason: FinishReason
 ):
     sampled = [i for piece in written for i in piece] + ([STOP_ID] if reason is FinishReason.STOP else [5])
-    sampling = replace(order().sampling, num_top_logprobs=2)
+    sampling = replace(SAMPLING, num_top_logprobs=2)
     wanted = order(sampling=sampling, stop=tuple(stop), reads_calls=reads, reads_thoughts=reads)
 
     async def both() -> tuple[Reply, Reply]:
@@ -180,7 +184,7 @@ def test_a_stream_gives_the_reply_of_the_whole_call_however_it_is_cut(
 @pytest.mark.parametrize("stop", [(), ("e",), ("<tool", "in", "\n")])
 async def test_a_simulated_engine_gives_both_the_same(seed: int, stop: tuple[str, ...]):
     wanted = order(
-        stop=stop, sampling=replace(order().sampling, max_tokens=200, temperature=1.0, seed=seed), reads_calls=True
+        stop=stop, sampling=replace(SAMPLING, max_tokens=200, temperature=1.0, seed=seed), reads_calls=True
     )
     async with started(SimulatedEngine(SPEC)) as engine:
         whole = await whole_turn(engine, wanted)
@@ -268,7 +272,7 @@ async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
     first, second = ids("Hello, wor"), (*ids("ld"), STOP_ID)
     takes = [(first, FinishReason.ABORT), ((), FinishReason.ABORT), (second, FinishReason.STOP)]
     tape = Tape(takes, [2] * 9, versions=(3,) * len(first) + (4,))
-    sampling = replace(order().sampling, min_tokens=2)
+    sampling = replace(SAMPLING, min_tokens=2)
     run = streamed(tape, order(sampling=sampling)) if is_streamed else whole_turn(tape, order())
     reply = (await run)[1] if is_streamed else await run
     assert reply.message.content == "Hello, world"
@@ -278,7 +282,7 @@ async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
         WeightVersionSpan(4, len(first), len(first) + len(second)),
     )
     assert (reply.cached_tokens, reply.replica_id) == (5, "replica")
-    assert [request.request_id for request in tape.requests] == ["r.0", "r.1", "r.2"]
+    assert [request.request_id for request in tape.requests] == ["r", "r~1", "r~2"]
     assert tape.requests[2].token_ids == (*PROMPT, *first)
     assert tape.requests[2].sampling.max_tokens == 1000 - len(first)
     assert tape.requests[2].sampling.min_tokens == 0
@@ -299,21 +303,21 @@ LOOKS_BACK = [
 @pytest.mark.parametrize("shape", LOOKS_BACK)
 @pytest.mark.parametrize("stop", [(), ("never",)])
 async def test_a_turn_that_looks_back_is_sampled_again_if_it_was_cut(stop: tuple[str, ...], shape: dict[str, Any]):
-    wanted = order(sampling=replace(order().sampling, **shape), stop=stop)
+    wanted = order(sampling=replace(SAMPLING, **shape), stop=stop)
     cut, whole = (ids("{"), FinishReason.ABORT), ((*ids("{}"), STOP_ID), FinishReason.STOP)
     tape = Tape([cut, cut, whole])
     reply = await whole_turn(tape, wanted)
     assert reply.message.content == "{}"
-    assert [request.request_id for request in tape.requests] == ["r.0", "r~1.0", "r~2.0"]
+    assert [request.request_id for request in tape.requests] == ["r", "r~1", "r~2"]
     assert {request.token_ids for request in tape.requests} == {PROMPT}
     endless = Tape([cut] * 100)
     with pytest.raises(EnginePaused):
         await whole_turn(endless, wanted)
-    assert len(endless.requests) == MAX_CONTINUATIONS
+    assert len(endless.requests) == MAX_ABORTS
 
 
 async def test_a_constrained_stream_that_was_cut_cannot_go_on():
-    wanted = order(sampling=replace(order().sampling, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
+    wanted = order(sampling=replace(SAMPLING, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
     with pytest.raises(EnginePaused):
         await streamed(Tape([(ids("{"), FinishReason.ABORT)]), wanted)
 
@@ -350,7 +354,7 @@ async def test_a_found_stop_string_ends_the_engine_request():
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_engine_that_does_not_answer_meets_the_deadline(is_streamed: bool):
-    request = GenerateRequest("r", PROMPT, order().sampling, timeout_s=0.05)
+    request = GenerateRequest("r", PROMPT, SAMPLING, timeout_s=0.05)
     async with started(SimulatedEngine(SPEC)) as engine, asyncio.timeout(20):
         engine.faults.num_hung = 1
         with pytest.raises(DeadlineExceeded):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import LeaseReport, ReplicaRegistration
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet, ReplicaState
@@ -202,7 +202,7 @@ def test_the_leases_of_a_silent_process_end_and_those_of_others_do_not():
     balancer = Balancer(fleet_of("a"), BalancerConfig(lease_ttl_s=60.0))
     lost = [balancer.acquire(demand(f"r/g/{i}", "r/g", 1, "dies"), 0.0) for i in range(3)]
     kept = balancer.acquire(demand("r/g/9", "r/g", 1, "lives"), 0.0)
-    balancer.renew("lives", 50.0)
+    balancer.took(LeaseReport("lives", 1), 50.0)
     assert balancer.expire(59.9) == 0
     assert balancer.expire(60.0) == 3
     assert balancer.expire(109.9) == 0

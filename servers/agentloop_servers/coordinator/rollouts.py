@@ -173,7 +173,6 @@ class Rollouts:
             return Orders()
         poll = self._polls.setdefault(worker_id, _Poll(now))
         poll.seen_at, poll.cut_at = now, None
-        self._replicas.balancer.renew(worker_id, now)
         poll.number += 1
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
@@ -453,7 +452,7 @@ class Rollouts:
             news = LeaseReport(report.process_id, report.sequence)  # a sign of life
         orders = self._replicas.balancer.took(news, now)
         self._replicas.waiting.changed()
-        return replace(orders, send_all=self._reports.owes_all(report.process_id))
+        return replace(orders, send_all=self._reports.needs_full_report(report.process_id))
 
     # --- inside ---
 

@@ -41,9 +41,8 @@ from agentloop.errors import (
     SessionNotFound,
     StorageFull,
 )
-from agentloop.generation.lease_reporter import LeaseReporter, ReportConfig
-from agentloop.generation.leased_engine import Connect
-from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.generation.leased_engine import Connect, SessionLeases
+from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session

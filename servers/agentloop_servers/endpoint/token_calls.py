@@ -20,13 +20,13 @@ from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import LeasedEngine
-from agentloop.generation.leases import SessionLeases
+from agentloop.generation.leased_engine import LeasedEngine, SessionLeases
+from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import KVPolicy
+from agentloop.types import GenerateRequest, KVPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +99,16 @@ class TokenCalls:
         if prepared.overflow is not None:
             raise _of_token_ids(prepared.overflow)
         keeps_kv = parts.kv_policy is KVPolicy.KEEP
-        wanted = TurnRequest(
+        request = GenerateRequest(
             request_id=request_id,
-            prompt_ids=prepared.prompt.ids,
+            token_ids=prepared.prompt.ids,
             sampling=prepared.sampling,
-            turn_index=0,
-            stop=chat.stop,
-            reads_thoughts=False,
             timeout_s=chat.timeout_s,
             trajectory_id=name,
-            keeps_kv=keeps_kv,
             kv_version=shared.first_version if keeps_kv else None,
+            keeps_kv=keeps_kv,
         )
+        wanted = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat.stop)
         try:
             replies = await side_by_side([self._choice(wanted, shared, index) for index in range(chat.num_choices)])
         except BaseExceptionGroup as failures:
@@ -121,12 +119,12 @@ class TokenCalls:
         return replies
 
     async def _choice(self, wanted: TurnRequest, shared: _Affinity, index: int) -> Reply:
-        sampling = wanted.sampling.of_choice(index)
-        timeout_s, max_standstill_s = wanted.timeout_s, self._limits.max_standstill_s
-        name = f"{wanted.request_id}:{index}"
+        whole, timeout_s = wanted.request, wanted.request.timeout_s
+        request_id, sampling = f"{whole.request_id}:{index}", whole.sampling.of_choice(index)
+        request = replace(whole, request_id=request_id, sampling=sampling)
         try:
-            async with Deadline.moving(timeout_s, max_standstill_s) as deadline:
-                own = replace(wanted, request_id=name, sampling=sampling, choice_index=index, deadline=deadline)
+            async with Deadline.moving(timeout_s, self._limits.max_standstill_s) as deadline:
+                own = replace(wanted, request=request, choice_index=index, deadline=deadline)
                 return await sample_turn(shared.engine, self._parts.reader, own)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
-from agentloop.generation.lease_reporter import LeaseReporter
-from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint

@@ -25,7 +25,7 @@ from agentloop.api.owners import OWN_ID_PATTERN, own_id, owner_of, shown_id
 from agentloop.api.requests import MAX_CURSOR, MAX_PAGE, MAX_WAIT_S, AcknowledgeBody, GenerateBody, SubmitBody
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
-from agentloop.generation.leases import SessionLeases
+from agentloop.generation.leased_engine import SessionLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout.loops import load_loop
 from agentloop.rollout.rewards import load_reward
@@ -295,7 +295,7 @@ class RolloutRoutes:
         tenants = None if self._endpoint is None else self._endpoint.tenants
         try:
             with nullcontext() if tenants is None else tenants.call(owner_of(request.request_id)):
-                return await engine.generate(request)
+                return await engine.generate(request, goes_on=lambda sampled: False)
         finally:
             self._leases.end(request.request_id)
 

@@ -28,7 +28,7 @@ from agentloop.codec import decode, encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
 from agentloop.generation.image_prompts import ImagePlacer
-from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageTokens
 from agentloop.logs import configure_logging

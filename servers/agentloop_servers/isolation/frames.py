@@ -122,10 +122,7 @@ class HandIn:
 
 
 Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | Heard | Answered | Refused | HandIn
-_KINDS: tuple[type[Frame], ...] = (
-    *(Setup, Loaded, Begin, Cancel, Ask, Drop),
-    *(Heard, Answered, Refused, HandIn),
-)
+_KINDS: tuple[type[Frame], ...] = (Setup, Loaded, Begin, Cancel, Ask, Drop, Heard, Answered, Refused, HandIn)
 
 
 def packed(value: Frame) -> bytes:

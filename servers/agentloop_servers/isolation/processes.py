@@ -26,10 +26,17 @@ from agentloop.api.coordinator import WorkerPort
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
-from agentloop.errors import AgentLoopError, EnginePaused, Forbidden, InvalidRequest, NoHealthyReplica, error_line
-from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    EnginePaused,
+    Forbidden,
+    InvalidRequest,
+    NoHealthyReplica,
+    error_line,
+)
 from agentloop.generation.leased_engine import Connect, NewestVersion
-from agentloop.generation.leases import AssignedLease
+from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
 from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
@@ -222,7 +229,7 @@ class ProcessRun:
         self.num_sampled_tokens = 0
         self._runs = runs
         self._assignment = assignment
-        self._lease = AssignedLease(runs.coordinator, assignment, runs.reporter)
+        self._lease = LeaseHolder(runs.reporter, runs.coordinator, assignment.assignment_id, assignment.lease)
         self._started = time.perf_counter()
         self._child: _Child | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -337,16 +344,25 @@ class ProcessRun:
                 await self._engine.abort(request_id)
                 return encode(None)
             case WorkerCall.MOVE:
-                return encode(_blank(await self._lease.ask(is_failed=decode(ask.body, bool))))
+                if decode(ask.body, bool):
+                    await self._lease.failed(self._held)
+                return encode(_blank(await self._lease.ask()))
 
     @property
     def _engine(self) -> TokenEngine:
-        return self._runs.connect(self._lease.last.url)
+        return self._runs.connect(self._held.url)
+
+    @property
+    def _held(self) -> Lease:
+        """The lease held, or the one that failed."""
+        if self._lease.lease is None:
+            raise Conflict(f"trajectory {self._assignment.assignment_id} is over")
+        return self._lease.lease
 
     async def _generated(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
         request = decode(ask.body, GenerateRequest)
         self._check(request.request_id)
-        holder, lease = self._lease.holder, None
+        holder, lease = self._lease, None
         generation: Generation | None = None
         holder.enter()
         try:
@@ -364,7 +380,7 @@ class ProcessRun:
         does not count the time."""
         try:
             needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
-            return self._lease.held(needs) or await self._lease.lease(request, needs)
+            return await self._lease.ask((), needs)
         except NoHealthyReplica as error:
             raise EnginePaused(f"the turn waits for a place: {error.message}") from error
 

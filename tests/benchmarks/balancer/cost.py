@@ -25,7 +25,7 @@ from agentloop import codec
 from agentloop.api.coordinator import LeaseOrders, LeaseReport, ReplicaRegistration, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.fleet.registry import Fleet
-from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
+from agentloop.generation.leases import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
@@ -116,8 +116,8 @@ class Service:
         for number in range(num_live):
             name, group = f"run/{number // GROUP_SIZE}/{number % GROUP_SIZE}", f"run/{number // GROUP_SIZE}"
             demand = Demand(name, reporter.process_id, group, num_tokens, GROUP_SIZE)
-            holder = LeaseHolder(reporter, name, group)
-            holder.hold(self.balancer.acquire(demand, self.now))
+            lease = self.balancer.acquire(demand, self.now)
+            holder = LeaseHolder(reporter, self, name, lease)  # type: ignore[arg-type] # nothing is asked of it
             self.live.append(_Trajectory(holder, self.ids(num_tokens), number))
         async with asyncio.timeout(60.0):
             while self.num_held < num_live:

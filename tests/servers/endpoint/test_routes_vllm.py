@@ -12,8 +12,8 @@ import pytest
 from agentloop.chat import vllm_tokens
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.vllm_tokens import TokensBody
-from agentloop.generation.lease_reporter import LeaseReporter
-from agentloop.generation.leases import SessionLeases
+from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leases import LeaseReporter
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import Keys

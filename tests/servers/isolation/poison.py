@@ -72,7 +72,7 @@ class Pries:
                 await call
             except Exception as error:
                 ctx.observe(Message("user", f"{type(error).__name__}: {error}"))
-        ctx.observe(Message("user", f"lease: {vars(engine)['_source'].last.url!r}"))
+        ctx.observe(Message("user", f"lease: {vars(engine)['_holder'].lease.url!r}"))
         await ctx.sample()
 
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
-from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser

@@ -21,8 +21,8 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, WeightUpdateFailed
-from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter
 from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.types import (
     FinishReason,
     GenerateRequest,
@@ -198,27 +198,19 @@ class ReversingConnection:
         )
 
 
-class OneLease:
-    """A lease on the only replica there is."""
+class OneReplica:
+    """The coordinator of a fleet with one replica: there is no other."""
 
-    def __init__(self) -> None:
-        self.holder = LeaseHolder(LeaseReporter("test", None), "test")
-        self.holder.hold(Lease("lease-1", "replica-1", "url-1"))
-
-    def held(self, needs: Needs = NO_NEEDS) -> Lease:
-        assert self.holder.lease is not None
-        return self.holder.lease
-
-    async def lease(self, request: GenerateRequest, needs: Needs) -> Lease:
-        return self.held()
-
-    async def move(self, failed: Lease) -> None:
-        """There is no other."""
-
-    def give_up(self, failed: Lease) -> None:
-        """There is no other."""
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
+        return lease
 
 
 def leased(engine: TokenEngine, *, vocab_size: int = 1 << 31, max_attempts: int = 1) -> LeasedEngine:
     """The engine under a lease; with one attempt its errors come as they are."""
-    return LeasedEngine(lambda url: engine, OneLease(), vocab_size=vocab_size, max_attempts=max_attempts)
+    holder = LeaseHolder(
+        LeaseReporter("test", None),
+        OneReplica(),  # type: ignore[arg-type] # its move alone
+        "r/g/0",
+        Lease("lease-1", "replica-1", "url-1"),
+    )
+    return LeasedEngine(lambda url: engine, holder, vocab_size=vocab_size, max_attempts=max_attempts)

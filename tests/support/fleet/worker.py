@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.engine import Engine
-from agentloop.generation.lease_reporter import LeaseReporter
+from agentloop.generation.leases import LeaseReporter
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool
