@@ -27,7 +27,7 @@ from agentloop.engine import EngineInfo
 from agentloop.fleet.registry import Fleet
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.scheduling.balancer import Balancer
-from agentloop.scheduling.placement import Demand
+from agentloop.scheduling.lease_table import Demand
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from tests.benchmarks import report
 
@@ -135,7 +135,6 @@ class Service:
             one.holder.enter()
             one.holder.begin()
             one.holder.leave(one.holder.lease, request, generation)
-            one.holder.run_tool("search")
         spent = time.process_time() - begun
         for one, _, generation in answers:
             one.ids = (*one.ids, *generation.token_ids, *self.ids(NUM_OBSERVED))
@@ -182,7 +181,7 @@ async def measure_turns(num_tokens: int) -> TurnCost:
 def measure_placement(num_replicas: int) -> tuple[float, float, float]:
     """Return the seconds of an acquire, of a release, and of both as they follow one another, at a steady load."""
     balancer = Balancer(fleet_of(num_replicas))
-    best = (float("inf"),) * 3
+    best = (float("inf"), float("inf"), float("inf"))
     held: list[Lease] = []
     for number in range(num_replicas * LIVE_PER_REPLICA):
         held.append(balancer.acquire(_demand(number), 0.0))
@@ -200,8 +199,8 @@ def measure_placement(num_replicas: int) -> tuple[float, float, float]:
             balancer.release(held[index], 9000, 3.0)
         done = time.process_time()
         number, held = number + NUM_PLACED, held[NUM_PLACED:]
-        times = (acquired - begun, released - acquired, done - released)
-        best = tuple(min(one, spent / NUM_PLACED) for one, spent in zip(best, times, strict=True))
+        times = [spent / NUM_PLACED for spent in (acquired - begun, released - acquired, done - released)]
+        best = min(best[0], times[0]), min(best[1], times[1]), min(best[2], times[2])
     return best
 
 
