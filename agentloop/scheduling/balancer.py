@@ -308,17 +308,13 @@ class Balancer:
             self._balance_tail(holding)
 
     def new_epoch(self, *, is_flushed: bool) -> None:
-        """Take in new weights. No new prompt shares KV of the old ones; flushed, no holder finds its own either.
-
-        Holders at their tools then ask for room before they go on: there is nothing to come back to.
-        """
+        """Take in new weights. No new prompt shares KV of the old ones; flushed, no holder finds its own either."""
         self._prefixes.clear()
         if not is_flushed:
             return
         for holding in self._table:
             holding.is_flushed |= holding.is_warm or holding.idle_since is None
             holding.is_warm = False
-            self._let_go(holding)
 
     def look(self, now: float) -> None:
         """Let the share follow the engines' loads, and let go of holders at long tools; about once a second."""

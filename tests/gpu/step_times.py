@@ -1,13 +1,13 @@
-"""The time that a model's steps take on this GPU, as a simulation of many replicas needs them: points and fits.
+"""The time that a model's steps take on this GPU: the points that the balancer's simulator fits its steps to.
 
     python -m tests.gpu.step_times --shape qwen3-4b --out tests/benchmarks/balancer/step_times/h200-qwen3-4b.json
 
-    prefill of x tokens that are nowhere cached, alone:        a + b x + c x^2         seconds
-    one decode step of B requests with C tokens in them all:   alpha + beta B + gamma C
+A point of prefill is (tokens that are nowhere cached, seconds); one of decode is (requests, tokens in them all,
+seconds). `balancer.regimes.fit_step_times` fits both. Steps that prefill and decode at once are not measured.
 
 vLLM runs alone, without our service, prefix cache off, dummy weights: speed does not depend on what they are. A
 prefill is the time from its request to its first token; a decode step is the median time between two outputs while
-all B requests run. Fitted is the relative error, so that small steps count as much as large ones.
+all B requests run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -113,26 +112,8 @@ def finish(engine: LLMEngine) -> None:
     time.sleep(0.2)  # the engine core hears of it in its own time
 
 
-def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """Return the coefficients with the least relative error, none negative, and the largest of these errors.
-
-    A term whose coefficient would be negative is left out, the most negative first.
-    """
-    matrix = np.asarray(terms) / np.asarray(seconds)[:, None]
-    used = list(range(matrix.shape[1]))
-    while True:
-        scale = np.linalg.norm(matrix[:, used], axis=0)
-        found = np.linalg.lstsq(matrix[:, used] / scale, np.ones(len(seconds)), rcond=None)[0] / scale
-        if found.min() >= 0:
-            break
-        del used[int(found.argmin())]
-    coefficients = np.zeros(matrix.shape[1])
-    coefficients[used] = found
-    return coefficients.tolist(), float(np.abs(matrix @ coefficients - 1.0).max())
-
-
 def main() -> None:
-    """Measure, fit, print and write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--dtype", default="bfloat16")
@@ -157,8 +138,6 @@ def main() -> None:
                     (num_requests, num_requests * context, decode_s(engine, shape, num_requests, context))
                 )
                 print("decode", decodes[-1], flush=True)
-    prefill_fit, prefill_error = fit([(1.0, num, num**2) for num, _ in prefills], [s for _, s in prefills])
-    decode_fit, decode_error = fit([(1.0, b, c) for b, c, _ in decodes], [s for *_, s in decodes])
     result = {
         "device": torch.cuda.get_device_name(),
         "shape": shape.name,
@@ -166,13 +145,11 @@ def main() -> None:
         "tensor_parallel_size": args.tensor_parallel_size,
         "batched_tokens": args.batched_tokens,
         "kv_tokens": kv_tokens,
-        "prefill": {"points": prefills, "coefficients": prefill_fit, "max_relative_error": prefill_error},
-        "decode": {"points": decodes, "coefficients": decode_fit, "max_relative_error": decode_error},
+        "prefill": {"points": prefills},
+        "decode": {"points": decodes},
     }
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({name: result[name] for name in ("device", "kv_tokens")}))
-    print("prefill a, b, c:", prefill_fit, f"error up to {prefill_error:.0%}")
-    print("decode alpha, beta, gamma:", decode_fit, f"error up to {decode_error:.0%}")
 
 
 if __name__ == "__main__":

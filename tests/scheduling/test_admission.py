@@ -158,23 +158,6 @@ def test_a_line_ends_with_its_replica():
     balancer.check()
 
 
-def test_after_a_flush_what_is_at_its_tools_asks_and_goes_to_the_least_loaded_replica():
-    fleet = fleet_of("a")
-    balancer = Balancer(fleet)
-    leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(8)]
-    for lease in leases[:6]:
-        turn(balancer, lease, 5000, 1.0)
-    add(fleet, "b")
-    balancer.new_epoch(is_flushed=False)
-    assert balancer.orders("w") == ()
-    balancer.new_epoch(is_flushed=True)
-    assert dict(balancer.orders("w")) == {lease.lease_id: None for lease in leases[:6]}
-    moved = [balancer.move(lease, is_failed=False).replica_id for lease in leases[:6]]
-    assert moved.count("b") == 3, "what is at its tools has no KV any more"
-    assert balancer.orders("w") == ()
-    balancer.check()
-
-
 def test_in_the_tail_a_turn_s_end_moves_its_trajectory_to_a_replica_that_has_much_less():
     fleet = fleet_of("a")
     balancer = Balancer(fleet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -18,15 +19,15 @@ from agentloop.clock import VirtualClock
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, SamplingParams
+from tests.benchmarks.balancer.compare import figures, ratio, student_t, tokens_per_s_between_quartiles
 from tests.benchmarks.balancer.engine import INFINITY, Engine, Request
-from tests.benchmarks.balancer.kv import END, Path, PrefixCache, Removed, Stored
-from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, QuietPolicy, TurnAsk, TurnEnd, step_s
-from tests.benchmarks.balancer.simulate import Disturbance, Happening, Recording, run
-from tests.benchmarks.balancer.step_curves import StepTimes
-from tests.benchmarks.balancer.summary import recoveries, summarize
+from tests.benchmarks.balancer.kv import END, Path, PrefixCache
+from tests.benchmarks.balancer.policy import FleetShape, QuietPolicy, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.regimes import STEP_TIMES, fit_step_times
+from tests.benchmarks.balancer.simulate import Disturbance, run
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, generate
 
-TIMES = StepTimes(0.004, 1e-5, 1e-9, 0.003, 1e-5, 3e-8)
+TIMES = StepTimes(0.006, 0.004, 1e-5, 1e-9, 0.003, 1e-5, 3e-8)
 
 
 # --- the cache ---------------------------------------------------------------------------------------------
@@ -72,8 +73,7 @@ TURNS = st.lists(
 @settings(max_examples=100, deadline=None)
 def test_the_cache_by_runs_is_the_cache_by_blocks(turns: list[tuple[int, int, int, bool]]) -> None:
     """A turn of a trajectory holds what is cached, computes the rest and grows; others are in flight meanwhile."""
-    cache, plain = PrefixCache(is_heard=True), BlockByBlock()
-    heard: set[tuple[int, int]] = set()
+    cache, plain = PrefixCache(), BlockByBlock()
     lengths = dict.fromkeys(range(6), 5)
     in_flight: dict[int, tuple[Path, int]] = {}
     for number, num_grown, num_evicted, ends in turns:
@@ -96,12 +96,6 @@ def test_the_cache_by_runs_is_the_cache_by_blocks(turns: list[tuple[int, int, in
         cache.evict(num_evicted)
         plain.evict(num_evicted)
         assert (cache.num_blocks, cache.num_idle_blocks) == (len(plain.holders), len(plain.idle))
-        for event in cache.events:
-            blocks = {(event.run, block) for block in range(event.first, event.end)}
-            heard = heard | blocks if isinstance(event, Stored) else heard - blocks
-            assert isinstance(event, Stored | Removed)
-        cache.events.clear()
-        assert heard == set(plain.holders)
 
 
 def test_no_more_is_evicted_than_is_idle() -> None:
@@ -163,12 +157,16 @@ class StepByStep:
         return victim
 
     def leave(self, request: PlainRequest) -> None:
-        self.store(request)
+        self.store(request, request.computed)
         self.cache.release(blocks_of(request.path, request.num_shared))
         request.num_private = request.num_shared = 0
 
-    def store(self, request: PlainRequest) -> None:
-        num_full = request.computed // self.shape.block_size
+    def schedule(self, request: PlainRequest, num: int) -> None:
+        request.num_private += self.missing(request, num)
+        self.store(request, request.computed + num)
+
+    def store(self, request: PlainRequest, num_tokens: int) -> None:
+        num_full = max(request.num_shared, num_tokens // self.shape.block_size)
         self.cache.hold(blocks_of(request.path, num_full)[request.num_shared :])
         request.num_private -= num_full - request.num_shared
         request.num_shared = num_full
@@ -193,7 +191,7 @@ class StepByStep:
                 self.preempt()
                 has_preempted = True
             if num > 0 and request in self.running:
-                request.num_private += self.missing(request, num)
+                self.schedule(request, num)
                 plan.append((request, num))
                 budget -= num
         while not has_preempted and self.waiting and budget > 0:
@@ -208,7 +206,7 @@ class StepByStep:
             request.num_shared, request.computed = num_matched, num_matched * size
             request.cached = request.computed if request.cached is None else request.cached
             num = min(budget, request.num_tokens - request.computed)
-            request.num_private = self.missing(request, num)
+            self.schedule(request, num)
             plan.append((request, num))
             budget -= num
         self.cache.evict(max(0, -(self.free() - len(self.cache.idle))))
@@ -220,14 +218,14 @@ class StepByStep:
             seconds = max(times.prefill_s, times.step_s if num_decoding else 0.0)
             seconds += times.step_sequence_s * num_decoding + times.step_token_s * num_context
             for request, num in chunks:
-                seconds += times.prefill(request.computed + num, request.computed) - times.prefill_s
+                start, end = request.computed, request.computed + num
+                seconds += times.prefill_token_s * num + times.prefill_pair_s * (end**2 - start**2)
+            seconds = max(seconds, times.prefill_floor_s)
         else:
-            seconds = step_s(times, num_decoding, num_context)
+            seconds = times.step_s + times.step_sequence_s * num_decoding + times.step_token_s * num_context
         ended = []
         for request, num in plan:
             request.computed += num
-            if request not in decoding:
-                self.store(request)
             if request.computed == request.num_tokens:
                 request.sampled += 1
             if request.sampled == request.num_outputs:
@@ -258,7 +256,7 @@ def play(shape: FleetShape, arrivals: list[tuple[float, Request]]) -> tuple[Engi
             engine.submit(request, now)
         else:
             now = engine.ends_at
-            for request in engine.complete(now).finished:
+            for request in engine.complete(now):
                 ended[request.trajectory] = now
         engine.plan(now)
     assert engine.num_held_blocks == 0
@@ -297,7 +295,7 @@ def test_going_from_event_to_event_is_going_step_by_step(
 
 def test_decode_by_hand() -> None:
     """Two requests of 3 and 5 tokens: a step with both prompts, two with both, two with one."""
-    times = StepTimes(0.5, 0.01, 0.001, 0.1, 0.02, 0.001)
+    times = StepTimes(0.0, 0.5, 0.01, 0.001, 0.1, 0.02, 0.001)
     shape = FleetShape(1, 100, 4, times)
     first, second = Request(1, ((1, 0, END),), 10, 3), Request(2, ((2, 0, END),), 20, 5)
     engine = Engine(0, shape)
@@ -308,31 +306,41 @@ def test_decode_by_hand() -> None:
     engine.plan(0.0)
     prefill_s = 0.5 + 0.01 * 30 + 0.001 * (100 + 400)
     assert engine.ends_at == pytest.approx(prefill_s)
-    assert engine.complete(prefill_s).prefilled == [first, second]
+    assert engine.complete(prefill_s) == []
     engine.plan(prefill_s)
     both_s = 2 * (0.1 + 0.04) + 0.001 * (30 + 32)
     assert engine.ends_at == pytest.approx(prefill_s + both_s)
-    assert engine.complete(engine.ends_at).finished == [first]
+    assert engine.complete(engine.ends_at) == [first]
     engine.plan(prefill_s + both_s)
     assert engine.ends_at == pytest.approx(prefill_s + both_s + 2 * (0.1 + 0.02) + 0.001 * (22 + 23))
 
 
-def test_equal_prompts_in_one_step_are_all_computed() -> None:
+def test_equal_prompts_in_one_step_are_computed_once() -> None:
+    """vLLM shares blocks from the moment they are scheduled, a step's later requests included."""
     shape = FleetShape(1, 100, 4, TIMES)
     path: Path = ((1, 0, 5),)
     requests = [Request(number, (*path, (10 + number, 5, END)), 21, 2) for number in range(3)]
-    late = Request(3, (*path, (13, 5, END)), 21, 2)
-    engine, _ = play(shape, [*((0.0, request) for request in requests[:1]), (1e-6, requests[1])])
-    assert engine.num_prefilled_tokens == 21 + 1
     engine = Engine(0, shape)
     for request in requests:
         engine.submit(request, 0.0)
     engine.plan(0.0)
     engine.complete(engine.ends_at)
-    assert engine.num_prefilled_tokens == 3 * 21
+    assert [request.num_cached_tokens for request in requests] == [0, 20, 20]
+    assert engine.num_prefilled_tokens == 21 + 1 + 1
+
+
+def test_of_a_prompt_in_chunks_the_chunks_scheduled_so_far_are_shared() -> None:
+    shape = FleetShape(1, 100, 4, TIMES, max_batched_tokens=15)
+    first, second = (Request(number, ((1, 0, 5), (10 + number, 5, END)), 21, 2) for number in range(2))
+    late = Request(2, ((1, 0, 5), (12, 5, END)), 21, 2)
+    engine = Engine(0, shape)
+    engine.submit(first, 0.0)
+    engine.submit(second, 0.0)
+    engine.plan(0.0)  # the first one takes the step's whole budget
+    engine.complete(engine.ends_at)
     engine.submit(late, 1.0)
-    engine.plan(1.0)
-    assert late.num_cached_tokens == 20
+    engine.plan(1.0)  # 6 tokens are left of it; then the others find all five blocks
+    assert (first.num_cached_tokens, second.num_cached_tokens, late.num_cached_tokens) == (0, 20, 20)
 
 
 def test_a_request_that_cannot_fit_is_refused() -> None:
@@ -344,7 +352,7 @@ def test_a_request_that_cannot_fit_is_refused() -> None:
 def test_it_times_and_caches_as_the_simulated_engine_does(seed: int, num_blocks: int) -> None:
     """Trajectories of some turns each, on both engines under one latency model, with and without eviction."""
     latency = LatencyModel(0.0, 1e-4, 0.003, 1e-4, 1e-6)
-    shape = FleetShape(1, num_blocks, 4, StepTimes(0.0, 1e-4, 0.0, 0.003, 1e-4, 1e-6), 100_000)
+    shape = FleetShape(1, num_blocks, 4, StepTimes(0.0, 0.0, 1e-4, 0.0, 0.003, 1e-4, 1e-6), 100_000)
     rng = random.Random(seed)
     scripts = [
         [(rng.uniform(0.02, 0.4), rng.randrange(3, 12), rng.randrange(2, 12)) for _ in range(rng.randrange(1, 6))]
@@ -401,7 +409,7 @@ def _fast(scripts: list[_Script], shape: FleetShape) -> list[tuple[int, float]]:
             engine.submit(requests[number], now)
         else:
             now = engine.ends_at
-            for request in engine.complete(now).finished:
+            for request in engine.complete(now):
                 number = request.trajectory
                 assert request.num_cached_tokens is not None
                 found[number, turns[number]] = request.num_cached_tokens, now
@@ -420,14 +428,11 @@ def _fast(scripts: list[_Script], shape: FleetShape) -> list[tuple[int, float]]:
 class Checked(QuietPolicy):
     """Places at random, sometimes refuses, and checks what it is told."""
 
-    hears_kv = True
-
     def __init__(self, shape: FleetShape, seed: int) -> None:
         self.shape = shape
         self.rng = random.Random(seed)
         self.alive = set(range(shape.num_replicas))
         self.in_flight: dict[int, int] = {}
-        self.resident: dict[int, set[int]] = {replica: set() for replica in self.alive}
         self.num_finished = 0
         self.num_retries = 0
 
@@ -436,7 +441,6 @@ class Checked(QuietPolicy):
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
         assert turn.trajectory not in self.in_flight
-        assert len(turn.hashes) == turn.num_prompt_tokens // self.shape.block_size
         if self.rng.random() < 0.3:
             return None
         self.num_retries += turn.is_retry
@@ -449,7 +453,6 @@ class Checked(QuietPolicy):
 
     def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
         assert self.in_flight.pop(turn.trajectory) == end.replica
-        assert len(turn.hashes) == end.num_context_tokens // self.shape.block_size
         assert end.num_cached_tokens < turn.num_prompt_tokens
 
     def finished(self, trajectory: int, now: float) -> None:
@@ -460,20 +463,8 @@ class Checked(QuietPolicy):
         self.in_flight = {one: where for one, where in self.in_flight.items() if where != replica}
 
     def replica_added(self, replica: int, now: float) -> None:
-        assert replica == len(self.resident)
+        assert replica == self.shape.num_replicas
         self.alive.add(replica)
-        self.resident[replica] = set()
-
-    def kv_changed(self, replica: int, change: KVChange, now: float) -> None:
-        resident = self.resident[replica]
-        if change.is_cleared:
-            resident.clear()
-        assert not resident & set(change.stored)
-        assert change.parent is None or change.parent in resident
-        resident |= set(change.stored)
-        assert resident >= set(change.removed)
-        resident -= set(change.removed)
-        assert len(resident) <= self.shape.capacity_blocks
 
 
 SMALL = WorkloadParameters(
@@ -500,22 +491,22 @@ def test_all_trajectories_end_and_tokens_add_up(disturbance: Disturbance, capaci
         policies.append(Checked(shape, seed))
         return policies[-1]
 
-    record = run(Arm("checked", make), shape, workload, disturbance, seed=1)
+    record = run(make, shape, workload, disturbance, seed=1)
     policy = policies[0]
     assert policy.num_finished == len(workload.trajectories) == len(record.trajectory_ended_at)
     assert not policy.in_flight
-    assert record.num_turns == workload.num_turns == len(record.turn_s) == len(record.first_token_s)
+    assert record.num_turns == workload.num_turns
     assert record.num_sampled_tokens == workload.num_sampled_tokens
     assert sum(map(sum, record.tokens_by_second)) == pytest.approx(workload.num_sampled_tokens)
     assert record.num_input_tokens == workload.num_input_tokens
-    assert record.num_cached_tokens < record.num_bound_tokens < record.num_input_tokens
+    assert record.num_cached_tokens <= record.num_bound_tokens < record.num_input_tokens
     assert record.num_prefilled_tokens >= record.num_input_tokens - record.num_cached_tokens
     assert len(record.group_ended_at) == SMALL.num_groups
     assert 0.0 < record.busy_s < record.alive_s
-    assert summarize(record).makespan_s == max(record.trajectory_ended_at)
-    assert bool(record.happenings) == (disturbance != Disturbance())
+    assert figures(record)["makespan_s"] == max(record.trajectory_ended_at)
+    assert bool(record.num_updates) == (disturbance.update_every_s is not None)
     assert bool(policy.num_retries) == disturbance.loses_replica
-    again = run(Arm("checked", make), shape, workload, disturbance, seed=1)
+    again = run(make, shape, workload, disturbance, seed=1)
     assert again.trajectory_ended_at == record.trajectory_ended_at
 
 
@@ -528,9 +519,8 @@ class Nowhere(QuietPolicy):
 
 def test_a_policy_that_starves_turns_is_told_so() -> None:
     shape = FleetShape(2, 3000, 16, TIMES)
-    arm = Arm("nowhere", lambda shape, workload, seed: Nowhere())
     with pytest.raises(RuntimeError, match="no turn is placed"):
-        run(arm, shape, generate(SMALL, 0), Disturbance())
+        run(lambda *_: Nowhere(), shape, generate(SMALL, 0), Disturbance())
 
 
 class OneReplica(QuietPolicy):
@@ -542,22 +532,50 @@ class OneReplica(QuietPolicy):
 
 def test_the_bound_is_what_one_replica_without_end_reaches() -> None:
     """One trajectory after the other on one replica that never evicts."""
-    shape = FleetShape(1, 3000, 16, TIMES, max_live=1)
-    arm = Arm("one", lambda shape, workload, seed: OneReplica(), has_infinite_kv=True)
-    record = run(arm, shape, generate(SMALL, 0), Disturbance())
+    shape = FleetShape(1, 100_000, 16, TIMES, max_live=1)
+    record = run(lambda *_: OneReplica(), shape, generate(SMALL, 0), Disturbance())
     assert record.num_cached_tokens == record.num_bound_tokens > 0
     assert record.num_prefilled_tokens == record.num_input_tokens - record.num_cached_tokens
     assert record.num_moves == record.num_preemptions == 0
 
 
-def test_recovery_is_measured_against_the_time_before() -> None:
-    steady, nothing = [100.0] * 40, [0.0] * 10
-    flush = Recording(tokens_by_second=[[*steady, *nothing, *steady]])
-    flush.happenings = [Happening("update", 40.0, 0.3)]
-    assert recoveries(flush) == (10.0,)  # nine tenths of five seconds need the fifth whole
-    lost = Recording(tokens_by_second=[[*steady, *steady], steady])
-    lost.happenings = [Happening("loss", 40.0, 0.5)]
-    assert recoveries(lost) == (0.0,)
-    dead = Recording(tokens_by_second=[[*steady, *nothing, *nothing]])
-    dead.happenings = [Happening("update", 40.0, 0.3), Happening("update", 50.0, 0.9)]
-    assert recoveries(dead) == (None,)
+def test_trajectories_begin_when_they_arrive() -> None:
+    workload = generate(replace(SMALL, arrive_over_s=500.0), 0)
+    record = run(lambda *_: OneReplica(), FleetShape(1, 3000, 16, TIMES), workload, Disturbance())
+    arrivals = [one.arrives_at for one in workload.trajectories]
+    assert record.makespan_s > max(arrivals) > 300.0
+    sampled = record.tokens_by_second[0]
+    assert not sum(sampled[: int(min(arrivals))])
+    assert sum(sampled) == pytest.approx(workload.num_sampled_tokens)
+
+
+# --- figures -----------------------------------------------------------------------------------------------
+
+
+def test_the_rate_between_quartiles_leaves_the_ends_out() -> None:
+    ramp, tail = [10.0] * 10, [1.0] * 100
+    assert tokens_per_s_between_quartiles([[*ramp, *[100.0] * 8, *tail]]) == pytest.approx(100.0)
+    assert tokens_per_s_between_quartiles([[60.0] * 5, [40.0] * 5]) == pytest.approx(100.0)
+
+
+def test_ratios_are_paired_by_seed_and_have_students_interval() -> None:
+    assert student_t(19) == pytest.approx(2.093, abs=0.001)
+    assert student_t(9) == pytest.approx(2.262, abs=0.01)
+    mean, least, most = ratio({0: 9.0, 1: 18.0, 7: 1.0}, {0: 10.0, 1: 20.0, 3: 5.0})
+    assert mean == least == most == pytest.approx(0.9)
+    mean, least, most = ratio({0: 1.0, 1: 4.0}, {0: 2.0, 1: 2.0})
+    assert mean == pytest.approx(1.0)
+    assert least * most == pytest.approx(1.0)
+    assert least < 0.01
+
+
+@pytest.mark.parametrize(("name", "error"), [("h200-qwen3-4b", 0.08), ("h200-qwen3-8b", 0.03)])
+def test_the_fitted_times_of_prefills_are_near_the_measured_ones(name: str, error: float) -> None:
+    measured = json.loads((STEP_TIMES / f"{name}.json").read_text())
+    times, budget = fit_step_times(measured), measured["batched_tokens"]
+    for num_tokens, seconds in measured["prefill"]["points"]:
+        starts = range(0, num_tokens, budget)
+        fitted = sum(times.step_with_prefill([(start, min(num_tokens, start + budget))]) for start in starts)
+        assert fitted == pytest.approx(seconds, rel=error)
+    for num_decoding, num_tokens, seconds in measured["decode"]["points"]:
+        assert times.step(num_decoding, num_tokens) == pytest.approx(seconds, rel=0.1)

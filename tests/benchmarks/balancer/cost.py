@@ -181,7 +181,7 @@ async def measure_turns(num_tokens: int) -> TurnCost:
 def measure_placement(num_replicas: int) -> tuple[float, float, float]:
     """Return the seconds of an acquire, of a release, and of both as they follow one another, at a steady load."""
     balancer = Balancer(fleet_of(num_replicas))
-    best = (float("inf"),) * 3
+    best = (float("inf"), float("inf"), float("inf"))
     held: list[Lease] = []
     for number in range(num_replicas * LIVE_PER_REPLICA):
         held.append(balancer.acquire(_demand(number), 0.0))
@@ -199,8 +199,8 @@ def measure_placement(num_replicas: int) -> tuple[float, float, float]:
             balancer.release(held[index], 9000, 3.0)
         done = time.process_time()
         number, held = number + NUM_PLACED, held[NUM_PLACED:]
-        times = (acquired - begun, released - acquired, done - released)
-        best = tuple(min(one, spent / NUM_PLACED) for one, spent in zip(best, times, strict=True))
+        times = [spent / NUM_PLACED for spent in (acquired - begun, released - acquired, done - released)]
+        best = min(best[0], times[0]), min(best[1], times[1]), min(best[2], times[2])
     return best
 
 

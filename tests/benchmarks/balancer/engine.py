@@ -7,9 +7,9 @@ or at the first step boundary after something came in. A step with prefill in it
 
 The scheduler is vLLM's: requests that decode come first, then those being prefilled in order of admission, then
 waiting ones in order of arrival, all within a budget of tokens a step; a prompt is admitted if all of it fits; if a
-running request finds no block, the one admitted last is preempted, to the head of the queue. Requests that are
-prefilled in the same step do not see each other's blocks. A step with prefill takes max(a, alpha) + beta B +
-gamma C + sum of b x + c ((s + x)^2 - s^2) over its chunks of x tokens after s.
+running request finds no block, the one admitted last is preempted, to the head of the queue. Full blocks are shared
+from the moment they are scheduled: a request admitted later in the same step finds them. Times are those of
+`StepTimes`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.benchmarks.balancer.kv import Path, PrefixCache
-from tests.benchmarks.balancer.policy import EngineLoad, FleetShape, step_s
+from tests.benchmarks.balancer.policy import EngineLoad, FleetShape
 
 INFINITY = math.inf
 
@@ -35,27 +35,18 @@ class Request:
     num_outputs: int  # to sample
     num_sampled: int = 0  # current except while it decodes: then as of `joined_step`
     num_cached_tokens: int | None = None  # at its first admission
-    is_prefilled: bool = False  # its first token is out
     num_computed: int = 0  # tokens whose KV is there; current while it is prefilled
     num_stored: int = 0  # full blocks in the prefix cache, which it holds
     joined_step: int = -1  # when it began to decode; -1: it does not
     admission: int = 0  # number of its last admission
 
 
-@dataclass(slots=True)
-class Progress:
-    """What one event brought."""
-
-    prefilled: list[Request] = field(default_factory=list)  # first tokens
-    finished: list[Request] = field(default_factory=list)
-
-
 class Engine:
     """One replica. `ends_at`: when its next event is due; its owner calls `complete` then, and `plan` after it."""
 
-    def __init__(self, number: int, shape: FleetShape, started_at: float = 0.0, is_heard: bool = False) -> None:
+    def __init__(self, number: int, shape: FleetShape, started_at: float = 0.0) -> None:
         self.number = number
-        self.cache = PrefixCache(is_heard)
+        self.cache = PrefixCache()
         self.ends_at = INFINITY
         self.version = 0  # changes with `ends_at`
         self.started_at = started_at
@@ -94,10 +85,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Return the load as of the last event."""
-        unprefilled = sum(request.num_prompt_tokens - request.num_computed for request in self._prefilling)
-        unprefilled += sum(request.num_prompt_tokens for request in self._waiting)
-        num_waiting = len(self._waiting)
-        return EngineLoad(len(self._running), num_waiting, self.num_held_blocks, self.num_preemptions, unprefilled)
+        return EngineLoad(len(self._running), len(self._waiting), self.num_held_blocks)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. Raises ValueError if it can never fit."""
@@ -106,24 +94,22 @@ class Engine:
         self._waiting.append(request)
         self._cut(now)
 
-    def complete(self, now: float) -> Progress:
-        """Take in the step or run of steps that has just ended."""
-        progress = Progress()
+    def complete(self, now: float) -> list[Request]:
+        """Take in the step or run of steps that has just ended; returns the requests that ended with it."""
+        finished: list[Request] = []
         num_steps = self._run_steps or 1
         duration_s = now - self._began_at
         self.busy_s += duration_s
         num_before = self.num_sampled_tokens
         if self._num_decoding:
-            self._decode(num_steps, progress)
-        elif self._run_steps:
-            raise AssertionError("nobody decodes")
+            finished += self._decode(num_steps)
         for request, num_tokens in self._chunks:
-            self._prefilled(request, num_tokens, progress)
+            finished += self._prefilled(request, num_tokens)
         self._chunks.clear()
         self.num_steps += num_steps
         self._count_tokens(self.num_sampled_tokens - num_before, now - duration_s, now)
         self._until(INFINITY, 0)
-        return progress
+        return finished
 
     def plan(self, now: float) -> None:
         """Begin the next step or run of steps, if there is something to do and none is under way."""
@@ -143,12 +129,10 @@ class Engine:
                 had_preemption = True
                 num_reserved = self._growth(1)
             if request in self._running:
-                self._num_private_blocks += num_blocks
-                self._chunks.append((request, num_tokens))
+                self._schedule(request, num_tokens)
                 budget -= num_tokens
         if not had_preemption:
             self._admit(budget, num_reserved)
-        self._chunks = [(request, num) for request, num in self._chunks if request in self._running]
         self._evict()
         if self._chunks:
             self._until(now + self._mixed_step_s(), 0)
@@ -171,7 +155,6 @@ class Engine:
         """Drop all KV: requests in flight wait to be prefilled under new block names, `paths` by trajectory."""
         self._interrupt_all()
         self.cache.clear()
-        self.cache.events.clear()
         for request in self._waiting:
             request.path = paths[request.trajectory]
 
@@ -182,7 +165,7 @@ class Engine:
             self.busy_s += now - self._began_at
             if steps:
                 num_before = self.num_sampled_tokens
-                self._decode(steps, Progress())
+                self._decode(steps)
                 self._count_tokens(self.num_sampled_tokens - num_before, self._began_at, now)
         self._chunks.clear()
         self._until(INFINITY, 0)
@@ -206,13 +189,13 @@ class Engine:
                 self._until(self._began_at + self._run_s(steps), steps)
 
     def _run_s(self, num_steps: int) -> float:
-        one_s = step_s(self._times, self._num_decoding, self._num_context_tokens)
+        one_s = self._times.step(self._num_decoding, self._num_context_tokens)
         growth_s = self._times.step_token_s * self._num_decoding
         return num_steps * one_s + growth_s * num_steps * (num_steps - 1) / 2
 
     def _steps_within(self, seconds: float, *, is_started: bool) -> int:
         """Count the steps of the run that ended within `seconds`; `is_started`: the one under way too."""
-        one_s = step_s(self._times, self._num_decoding, self._num_context_tokens)
+        one_s = self._times.step(self._num_decoding, self._num_context_tokens)
         half = self._times.step_token_s * self._num_decoding / 2
         if half > 0:
             linear = one_s - half
@@ -223,15 +206,8 @@ class Engine:
         return math.ceil(steps - 1e-7) if is_started else math.floor(steps + 1e-7)
 
     def _mixed_step_s(self) -> float:
-        times = self._times
-        b, c = times.prefill_token_s, times.prefill_pair_s
-        seconds = max(times.prefill_s, times.step_s if self._num_decoding else 0.0)
-        seconds += times.step_sequence_s * self._num_decoding + times.step_token_s * self._num_context_tokens
-        for request, num_tokens in self._chunks:
-            start = request.num_computed
-            end = start + num_tokens
-            seconds += b * num_tokens + c * (end * end - start * start)
-        return seconds
+        chunks = ((request.num_computed, request.num_computed + num_tokens) for request, num_tokens in self._chunks)
+        return self._times.step_with_prefill(chunks, self._num_decoding, self._num_context_tokens)
 
     def _count_tokens(self, num_tokens: int, start: float, end: float) -> None:
         """Spread sampled tokens evenly over the seconds in which they were."""
@@ -246,7 +222,8 @@ class Engine:
 
     # --- decode ---
 
-    def _decode(self, num_steps: int, progress: Progress) -> None:
+    def _decode(self, num_steps: int) -> list[Request]:
+        finished = []
         self._num_private_blocks += self._growth(num_steps)
         self._evict()
         self._step += num_steps
@@ -256,7 +233,8 @@ class Engine:
         while (request := self._next_to_end()) is not None and self._ends[0][0] <= self._step:
             heapq.heappop(self._ends)
             self._leave(request)
-            progress.finished.append(request)
+            finished.append(request)
+        return finished
 
     def _next_to_end(self) -> Request | None:
         ends = self._ends
@@ -314,7 +292,7 @@ class Engine:
             request.joined_step = -1
         else:
             self._prefilling.remove(request)
-        self._store(request)
+        self._store(request, request.num_computed)
         if request.num_computed % self._shape.block_size:
             self._num_private_blocks -= 1
         self.cache.release(request.path, request.num_stored)
@@ -343,27 +321,28 @@ class Engine:
             self._running[request] = None
             self._prefilling.append(request)
             num_chunk = min(budget, num_tokens - request.num_computed)
-            self._num_private_blocks += self._num_new_blocks(request, num_chunk)
-            self._chunks.append((request, num_chunk))
+            self._schedule(request, num_chunk)
             budget -= num_chunk
 
-    def _prefilled(self, request: Request, num_tokens: int, progress: Progress) -> None:
+    def _schedule(self, request: Request, num_tokens: int) -> None:
+        """Have a chunk computed in the step that begins; its full blocks are shared from now on."""
+        self._num_private_blocks += self._num_new_blocks(request, num_tokens)
+        self._chunks.append((request, num_tokens))
+        self._store(request, request.num_computed + num_tokens)
+
+    def _prefilled(self, request: Request, num_tokens: int) -> list[Request]:
         request.num_computed += num_tokens
         self.num_prefilled_tokens += num_tokens
-        self._store(request)
         if request.num_computed < request.num_prompt_tokens:
-            return
+            return []
         request.num_sampled += 1
         self.num_sampled_tokens += 1
-        if not request.is_prefilled:
-            request.is_prefilled = True
-            progress.prefilled.append(request)
         if request.num_sampled == request.num_outputs:
             self._leave(request)
-            progress.finished.append(request)
-        else:
-            self._prefilling.remove(request)
-            self._join(request)
+            return [request]
+        self._prefilling.remove(request)
+        self._join(request)
+        return []
 
     # --- blocks ---
 
@@ -381,12 +360,13 @@ class Engine:
         if num_over > 0:
             self.cache.evict(num_over)
 
-    def _store(self, request: Request) -> None:
-        """Put a running request's full blocks into the prefix cache."""
-        num_full = request.num_computed // self._shape.block_size
-        self._num_private_blocks -= num_full - request.num_stored
-        self.cache.store(request.path, request.num_stored, num_full)
-        request.num_stored = num_full
+    def _store(self, request: Request, num_tokens: int) -> None:
+        """Put the full blocks of a running request's first `num_tokens` into the prefix cache."""
+        num_full = num_tokens // self._shape.block_size
+        if num_full > request.num_stored:
+            self._num_private_blocks -= num_full - request.num_stored
+            self.cache.store(request.path, request.num_stored, num_full)
+            request.num_stored = num_full
 
     def _make_room_to_decode(self) -> bool:
         """Preempt until one step of those that decode fits. Returns True if that was needed."""
@@ -396,12 +376,8 @@ class Engine:
         return self.num_preemptions > num_before
 
     def _preempt_youngest(self) -> None:
-        request = next(reversed(self._running))
-        chunk = next((num for chunked, num in self._chunks if chunked is request), 0)
-        if chunk:  # it was given blocks for a step that does not happen
-            self._num_private_blocks -= self._num_new_blocks(request, chunk)
-            self._chunks = [entry for entry in self._chunks if entry[0] is not request]
-        self._interrupt(request)
+        """Interrupt the request admitted last; none that was scheduled in this step is younger."""
+        self._interrupt(next(reversed(self._running)))
         self.num_preemptions += 1
 
     def _interrupt_all(self) -> None:

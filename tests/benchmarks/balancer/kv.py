@@ -7,7 +7,7 @@ its tail, and a trajectory's run goes before its group's and that before the sys
 O(runs on the path), however long the context.
 
 Differences from vLLM: a run is held as a whole while any request holds a block of it; a block that two requests
-compute at the same time is kept once as soon as both have it, not until both have ended.
+compute each for itself is kept once as soon as both are scheduled, not until both have ended.
 """
 
 from __future__ import annotations
@@ -31,34 +31,12 @@ class _Cached:
     num_holders: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Blocks `first` to `end` of a run are cached now; `parent` names the block before (run, block)."""
-
-    run: int
-    first: int
-    end: int
-    parent: tuple[int, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Blocks `first` to `end` of a run were evicted."""
-
-    run: int
-    first: int
-    end: int
-
-
 class PrefixCache:
-    """The cached blocks of one replica; who needs more than fit asks for `evict` first."""
+    """The cached blocks of one replica; a caller that needs more than fit asks for `evict` first."""
 
-    def __init__(self, is_heard: bool = False) -> None:
-        """`is_heard`: `events` collects what was stored and removed, for its reader to take."""
+    def __init__(self) -> None:
         self.num_blocks = 0
         self.num_idle_blocks = 0  # held by no request
-        self.events: list[Stored | Removed] = []
-        self._is_heard = is_heard
         self._runs: dict[int, _Cached] = {}
         self._idle: OrderedDict[int, int] = OrderedDict()  # run -> its first block; least recently used first
 
@@ -86,7 +64,6 @@ class PrefixCache:
     def store(self, path: Path, num_held: int, num_blocks: int) -> int:
         """Cache a holder's blocks from `num_held` to `num_blocks` and hold their runs. Returns how many are new."""
         num_new = 0
-        parent = None
         for run, first, end in path:
             if first >= num_blocks:
                 break
@@ -97,11 +74,7 @@ class PrefixCache:
                 stop = min(end, num_blocks)
                 if stop > cached.end:
                     num_new += stop - cached.end
-                    if self._is_heard:
-                        before = parent if cached.end == first else (run, cached.end - 1)
-                        self.events.append(Stored(run, cached.end, stop, before))
                     cached.end = stop
-            parent = (run, end - 1)
         self.num_blocks += num_new
         return num_new
 
@@ -127,8 +100,6 @@ class PrefixCache:
             cached = self._runs[run]
             new_end = max(first, cached.end - num_blocks)
             num_blocks -= cached.end - new_end
-            if self._is_heard:
-                self.events.append(Removed(run, new_end, cached.end))
             cached.end = new_end
             if new_end == first:
                 del self._idle[run], self._runs[run]

@@ -1,42 +1,40 @@
 """The regimes of the comparison: a base, and variants of it that each change one thing.
 
 Fleets have the step times measured on a GPU; the KV capacity follows from the pressure: the working set is the mean
-prompt of a turn times the trajectories that workers have places for, and `pressure` is its ratio to the fleet's KV.
+context of a turn times the trajectories that workers have places for; `pressure` is its ratio to the fleet's KV.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from tests.benchmarks.balancer.policy import FleetShape
+import numpy as np
+
+from tests.benchmarks.balancer.policy import FleetShape, StepTimes
 from tests.benchmarks.balancer.simulate import Disturbance
-from tests.benchmarks.balancer.step_curves import StepTimes
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, working_set_tokens
 
+NUM_REPLICAS = 8
+NUM_LIVE = 256  # trajectories that workers have places for
+BLOCK_SIZE = 16
 STEP_TIMES = Path(__file__).parent / "step_times"
 
 UNDISTURBED = Disturbance()
 BASE = WorkloadParameters(num_groups=64, num_samples=8)
-SHORT_TOOLS = ToolTimes(shares=(1.0, 0.0, 0.0))
-HEAVY_TOOLS = ToolTimes(shares=(0.80, 0.12, 0.08), longest_s=600.0)
-HEAVY_LENGTHS = replace(BASE, turns=(12.0, 1.0), max_turns=100)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How large a fleet is simulated."""
-
-    num_replicas: int = 8
-    num_live: int = 256  # trajectories that workers have places for
-    num_trajectories: int = 512
-    block_size: int = 16
-    step_times: str = "h200-qwen3-4b"
-
-
-BIG = Scale(num_replicas=64, num_live=2048, num_trajectories=10_000)
+REASONING = replace(
+    BASE,
+    system_tokens=256,
+    prompt=(300.0, 0.6),
+    turns=(3.0, 0.0),
+    turns_sibling_sigma=0.0,
+    output=(4000.0, 0.35),  # nearly all between 2k and 8k
+    max_context=32_768,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,57 +46,71 @@ class Regime:
     workload: WorkloadParameters = BASE
     pressure: float = 1.0
     disturbance: Disturbance = UNDISTURBED
-    needs_margin: bool = False  # the goal is 10 % better than the best other arm, not just as good
 
     @property
-    def fits(self) -> bool:
-        """True if the working set fits the KV of the fleet."""
-        return self.pressure <= 1.0
+    def is_steady(self) -> bool:
+        """True if the regime is judged by tokens a second between the quartiles, not by the makespan."""
+        return self.workload.arrive_over_s > 0
 
 
-REGIMES = (
+_ALL = (
     Regime("base", "base: working set 1x, n = 8, one system prompt"),
     Regime("0.3x", "working set 0.3x", pressure=0.3),
-    Regime("3x", "working set 3x", pressure=3.0, needs_margin=True),
-    Regime("n1", "n = 1", replace(BASE, num_samples=1)),
-    Regime("n16", "n = 16", replace(BASE, num_samples=16)),
-    Regime("short-tools", "short tools", replace(BASE, tools=SHORT_TOOLS)),
-    Regime("heavy-tools", "heavy-tailed tools", replace(BASE, tools=HEAVY_TOOLS), needs_margin=True),
-    Regime("heavy-lengths", "heavy-tailed lengths", HEAVY_LENGTHS, needs_margin=True),
+    Regime("3x", "working set 3x", pressure=3.0),
+    Regime("n1", "n = 1", replace(BASE, num_groups=512, num_samples=1)),
+    Regime("n16", "n = 16", replace(BASE, num_groups=32, num_samples=16)),
+    Regime("short-tools", "short tools", replace(BASE, tools=ToolTimes(shares=(1.0, 0.0, 0.0)))),
+    Regime(
+        "heavy-tools",
+        "heavy-tailed tools",
+        replace(BASE, tools=ToolTimes(shares=(0.80, 0.12, 0.08), longest_s=600.0)),
+    ),
+    Regime("group-tools", "tool times that depend on the group", replace(BASE, tools=ToolTimes(group_sigma=1.0))),
+    Regime("heavy-lengths", "heavy-tailed lengths", replace(BASE, turns=(12.0, 1.0), max_turns=100)),
     Regime("systems", "64 system prompts", replace(BASE, num_systems=64)),
+    Regime("reasoning", "reasoning, one turn of 2k to 8k tokens", replace(REASONING, turns=(1.0, 0.0))),
+    Regime("reasoning-3", "reasoning, three such turns", REASONING),
     Regime("flush-30", "update every 30 s, flush", disturbance=Disturbance(30.0)),
     Regime("keep-30", "update every 30 s, keep", disturbance=Disturbance(30.0, is_flushed=False)),
-    Regime("flush-300", "update every 300 s, flush", disturbance=Disturbance(300.0)),
-    Regime("keep-300", "update every 300 s, keep", disturbance=Disturbance(300.0, is_flushed=False)),
     Regime("loss", "one replica lost half way", disturbance=Disturbance(loses_replica=True)),
     Regime("add", "one replica added half way", disturbance=Disturbance(adds_replica=True)),
+    Regime("steady", "steady: groups arrive over 600 s", replace(BASE, num_groups=96, arrive_over_s=600.0)),
 )
-
-
-def at_scale(regime: Regime, scale: Scale) -> Regime:
-    """Return a regime with as many groups as the scale has trajectories for."""
-    num_groups = max(1, scale.num_trajectories // regime.workload.num_samples)
-    return replace(regime, workload=replace(regime.workload, num_groups=num_groups))
+REGIMES = {regime.key: regime for regime in _ALL}
 
 
 @lru_cache
-def fleet(regime: Regime, scale: Scale) -> FleetShape:
+def fleet(regime: Regime, step_times: str = "h200-qwen3-4b") -> FleetShape:
     """Return the fleet of a regime: its KV capacity holds the working set `1 / pressure` times."""
-    sampled = at_scale(regime, Scale())  # the mean does not depend on how many are drawn
-    needed = working_set_tokens(sampled.workload, scale.num_live)
-    capacity_tokens = needed / regime.pressure / scale.num_replicas
+    capacity_tokens = working_set_tokens(regime.workload, NUM_LIVE) / regime.pressure / NUM_REPLICAS
     return FleetShape(
-        scale.num_replicas,
-        max(int(capacity_tokens), regime.workload.max_context) // scale.block_size + 1,
-        scale.block_size,
-        load_step_times(scale.step_times),
-        max_live=scale.num_live,
+        NUM_REPLICAS,
+        max(int(capacity_tokens), regime.workload.max_context) // BLOCK_SIZE + 1,
+        BLOCK_SIZE,
+        fit_step_times(json.loads((STEP_TIMES / f"{step_times}.json").read_text())),
+        max_live=NUM_LIVE,
     )
 
 
-def load_step_times(name: str) -> StepTimes:
-    """Load the coefficients fitted to a GPU's measured step times."""
-    fitted = json.loads((STEP_TIMES / f"{name}.json").read_text())
-    a, b, c = fitted["prefill"]["coefficients"]
-    alpha, beta, gamma = fitted["decode"]["coefficients"]
-    return StepTimes(a, b, c, alpha, beta, gamma)
+def fit_step_times(measured: Mapping[str, Any]) -> StepTimes:
+    """Fit the relative error of the measured points; a prompt beyond the budget of a step takes several.
+
+    The short prompts that take the floor are those with which the largest error is least.
+    """
+    points, budget = measured["prefill"]["points"], measured["batched_tokens"]
+    seconds = np.array([s for _, s in points])
+    terms = np.array([(-(-num // budget), num, num**2) for num, _ in points], dtype=float)
+    fits = []
+    for num_flat in range(1, len(points) - 3):
+        floor_s = float(np.sqrt(seconds[:num_flat].min() * seconds[:num_flat].max()))
+        line = _least_relative(terms[num_flat:], seconds[num_flat:])
+        found = np.maximum(floor_s * terms[:, 0], terms @ line)
+        fits.append((float(np.abs(found / seconds - 1).max()), (floor_s, *line.tolist())))
+    decode = np.array(measured["decode"]["points"])
+    line = _least_relative(np.insert(decode[:, :2], 0, 1.0, axis=1), decode[:, 2])
+    return StepTimes(*min(fits)[1], *line.tolist())
+
+
+def _least_relative(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+    return found

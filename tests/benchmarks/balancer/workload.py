@@ -7,15 +7,9 @@ trajectory by trajectory, so that a change of one parameter disturbs no other dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
-
-TOOLS = ("read", "shell", "tests")
-"""Names that a policy may learn return times of. A name does not give away its mixture component."""
-
-_TOOL_SHARES = np.array([[0.6, 0.4, 0.0], [0.1, 0.6, 0.3], [0.0, 0.3, 0.7]])  # of names, by component
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +21,7 @@ class ToolTimes:
     long: tuple[float, float] = (60.0, 1.2)
     shares: tuple[float, float, float] = (0.85, 0.12, 0.03)
     longest_s: float = 120.0  # tools time out
+    group_sigma: float = 0.0  # of a factor that all tools of a group have in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +42,7 @@ class WorkloadParameters:
     max_context: int = 65_536  # a trajectory ends before it
     aborted: float = 0.05  # share that ends after a turn drawn evenly
     tools: ToolTimes = ToolTimes()
+    arrive_over_s: float = 0.0  # groups come at times drawn evenly from so many seconds; 0: all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +51,13 @@ class Trajectory:
 
     number: int
     group: int
-    sample: int
     system: int
     num_system_tokens: int
     num_group_tokens: int  # system prompt included: what all siblings share
     outputs: tuple[int, ...]
     observations: tuple[int, ...]  # one less than outputs
-    tools: tuple[tuple[str, float], ...]  # name and seconds; one less than outputs
+    tools: tuple[float, ...]  # seconds; one less than outputs
+    arrives_at: float = 0.0
 
     @property
     def num_turns(self) -> int:
@@ -79,10 +75,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All trajectories in the order in which they are offered: group by group."""
+    """All trajectories, group by group."""
 
-    parameters: WorkloadParameters
-    seed: int
     trajectories: tuple[Trajectory, ...]
 
     @property
@@ -97,17 +91,6 @@ class Workload:
     def num_input_tokens(self) -> int:
         return sum(sum(trajectory.prompt_tokens()) for trajectory in self.trajectories)
 
-    def describe(self) -> Mapping[str, object]:
-        """Return parameters, seed and sizes, as results record them."""
-        return {
-            "seed": self.seed,
-            "parameters": asdict(self.parameters),
-            "num_trajectories": len(self.trajectories),
-            "num_turns": self.num_turns,
-            "num_sampled_tokens": self.num_sampled_tokens,
-            "num_input_tokens": self.num_input_tokens,
-        }
-
 
 def generate(parameters: WorkloadParameters, seed: int) -> Workload:
     """Draw a workload."""
@@ -116,64 +99,67 @@ def generate(parameters: WorkloadParameters, seed: int) -> Workload:
         rng = np.random.default_rng([seed, group])
         num_prompt = max(64, round(_lognormal(rng, parameters.prompt)))
         median_turns = _lognormal(rng, parameters.turns)
+        tool_factor = _lognormal(rng, (1.0, parameters.tools.group_sigma))
+        arrives_at = parameters.arrive_over_s * rng.random()
         for sample in range(parameters.num_samples):
             own = np.random.default_rng([seed, group, sample + 1])
             num_turns = round(median_turns * _lognormal(own, (1.0, parameters.turns_sibling_sigma)))
-            trajectory = _trajectory(parameters, own, min(max(1, num_turns), parameters.max_turns), num_prompt)
-            number = len(trajectories)
-            system = group % parameters.num_systems
+            num_turns = min(max(1, num_turns), parameters.max_turns)
+            outputs, observations, tools = _turns(parameters, own, num_turns, num_prompt, tool_factor)
             trajectories.append(
                 Trajectory(
-                    number,
+                    len(trajectories),
                     group,
-                    sample,
-                    system,
+                    group % parameters.num_systems,
                     parameters.system_tokens,
                     parameters.system_tokens + num_prompt,
-                    *trajectory,
+                    outputs,
+                    observations,
+                    tools,
+                    arrives_at,
                 )
             )
-    return Workload(parameters, seed, tuple(trajectories))
+    return Workload(tuple(trajectories))
 
 
 def working_set_tokens(parameters: WorkloadParameters, num_live: int, num_workloads: int = 8) -> float:
-    """Return the KV tokens that `num_live` trajectories hold on average: mean prompt of a turn times their number.
+    """Return the KV tokens that `num_live` trajectories hold on average: their number times a turn's mean context.
+
+    A context counts with half of what the turn samples.
 
     The mean is over `num_workloads` seeds, so that it belongs to the parameters and not to one draw.
     """
     workloads = [generate(parameters, seed) for seed in range(num_workloads)]
-    num_tokens = sum(workload.num_input_tokens for workload in workloads)
+    num_tokens = sum(workload.num_input_tokens + workload.num_sampled_tokens / 2 for workload in workloads)
     return num_live * num_tokens / sum(workload.num_turns for workload in workloads)
 
 
-def _trajectory(
-    parameters: WorkloadParameters, rng: np.random.Generator, num_turns: int, num_prompt: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, float], ...]]:
+def _turns(
+    parameters: WorkloadParameters, rng: np.random.Generator, num_turns: int, num_prompt: int, tool_factor: float
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """Draw outputs, observations and tools of one trajectory."""
     if rng.random() < parameters.aborted:
         num_turns = int(rng.integers(1, num_turns + 1))
     outputs = np.maximum(1, np.rint(_lognormals(rng, parameters.output, num_turns))).astype(int)
     observations = np.rint(_lognormals(rng, parameters.observation, num_turns)).astype(int)
     observations = np.clip(observations, 1, parameters.max_observation)
-    tools = _tools(parameters.tools, rng, num_turns)
+    tools = _tools(parameters.tools, rng, num_turns, tool_factor)
     ends = parameters.system_tokens + num_prompt + np.cumsum(outputs + observations) - observations
     num_fitting = max(1, int(np.searchsorted(ends, parameters.max_context, side="right")))
     num_followed = min(num_fitting, num_turns) - 1
     return tuple(outputs[:num_fitting].tolist()), tuple(observations[:num_followed].tolist()), tools[:num_followed]
 
 
-def _tools(times: ToolTimes, rng: np.random.Generator, num: int) -> tuple[tuple[str, float], ...]:
+def _tools(times: ToolTimes, rng: np.random.Generator, num: int, factor: float) -> tuple[float, ...]:
     components = np.searchsorted(np.cumsum(times.shares[:2]), rng.random(num), side="right")
-    bounds = np.cumsum(_TOOL_SHARES[components], axis=1)[:, :2]
-    names = (rng.random(num)[:, None] >= bounds).sum(axis=1)
     least, alpha = times.long
     kinds = (
         _lognormals(rng, times.short, num),
         _lognormals(rng, times.medium, num),
         least * (1.0 - rng.random(num)) ** (-1.0 / alpha),
     )
-    seconds = np.minimum(np.choose(components, kinds), times.longest_s)
-    return tuple(zip([TOOLS[name] for name in names.tolist()], seconds.tolist(), strict=True))
+    seconds: list[float] = np.minimum(factor * np.choose(components, kinds), times.longest_s).tolist()
+    return tuple(seconds)
 
 
 def _lognormals(rng: np.random.Generator, shape: tuple[float, float], num: int) -> np.ndarray:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
-from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
 from agentloop.types import Lease, Load
-from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload
 
 
 class OursPolicy(QuietPolicy):
     """Trajectories hold leases; every turn is told; orders are obeyed at the next turn."""
 
-    def __init__(self, shape: FleetShape, num_siblings: dict[int, int], config: BalancerConfig) -> None:
+    def __init__(self, shape: FleetShape, num_siblings: Mapping[int, int]) -> None:
         self._shape = shape
         self._num_siblings = num_siblings
         self._fleet = Fleet()
         self._num_added = 0
         for _ in range(shape.num_replicas):
             self._join(0.0)
-        self.balancer = Balancer(self._fleet, config)
+        self.balancer = Balancer(self._fleet)
         self._leases: dict[int, Lease] = {}
         self._grown: dict[int, tuple[int, int]] = {}  # first prompt and last context
 
@@ -100,14 +101,7 @@ class OursPolicy(QuietPolicy):
         self._fleet.admit(replica)
 
 
-def ours(name: str = "ours", config: BalancerConfig | None = None, **parameters: float | str) -> Arm:
-    """Return the arm: what a service does that sets nothing."""
-
-    def make(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
-        num_siblings: dict[int, int] = {}
-        for one in workload.trajectories:
-            num_siblings[one.group] = num_siblings.get(one.group, 0) + 1
-        used = config or BalancerConfig()
-        return OursPolicy(shape, num_siblings, used)
-
-    return Arm(name, make, dict(parameters))
+def ours(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
+    """Return what a service does that sets nothing."""
+    num_siblings = Counter(one.group for one in workload.trajectories)
+    return OursPolicy(shape, num_siblings)

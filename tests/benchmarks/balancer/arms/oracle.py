@@ -1,0 +1,77 @@
+"""A policy that knows all lengths and tool times: a bound, and no competitor.
+
+Longest processing time first: the trajectory with the most seconds to go begins first; groups go whole to the
+replica with the least work left, and stay there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tests.benchmarks.balancer.arms.peers import Counting
+from tests.benchmarks.balancer.policy import FleetShape, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.workload import Trajectory, Workload
+
+
+class LongestFirst(Counting):
+    """Longest processing time first with known lengths; sticky, siblings together."""
+
+    def __init__(self, shape: FleetShape, workload: Workload, seed: int) -> None:
+        super().__init__(shape, seed)
+        num_decoding = max(1.0, shape.max_live / shape.num_replicas)
+        self._known = {one.number: _Known(one, shape.step_times, num_decoding) for one in workload.trajectories}
+        self._siblings: defaultdict[int, list[int]] = defaultdict(list)
+        for one in workload.trajectories:
+            self._siblings[one.group].append(one.number)
+        self._homes: dict[int, int] = {}  # trajectory -> replica that its work is counted on
+        self._work_s: dict[int, float] = dict.fromkeys(self.in_flight, 0.0)
+
+    def rank(self, turn: TurnAsk, now: float) -> float:
+        return -self._known[turn.trajectory].left_s
+
+    def place(self, turn: TurnAsk, now: float) -> int:
+        if turn.trajectory not in self._homes:
+            chosen = self.any_least(self._work_s.__getitem__)
+            for number in self._siblings[turn.group]:
+                if number not in self._homes:
+                    self._homes[number] = chosen
+                    self._work_s[chosen] += self._known[number].work_s
+        return self._homes[turn.trajectory]
+
+    def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
+        super().ended(turn, end, now)
+        self._work_s[self._homes[turn.trajectory]] -= self._known[turn.trajectory].turn_ended()
+
+    def replica_lost(self, replica: int, now: float) -> None:
+        super().replica_lost(replica, now)
+        self._homes = {number: home for number, home in self._homes.items() if home != replica}
+        del self._work_s[replica]
+
+    def replica_added(self, replica: int, now: float) -> None:
+        super().replica_added(replica, now)
+        self._work_s[replica] = 0.0
+
+
+class _Known:
+    """What is left of a trajectory: seconds until its end, and the seconds of an engine that it takes."""
+
+    def __init__(self, one: Trajectory, times: StepTimes, num_decoding: float) -> None:
+        self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and of the engine
+        num_cached = 0
+        tools = (*one.tools, 0.0)
+        for prompt, output, tool_s in zip(one.prompt_tokens(), one.outputs, tools, strict=True):
+            context = prompt + output
+            sampled_s = output * times.step(num_decoding, num_decoding * context)
+            prefill_s = times.step_with_prefill([(num_cached, prompt)])
+            self._turns.append((prefill_s + sampled_s + tool_s, prefill_s + sampled_s / num_decoding))
+            num_cached = context
+        self._turns.reverse()
+        self.left_s = sum(turn_s for turn_s, _ in self._turns)
+        self.work_s = sum(work_s for _, work_s in self._turns)
+
+    def turn_ended(self) -> float:
+        """Take the next turn off. Returns the engine's seconds that it took."""
+        turn_s, work_s = self._turns.pop()
+        self.left_s -= turn_s
+        self.work_s -= work_s
+        return work_s
