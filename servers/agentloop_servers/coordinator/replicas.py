@@ -295,7 +295,7 @@ class Replicas:
         had_kv = MemoryTag.KV_CACHE not in self.sync.desired.asleep
         await self.sync.wake(tags)
         if not had_kv and MemoryTag.KV_CACHE not in self.sync.desired.asleep:
-            self._begin_epoch(is_flushed=True)
+            self.balancer.new_epoch(is_flushed=True)
 
     # --- inside ---
 
@@ -310,16 +310,11 @@ class Replicas:
             self._changed.notify()
 
     def _follow_version(self, policy: KVPolicy) -> None:
-        """Begin another epoch of leases if an update has changed what the fleet serves."""
+        """Tell the balancer of new weights once the fleet serves them."""
         version = self.fleet.weight_version
         if version is not None and version != self._epoch_version:
             self._epoch_version = version
-            self._begin_epoch(is_flushed=policy is not KVPolicy.KEEP)
-
-    def _begin_epoch(self, *, is_flushed: bool) -> None:
-        """Have the balancer place anew what waits for tools; workers hear of it with their next reports."""
-        self.balancer.new_epoch(is_flushed=is_flushed)
-        self.waiting.changed()
+            self.balancer.new_epoch(is_flushed=policy is not KVPolicy.KEEP)
 
     def _is_awake(self, replica_id: str) -> bool:
         replica = self.fleet.get(replica_id)

@@ -1,15 +1,13 @@
 """The coordinator towards replicas: real store, fake engines, virtual time."""
 
 import asyncio
-import itertools
 from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import LeaseReport, ReplicaRegistration, TurnBegun, TurnEnded
+from agentloop.api.coordinator import LeaseReport, ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
-    CheckpointUnreadable,
     Conflict,
     EngineLost,
     InvalidRequest,
@@ -541,39 +539,6 @@ async def test_a_pause_that_waits_for_requests_is_no_disobedience(site, coordina
     assert await site.states() == {"a": "ready"}
     await pausing
     assert site.engines["a"].calls == ["resume", "pause:wait:keep"]
-
-
-@service("a", info=SLEEPER)
-async def test_an_update_and_a_wake_each_have_a_trajectory_at_its_tool_ask_for_room(site, coordinator):
-    """A repeat of an update, and one that nobody took, change nothing."""
-    rollouts, numbers = coordinator.rollouts, itertools.count(1)
-    await rollouts.submit("r", (make_group("g", 1),))
-    (assignment,) = (await rollouts.take(report("w", 1), 1.0)).start
-    lease_id = assignment.lease.lease_id
-    to_ask = ((lease_id, None),)
-
-    async def orders(*turns):
-        return (await rollouts.report_leases(LeaseReport("w", next(numbers), turns))).moves
-
-    async def turn():
-        assert await orders(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0)) == ()
-
-    await rollouts.report_leases(LeaseReport("w", next(numbers), leases=()))
-    await turn()
-    await coordinator.replicas.update_weights(push(1), None)
-    assert await orders() == to_ask
-    await turn()
-    await coordinator.replicas.update_weights(push(1), None)
-    assert await orders() == ()
-    site.engines["a"].failures["stage"] = CheckpointUnreadable("no")
-    with pytest.raises(CheckpointUnreadable):
-        await coordinator.replicas.update_weights(push(2), None)
-    assert await orders() == ()
-    site.engines["a"].failures.clear()
-    await site.clock.sleep(5.0)
-    await coordinator.replicas.sleep(1)
-    await coordinator.replicas.wake(ALL_MEMORY)
-    assert await orders() == to_ask
 
 
 @service("a", "b")
