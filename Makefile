@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
+# Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-mutations soak learn check house bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu

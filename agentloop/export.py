@@ -36,7 +36,6 @@ from agentloop.types import (
 
 ExportFormat = Literal["parquet", "jsonl"]
 
-_PAGE_TRAJECTORIES = 64
 _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
 
@@ -178,17 +177,6 @@ def export(
     return num_rows
 
 
-def read_all(store: TrajectoryReader, rollout_id: str | None = None) -> Iterator[Trajectory]:
-    """Every stored trajectory, rollout by rollout in commit order, a page in memory at a time."""
-    if rollout_id is not None:
-        store.counts(rollout_id)  # raises NotFound
-    for name in store.rollouts() if rollout_id is None else [rollout_id]:
-        cursor = 0
-        while page := store.read(name, cursor, _PAGE_TRAJECTORIES):
-            for cursor, trajectory in page:  # noqa: B007 - the last cursor goes on to the next page
-                yield trajectory
-
-
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """One row for each path, in the columns of `SCHEMA`; arrays stay arrays."""
     paths = trajectory.paths or (_NO_PATH,)
@@ -311,7 +299,7 @@ def _sampling(sampling: TurnSampling | None) -> Row | None:
 
 
 def _rows(store: TrajectoryReader, rollout_id: str | None, mask_constrained: bool) -> Iterator[Row]:
-    for trajectory in read_all(store, rollout_id):
+    for trajectory in store.trajectories(rollout_id):
         yield from rows_of(trajectory.without_constrained() if mask_constrained else trajectory)
 
 

@@ -131,7 +131,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rollout",
         "agentloop_servers.chat_format",
         "agentloop_servers.config",
-        "agentloop_tools",
     },
     "agentloop_servers.coordinator": {
         "agentloop.api",
@@ -178,7 +177,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.simulation",
         "agentloop_servers.config",
         "agentloop_servers.engine_config",
-        "agentloop_servers.engines.sglang",
         "agentloop_servers.engines.vllm",
         "agentloop_servers.host",
     },
@@ -206,7 +204,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",
-        "agentloop_tools",
     },
 }
 

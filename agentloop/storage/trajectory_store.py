@@ -15,7 +15,7 @@ import hashlib
 import sqlite3
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -41,6 +41,7 @@ STORE_NAME = "trajectories.sqlite"
 MAX_COMMIT_BATCH = 512
 """Records to commit in one transaction."""
 
+_PAGE_TRAJECTORIES = 64
 _MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
 T = TypeVar("T")
@@ -128,6 +129,16 @@ class TrajectoryReader:
         """Return records as `TrajectoryStore.read`, decoded."""
         checked = partial(self._rows.value, "trajectories", Trajectory)
         return _read(self._db, rollout_id, after, limit, checked)
+
+    def trajectories(self, rollout_id: str | None = None) -> Iterator[Trajectory]:
+        """Yield all trajectories by rollout, in commit order, a page in memory at a time. Raises NotFound."""
+        if rollout_id is not None:
+            self.counts(rollout_id)
+        for name in self.rollouts() if rollout_id is None else [rollout_id]:
+            cursor = 0
+            while page := self.read(name, cursor, _PAGE_TRAJECTORIES):
+                yield from (trajectory for _, trajectory in page)
+                cursor = page[-1][0]
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the records that trainers said they have; None if no trainer said anything."""

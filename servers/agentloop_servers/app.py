@@ -88,7 +88,6 @@ from agentloop_servers.serve_process import Closing, begin_process, ends_unless_
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
-from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
@@ -216,7 +215,7 @@ class AgentLoopWorkerDeployment:
         clients, client = EngineClients(key), coordinator_client(coordinator, key)
         self._closing.push_async_callback(clients.close)
         self._closing.push_async_callback(client.close)
-        toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
+        toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         self._closing.push_async_callback(toolbox.close)
         journal = TurnJournal(run_dir / TURNS_FOLDER)
         self._closing.push_async_callback(journal.close)
@@ -596,4 +595,4 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
-    return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
+    return tuple(sorted(config.tools))

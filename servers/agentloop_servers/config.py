@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import difflib
+import importlib.util
 import json
 import os
 import secrets
@@ -18,14 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
-from agentloop.plugins import AllowedImports
+from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
 from agentloop_servers.engine_config import (
     EngineConfig,
@@ -443,6 +444,13 @@ class ServiceConfig(_Strict):
             if first["type"] == "extra_forbidden":
                 reason = f"there is no such key{_nearest(cls, first['loc'])}"
             raise InvalidRequest(": ".join(filter(None, (str(path), where, reason))), param=where) from error
+
+    @property
+    def tools(self) -> dict[str, str]:
+        """The import paths of tools by the names that tasks use: the shipped ones, if installed, and its own."""
+        has_shipped = importlib.util.find_spec("agentloop_tools") is not None
+        shipped = resolve("agentloop_tools:SHIPPED_TOOLS", param="workers.tools") if has_shipped else {}
+        return {**cast(dict[str, str], shipped), **self.workers.tools}
 
     def model_path(self) -> Path:
         """The model's folder, absolute. Raises InvalidRequest if there is none."""

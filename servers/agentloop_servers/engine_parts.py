@@ -18,8 +18,6 @@ from agentloop.simulation.policy import LatencyModel
 from agentloop.simulation.weights import WeightSource
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.engine import SglangEngine
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.host import THREADS
@@ -37,7 +35,7 @@ def build_engine(config: ServiceConfig, entry: EngineEntry | None = None) -> Eng
     if entry.kind == "vllm":
         return VllmEngine(vllm_config(config, entry))
     if entry.kind == "sglang":
-        return SglangEngine(sglang_config(config, entry))
+        return cast(Engine, _of_sglang("engine:SglangEngine")(sglang_config(config, entry)))
     max_context_tokens = config.max_context_tokens(entry)
     return SimulatedEngine(
         SimulatedSpec(
@@ -91,10 +89,16 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
     )
 
 
-def sglang_config(config: ServiceConfig, entry: EngineEntry | None = None) -> SglangConfig:
-    """Return the configuration of a SGLang replica of this service."""
+def sglang_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Any:
+    """Return the `SglangConfig` of a SGLang replica of this service."""
     entry = config.entries[0] if entry is None else entry
-    return SglangConfig(**_common_fields(config, entry), attention_backend=entry.attention_backend)
+    make = _of_sglang("config:SglangConfig")
+    return make(**_common_fields(config, entry), attention_backend=entry.attention_backend)
+
+
+def _of_sglang(name: str) -> Callable[..., Any]:
+    """Return a class of SGLang's adapter, an optional part that nothing else imports. Raises InvalidRequest."""
+    return cast(Callable[..., Any], resolve(f"agentloop_servers.engines.sglang.{name}", param="kind"))
 
 
 def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:

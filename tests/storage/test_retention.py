@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import Conflict, Gone
-from agentloop.export import read_all
 from agentloop.storage.retention import MAX_EMPTIED, RetentionPolicy, Unfinished
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from tests.support.records.samples import make_group, make_trajectory
@@ -74,7 +73,7 @@ async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectorySt
     assert missing == tuple(range(150, 200))  # none of the deleted ones is rolled out again
     assert await store.commit([make_trajectory("g", 0, rollout_id="r")]) == 0
     reader = TrajectoryReader(tmp_path / "t.sqlite")
-    assert len(list(read_all(reader, "r"))) == 50  # export has what is left
+    assert len(list(reader.trajectories("r"))) == 50  # export has what is left
     reader.close()
 
 

@@ -22,11 +22,12 @@ def main() -> None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module of the command line. Exits with one line where the service's packages are not installed."""
+    """Import a module of the command line. Exits with one line where a package that it needs is not installed."""
     try:
         return importlib.import_module(f"agentloop_servers.cli.{module}")
     except ModuleNotFoundError as error:
-        sys.exit(f"agentloop: {error.name} is not installed: {install_hint('serve')}")
+        extra = "export" if module == "export" else "serve"
+        sys.exit(f"agentloop: {error.name} is not installed: {install_hint(extra)}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The check of a run's logprobs: recorded ones against those of the checkpoints that sampled them.
+"""`agentloop check-logprobs`: a run's recorded logprobs against those of the checkpoints that sampled them.
 
 Each token is computed again under the version that its span names; for trajectories of several versions also as if
 all of it were of the oldest, or the newest: what a trainer that keeps one version for a trajectory would see. How
@@ -12,28 +12,51 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+import orjson
+import typer
+from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from agentloop import codec
 from agentloop.errors import InvalidRequest
-from agentloop.export import read_all
 from agentloop.plugins import resolve
 from agentloop.sampling import LogprobsMode, TurnSampling
 from agentloop.storage.summary import MIXED, version_key
 from agentloop.storage.trajectory_store import TrajectoryReader
-from agentloop.trainers.mismatch import Mismatch, mismatch
+from agentloop.trainers.mismatch import MAX_K3, Mismatch, mismatch
 from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, clip_spans
+from agentloop_servers.cli.terminal import clear_errors, store_of
 
 REFERENCE = "agentloop_servers.recompute:ReferenceModel"
 MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
 _SEED = 0  # of the choice among more trajectories than are asked for
 
 _PLAIN = TurnSampling()
+
+app = typer.Typer()
+
+
+class Device(StrEnum):
+    """Devices that `check-logprobs` computes on; auto is CUDA where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(StrEnum):
+    """Types that `check-logprobs` computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 class Reference(Protocol):
@@ -165,7 +188,7 @@ def _chosen(store: Path, max_trajectories: int) -> tuple[list[Trajectory], int]:
     rng, chosen, num_seen = random.Random(_SEED), list[Trajectory](), 0
     reader = TrajectoryReader(store)
     try:
-        for record in read_all(reader):
+        for record in reader.trajectories():
             if not record.versions:
                 continue
             num_seen += 1
@@ -334,3 +357,42 @@ def tables(check: LogprobCheck) -> Iterator[Table]:
 
 def _part(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} ({part / max(whole, 1):.1%})"
+
+
+@app.command("check-logprobs")
+def command(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint of the run's oldest version that has no other.")],
+    model_version: Annotated[
+        list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
+    ] = None,
+    versions: Annotated[
+        Path | None, typer.Option(help="A folder of checkpoints that are named by their versions.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
+    dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
+    trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
+    max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
+    with clear_errors(), Console(stderr=True).status("loading") as progress:
+        store, named = store_of(run), parse_versions(model_version or [])
+        if versions is not None:
+            named = {**versions_in(versions), **named}
+        load = load_reference(device.value, dtype.value)
+        found = check_logprobs(
+            store, model, named, load, max_trajectories=trajectories, on_progress=progress.update
+        )
+    if as_json:
+        typer.echo(orjson.dumps(codec.to_builtins(found)))
+    else:
+        console = Console()
+        for table in tables(found):
+            console.print(table)
+        for reason, num_tokens in found.left_out.items():
+            console.print(f"left out: {num_tokens:,} tokens, {reason}", highlight=False)
+        line = f"{found.num_trajectories:,} of {found.num_stored:,} trajectories, {dtype.value}"
+        console.print(line, highlight=False)
+    if found.k3_by_span is None or found.k3_by_span > max_k3:
+        raise typer.Exit(1)

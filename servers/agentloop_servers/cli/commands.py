@@ -19,9 +19,9 @@ COMMANDS = {
     "serve": ("service", "Run the service on a local Ray of its own, until Ctrl-C, or SIGTERM."),
     "rollout": ("service", "Roll out a task file, by a service of its own or by a running one."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
-    "export": ("records", "Write a run's trajectories, also while it is running."),
+    "export": ("export", "Write a run's trajectories, also while it is running."),
     "check-logprobs": (
-        "records",
+        "check_logprobs",
         "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
     ),
     "status": ("remote", "Show a running service."),

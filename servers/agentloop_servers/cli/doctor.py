@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import pydantic_monty
 import typer
@@ -26,11 +26,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentloop.errors import AgentLoopError
+from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
 from agentloop_servers.host import NICENESS
-from agentloop_tools import sandbox
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
@@ -218,7 +218,8 @@ def _sandbox() -> tuple[bool, str]:
 
 
 def _shell() -> tuple[bool, str]:
-    why_not = sandbox.refusal()
+    refusal = cast(Callable[[], str | None], resolve("agentloop_tools.sandbox:refusal", param="tools"))
+    why_not = refusal()
     return why_not is None, why_not or "bubblewrap isolates commands: the shell tool runs here"
 
 

@@ -1,9 +1,8 @@
-"""The commands that read a run's records: they need no service."""
+"""`agentloop show`: one record of a run. It needs no service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,39 +14,13 @@ from rich.text import Text
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
-from agentloop.export import export, read_all
 from agentloop.storage.trajectory_store import TrajectoryReader
-from agentloop.trainers.mismatch import MAX_K3
 from agentloop.types import Message, Trajectory, Turn
-from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables, versions_in
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
 MAX_NAMED = 10  # of several trajectories that a word means
 
 app = typer.Typer()
-
-
-class Format(StrEnum):
-    """File formats that `export` writes."""
-
-    PARQUET = "parquet"
-    JSONL = "jsonl"
-
-
-class Device(StrEnum):
-    """Devices that `check-logprobs` computes on; auto is CUDA where there is one."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Precision(StrEnum):
-    """Types that `check-logprobs` computes in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 @app.command()
@@ -90,7 +63,7 @@ def _named(store: Path, name: str) -> Trajectory:
     """Return the trajectory that a word means. Raises InvalidRequest if it means none, or several."""
     reader, found, others = TrajectoryReader(store), list[Trajectory](), list[str]()
     try:
-        for one in read_all(reader):
+        for one in reader.trajectories():
             full, *_ = names = tuple(_names(one))
             if name in names and len(found) < MAX_NAMED:
                 found.append(one)
@@ -126,60 +99,3 @@ def _show_message(console: Console, message: Message) -> None:
     for call in message.tool_calls:
         arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode()
         console.print(Text(f"{call.name}({arguments}){f'  {call.error}' if call.error else ''}"), soft_wrap=True)
-
-
-@app.command("export")
-def exportrun_to_end(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
-    format: Annotated[Format, typer.Option(help="The file format.")] = Format.PARQUET,
-    out: Annotated[Path | None, typer.Option(help="The file; beside the store if left out.")] = None,
-    rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
-    mask_constrained: Annotated[
-        bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
-    ] = False,
-) -> None:
-    """Write a run's trajectories, also while it is running."""
-    with clear_errors():
-        store = store_of(run)
-        target = out if out is not None else store.parent / f"trajectories.{format.value}"
-        num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
-    Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
-
-
-@app.command("check-logprobs")
-def checkrun_to_end(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
-    model: Annotated[Path, typer.Option(help="The checkpoint of the run's oldest version that has no other.")],
-    model_version: Annotated[
-        list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
-    ] = None,
-    versions: Annotated[
-        Path | None, typer.Option(help="A folder of checkpoints that are named by their versions.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
-    dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
-    trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
-    max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-) -> None:
-    """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
-    with clear_errors(), Console(stderr=True).status("loading") as progress:
-        store, named = store_of(run), parse_versions(model_version or [])
-        if versions is not None:
-            named = {**versions_in(versions), **named}
-        load = load_reference(device.value, dtype.value)
-        found = check_logprobs(
-            store, model, named, load, max_trajectories=trajectories, on_progress=progress.update
-        )
-    if as_json:
-        typer.echo(orjson.dumps(codec.to_builtins(found)))
-    else:
-        console = Console()
-        for table in tables(found):
-            console.print(table)
-        for reason, num_tokens in found.left_out.items():
-            console.print(f"left out: {num_tokens:,} tokens, {reason}", highlight=False)
-        line = f"{found.num_trajectories:,} of {found.num_stored:,} trajectories, {dtype.value}"
-        console.print(line, highlight=False)
-    if found.k3_by_span is None or found.k3_by_span > max_k3:
-        raise typer.Exit(1)

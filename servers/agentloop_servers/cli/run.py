@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import structlog
 from rich.console import Console
@@ -30,8 +30,8 @@ from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
-from agentloop.export import export, read_all
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.plugins import install_hint, resolve
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
@@ -39,6 +39,7 @@ from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 
+EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
 LATEST_NAME = "latest"
@@ -335,12 +336,20 @@ def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
 
 
 def write_results(run_dir: Path, collected: Collected) -> Summary:
-    """Export the store and summarise it: the files hold what is on disk, not what was seen on the way."""
-    export(run_dir / STORE_NAME, run_dir / PARQUET_NAME, "parquet")
+    """Export the store and summarise it: the files hold what is on disk, not what was seen on the way.
+
+    Without the extra `export` there is no Parquet file.
+    """
+    try:
+        export = cast(Callable[..., int], resolve(EXPORT, param="export"))
+    except InvalidRequest as error:
+        _log.warning("not_exported", reason=error.message, install=install_hint("export"))
+    else:
+        export(run_dir / STORE_NAME, run_dir / PARQUET_NAME, "parquet")
     store = TrajectoryReader(run_dir / STORE_NAME)
     try:
         summary = summarize(
-            read_all(store),
+            store.trajectories(),
             num_accepted=collected.num_accepted,
             wall_s=collected.wall_s,
             updates=collected.updates,

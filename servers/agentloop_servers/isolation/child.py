@@ -55,7 +55,6 @@ from agentloop_servers.isolation.frames import (
     next_frame,
     packed,
 )
-from agentloop_tools import SHIPPED_TOOLS
 
 T = TypeVar("T")
 
@@ -134,14 +133,13 @@ class WorkerLink:
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
     """Load what trajectories share, as a worker does."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
-    tools = SHIPPED_TOOLS | config.workers.tools
     engine = cast(TokenEngine, link)
     return RunParts(
         coordinator=cast(WorkerPort, link),
         connect=lambda url: engine,
         renderer=chat.renderer,
         reader=TurnReader(chat.renderer, chat.parser),
-        toolbox=Toolbox(load_tools(sorted(tools), tools)),
+        toolbox=Toolbox(load_tools(sorted(config.tools), config.tools)),
         config=setup.worker,
         max_context_tokens=sizes.max_context_tokens,
         vocab_size=sizes.vocab_size,

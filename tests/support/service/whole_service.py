@@ -34,7 +34,6 @@ from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.settings import balancer_config, replica_config
 from agentloop_servers.tcp import listening_socket, url_of
-from agentloop_tools import SHIPPED_TOOLS
 
 SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 SECRET = "in-process"
@@ -111,7 +110,7 @@ async def whole_site(
             replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds)
             closing.push_async_callback(replica.close)
             await replica.start()
-        toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
+        toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         closing.push_async_callback(toolbox.close)
         facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
         worker = Worker(
