@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import structlog
 
@@ -59,6 +59,18 @@ class _OpenSession:
     num_running: int = 0
     is_retired: bool = False
     opening: asyncio.Task[InvalidRequest | ToolLost | None] | None = None  # of its `open`; its result: what failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The failure of user code as a value: what it raised, or that it was late."""
+
+    error: BaseException
+
+    @property
+    def line(self) -> str:
+        """What a record says of it: an error of ours speaks for itself."""
+        return self.error.message if isinstance(self.error, AgentLoopError) else error_line(self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,17 +279,17 @@ class ToolScope:
         if not isinstance(session, SnapshotSession):
             raise ToolError(f"a {type(session).__name__} has no restore()")
         done = await self._bounded(tool, lambda: session.restore(state), tool.spec.timeout_s)
-        if isinstance(done, AgentLoopError):
-            raise ToolError(done.message)
+        if isinstance(done, _Failed):
+            raise ToolError(done.line)
 
     async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
         """Ask the sessions that score, side by side, each within its deadline: what they say, joined.
 
         The text, where there is one, says in a line what went wrong; nothing but a cancellation is raised.
         """
-        scoring = [tool for tool in self._tools.values() if tool.spec.score_timeout_s is not None]
+        scoring = {tool: s for tool in self._tools.values() if (s := tool.spec.score_timeout_s) is not None}
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._score_of(tool, task)) for tool in scoring]
+            tasks = [group.create_task(self._score_of(tool, task, s)) for tool, s in scoring.items()]
         joined, problem = Score(), None
         for tool, found in zip(scoring, tasks, strict=True):
             said = found.result()
@@ -332,45 +344,28 @@ class ToolScope:
         if not isinstance(session, OpeningSession):
             return ToolLost(f"tool {name!r} cannot be opened: a {type(session).__name__} has no open()")
         done = await self._bounded(tool, lambda: session.open(task), timeout_s)
-        if isinstance(done, InvalidRequest):
-            return InvalidRequest(f"tool {name!r}: {done.message}", param="tool_setup")
-        if isinstance(done, AgentLoopError):
-            return ToolLost(f"tool {name!r} cannot be opened: {done.message}")
-        return None
+        if not isinstance(done, _Failed):
+            return None
+        if isinstance(done.error, InvalidRequest):
+            return InvalidRequest(f"tool {name!r}: {done.error.message}", param="tool_setup")
+        return ToolLost(f"tool {name!r} cannot be opened: {done.line}")
 
-    async def _score_of(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
+    async def _score_of(self, tool: Tool, task: RolloutTask, timeout_s: float) -> Score | RewardError:
         """Return what one tool's session says, or why it says nothing: raising would end the others' scores."""
-        spec = tool.spec
-        async with self._toolbox.slot(spec.name):
-            asking = asyncio.create_task(self._asked(tool, task), name=f"score {spec.name} {self._trajectory_id}")
-            self._running.add(asking)
-            asking.add_done_callback(self._running.discard)
-            try:
-                await asyncio.wait({asking}, timeout=spec.score_timeout_s)
-                if asking.done():
-                    return RewardError("cancelled itself") if asking.cancelled() else asking.result()
-                await self._toolbox.stop([asking], tool=spec.name, during="score")
-                return RewardError(f"no score within {spec.score_timeout_s:g} s")
-            finally:
-                if not asking.done():
-                    asking.cancel()
-                    self._toolbox.keep(asking)
 
-    async def _asked(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
-        try:
+        async def asked() -> Score:
             open_ = self._session(tool)
             if (error := await self._opened(tool, open_)) is not None:
-                return RewardError(error.message)
-            session = open_.session
-            if not isinstance(session, ScoringSession):
-                return RewardError(f"a {type(session).__name__} has no score()")
-            return score_of(await session.score(task))
-        except RewardError as error:
-            return error
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
-            return RewardError(error_line(error))
+                raise RewardError(error.message)
+            if not isinstance(open_.session, ScoringSession):
+                raise RewardError(f"a {type(open_.session).__name__} has no score()")
+            return score_of(await open_.session.score(task))
+
+        async with self._toolbox.slot(tool.spec.name):
+            said = await self._bounded(tool, asked, timeout_s, late="no score within", during="score")
+        if not isinstance(said, _Failed):
+            return cast(Score, said)
+        return RewardError(said.line)
 
     def _has_state(self, name: str) -> bool:
         return name in self._tools and self._tools[name].spec.has_state
@@ -394,7 +389,7 @@ class ToolScope:
         state = await self._bounded(tool, session.snapshot, tool.spec.timeout_s)
         if isinstance(state, bytes) and len(state) <= MAX_SNAPSHOT_BYTES:
             return state
-        reason = str(state) if isinstance(state, AgentLoopError) else f"{type(state).__name__} of any size"
+        reason = state.line if isinstance(state, _Failed) else f"{type(state).__name__} of any size"
         _log.warning("no_snapshot", tool=tool.spec.name, trajectory_id=self._trajectory_id, error=reason)
         return None
 
@@ -404,32 +399,35 @@ class ToolScope:
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
             return ToolLost(f"tool {tool.spec.name!r} has no session: {error_line(error)}")
 
-    async def _bounded(self, tool: Tool, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float) -> Any:
-        """Return what a session's own method returns within this time, or an InvalidRequest or ToolError."""
+    async def _bounded(
+        self,
+        tool: Tool,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        timeout_s: float,
+        *,
+        late: str = "timed out after",
+        on_late: Callable[[], None] = lambda: None,
+        **about: str,
+    ) -> Any:
+        """Return what user code returns within its time, or `_Failed`. Nothing but our own cancellation is raised.
+
+        Late code is cancelled, and abandoned if it ignores that.
+        """
         name = tool.spec.name
-        task = asyncio.create_task(self._caught(work), name=f"{name} {self._trajectory_id}")
+        task = asyncio.create_task(_caught(work), name=f"{name} {self._trajectory_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             if task.done():
-                return ToolError("cancelled itself") if task.cancelled() else task.result()
-            await self._toolbox.stop([task], tool=name, trajectory_id=self._trajectory_id)
-            return ToolError(f"timed out after {timeout_s:g} s")
+                return _Failed(ToolError("cancelled")) if task.cancelled() else task.result()
+            on_late()
+            await self._toolbox.stop([task], tool=name, trajectory_id=self._trajectory_id, **about)
+            return _Failed(ToolError(f"{late} {timeout_s:g} s"))
         finally:
-            if not task.done():
+            if not task.done():  # we were cancelled, or it was abandoned
                 task.cancel()
                 self._toolbox.keep(task)
-
-    async def _caught(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        try:
-            return await work()
-        except asyncio.CancelledError:
-            raise
-        except InvalidRequest as error:
-            return error
-        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
-            return ToolError(error_line(error))
 
     async def _result(self, call: ToolCall, max_response_bytes: int, keep: KeepAnswers | None) -> ToolResult:
         started_s = time.monotonic()
@@ -462,38 +460,23 @@ class ToolScope:
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
             return self._failure(spec, error)
         open_.num_running += 1
-        task: asyncio.Task[_Answer] | None = None
         try:
             if (failed := await self._opened(tool, open_)) is not None:  # in place of one that was too late
                 return _Answer(failed.message, is_error=True, is_lost=True)
             if self._closing is not None:
                 return _Answer("cancelled", is_error=True)
-            name = f"{spec.name} {self._trajectory_id}"
-            task = asyncio.create_task(self._call(open_.session, spec, call), name=name)
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            await asyncio.wait({task}, timeout=spec.timeout_s)
-            if task.done():
-                return _Answer("cancelled", is_error=True) if task.cancelled() else task.result()
-            self._retire(spec.name, open_)
-            await self._toolbox.stop([task], tool=spec.name, trajectory_id=self._trajectory_id)
-            return _Answer(f"timed out after {spec.timeout_s:g} s", is_error=True)
+            content = await self._bounded(
+                tool,
+                lambda: open_.session.call(call.arguments),
+                spec.timeout_s,
+                on_late=lambda: self._retire(spec.name, open_),
+            )
         finally:
             open_.num_running -= 1
-            if task is not None and not task.done():  # we were cancelled, or it was abandoned
-                task.cancel()
-                self._toolbox.keep(task)
             if open_.is_retired and open_.num_running == 0:
                 await _shielded(self._close_session(spec.name, open_), self._toolbox)
-
-    async def _call(self, session: ToolSession, spec: ToolSpec, call: ToolCall) -> _Answer:
-        """The call itself, where nothing but a cancellation is an exception."""
-        try:
-            content = await session.call(call.arguments)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
-            return self._failure(spec, error)
+        if isinstance(content, _Failed):
+            return self._failure(spec, content.error)
         if not isinstance(content, str):
             return self._failure(spec, TypeError(f"a tool answers text, not {type(content).__name__}"))
         return _Answer(content)
@@ -522,6 +505,16 @@ class ToolScope:
         timeout_s = self._tools[name].spec.close_timeout_s
         close = open_.session.close
         await self._toolbox.bounded_close(close, timeout_s, tool=name, trajectory_id=self._trajectory_id)
+
+
+async def _caught(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Return what user code returns, or `_Failed`: raised in a task, an exit would stop the event loop."""
+    try:
+        return await work()
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return _Failed(error)
 
 
 async def _shielded(work: Coroutine[Any, Any, None], keeper: Toolbox) -> None:
