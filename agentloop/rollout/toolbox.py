@@ -69,7 +69,7 @@ class _Failed:
 
     @property
     def line(self) -> str:
-        """What a record says of it: an error of ours speaks for itself."""
+        """One line of it for a record."""
         return self.error.message if isinstance(self.error, AgentLoopError) else error_line(self.error)
 
 

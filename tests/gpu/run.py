@@ -408,6 +408,16 @@ PARTS = (
         is_default=False,
     ),
     Part(
+        "native-sampler",
+        "what SGLang's own sampler does otherwise than ours",
+        module("tests.gpu.sglang_native_sampler", out="native-sampler"),
+        300,
+        last_line,
+        is_alone=True,
+        is_default=False,
+        lanes=("sglang",),
+    ),
+    Part(
         "step-times",
         "the seconds of prefills and decode steps, for the balancer",
         module("tests.gpu.step_times", out="step-times"),

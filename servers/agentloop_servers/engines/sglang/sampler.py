@@ -4,8 +4,8 @@ schedulers.
 SGLang 0.5.17's own sampler means something else by the same fields: its penalties lag a token behind with
 overlapped scheduling and are forgotten when a request is prefilled again, the repetition penalty leaves the
 prompt out, seeds count in its deterministic mode only, and a logprob is that of the distribution before
-truncation. So SGLang is asked for nothing but a batch of logits, and everything else is done here, in the order
-of `SamplingParams`.
+truncation (measured by `tests/gpu/sglang_native_sampler.py`). So SGLang is asked for nothing but a batch of logits,
+and everything else is done here, in the order of `SamplingParams`.
 
 Two uniform numbers a row are drawn, by a hash of the request's seed and the token's place: the first falls into a
 block of ids, in the running sum of the blocks' shares, the second onto an id of that block. So the vocabulary is
