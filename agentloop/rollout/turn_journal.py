@@ -5,20 +5,17 @@ nobody else ever writes to it, so a worker that was given up for lost cannot spo
 sample's files go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`,
 survives the end of the process in whatever way; not a power cut, since nothing is synced.
 
-A file is a list of frames: length, CRC-32, a kind, and the codec's bytes of one value; first the run's header, then
-its turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
+A file is an append log. A frame holds a kind and the codec's bytes of one value: first the run's header, then its
+turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import math
 import os
-import struct
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +29,7 @@ from agentloop.codec import decode, encode
 from agentloop.errors import InvalidRequest
 from agentloop.rendering.port import Renderer
 from agentloop.score import Score
+from agentloop.storage.append_log import append, frame, open_log, read_frames
 from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Assignment, RolloutTask, ToolResult
 
@@ -45,7 +43,6 @@ MAX_NAMES_A_CALL = 1000
 MAX_HEADER_BYTES = 4096
 STRAY_AFTER_S = 3600.0  # a file without a readable header goes at this age
 
-_FRAME = struct.Struct("<II")
 _log = structlog.stdlib.get_logger(__name__)
 
 
@@ -145,16 +142,13 @@ class RunJournal:
     def write(self, entries: Sequence[FinishedTurn | ToolAnswers]) -> None:
         """Append entries to the file, which is made for the first ones. Raises OSError."""
         frames = [_frame(entry) for entry in entries]
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        if not self._is_made:  # a file that is gone later was removed with its sample
-            flags |= os.O_CREAT | os.O_EXCL
+        if not self._is_made:
             frames[:0] = [_frame(self._header()), b"" if self.kept is None else self.kept.frames]
-        fd = os.open(self.path, flags, 0o600)
+        # A file that is gone later was removed with its sample.
+        fd = open_log(self.path, is_new=not self._is_made)
         self._is_made = True
         try:
-            data = b"".join(frames)
-            if os.write(fd, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(fd, b"".join(frames))
         finally:
             os.close(fd)
 
@@ -304,27 +298,22 @@ def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer
 
 
 def _frame(entry: Entry) -> bytes:
-    body = _KIND_OF[type(entry)] + encode(entry)
-    return _FRAME.pack(len(body), zlib.crc32(body)) + body
+    return frame(_KIND_OF[type(entry)] + encode(entry))
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
     """Yield the entries of a file, each with the offset behind it, up to the first that is damaged or torn."""
-    end = 0
-    while len(data) >= (start := end + _FRAME.size):
-        size, crc = _FRAME.unpack_from(data, end)
-        body = data[start : start + size]
-        if size < 1 or len(body) != size or zlib.crc32(body) != crc:
-            return
+    at = 0
+    for start, end, body in read_frames(data):
         kind = _KINDS.get(body[:1])
-        if kind is None:
+        if start != at or kind is None:
             return
         try:
             entry = decode(body[1:], kind)
         except InvalidRequest:  # of another release
             return
-        end = start + size
         yield end, entry
+        at = end
 
 
 def _write_all(

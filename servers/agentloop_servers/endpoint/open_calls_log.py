@@ -1,23 +1,23 @@
 """The open-call log: the calls that run, in a file that a process which dies leaves behind.
 
-Ownership: the file, from `open` on. A call's line is written before its first token is sampled, another one once
-its end is on disk: each a few microseconds. What is written survives a killed process, as the store's commits do,
-not a power cut. Calls that go on are written into a fresh file when the old one has become large.
+Ownership: the file, an append log, from `open` on. A call's frame is written before its first token is sampled,
+another one once its end is on disk: each a few microseconds. When the file has become large, calls that go on are
+written into a fresh one.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable, StorageFull
+from agentloop.storage.append_log import append, frame, open_log, read_frames
 from agentloop.storage.disk_room import is_full
 from agentloop.trajectory.node import CallRecord, ModelCallState
 
@@ -44,7 +44,7 @@ class OpenCallsLog:
         self._fd = -1
         self._num_bytes = 0
         self._rotate_at = ROTATE_BYTES
-        self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their lines, in order
+        self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their frames, in order
 
     def open(self) -> None:
         """Make the file anew: what an earlier process left is gone.
@@ -53,7 +53,7 @@ class OpenCallsLog:
         """
         try:
             self._path.unlink(missing_ok=True)  # not truncated: a process that lingers writes into its own file
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._fd = open_log(self._path, is_new=True)
         except OSError as error:
             kind = StorageFull if is_full(error) else ServiceUnavailable
             raise kind(f"{self._path.name} cannot be made: {error}") from error
@@ -74,13 +74,13 @@ class OpenCallsLog:
         if call.call_id in calls:
             raise InvariantBroken(f"call {call.call_id} has begun already")
         fields = number, session_id, call.call_id, call.digest.hex(), call.created_at
-        line = _checked(msgspec.json.encode(fields))
+        framed = frame(msgspec.json.encode(fields))
         try:
-            self._append(line)
+            self._append(framed)
         except OSError as error:
             kind = StorageFull if is_full(error) else ServiceUnavailable
             raise kind(f"there is no room for another open call: {error}") from error
-        calls[call.call_id] = OpenCall(number, session_id, call), line
+        calls[call.call_id] = OpenCall(number, session_id, call), framed
         self._held[session_id] = calls
 
     def of_call(self, session_id: str, call_id: str) -> OpenCall | None:
@@ -101,7 +101,7 @@ class OpenCallsLog:
         if not calls:
             del self._held[session_id]
         try:
-            self._append(_checked(b"[%d]" % held[0].number))
+            self._append(frame(b"[%d]" % held[0].number))
         except (OSError, ServiceUnavailable) as error:
             _log.debug("end_not_logged", call=call_id, error=repr(error))  # the store has it, which counts
 
@@ -110,30 +110,28 @@ class OpenCallsLog:
         for opened in self.of_session(session_id):
             self.end(session_id, opened.call.call_id)
 
-    def _append(self, line: bytes) -> None:
-        """Write a line whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""
+    def _append(self, framed: bytes) -> None:
+        """Write a frame whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""
         if self._fd < 0:
             raise ServiceUnavailable("the session store is closed")
         if self._num_bytes >= self._rotate_at:
             self._rotate()
-        if os.write(self._fd, line) != len(line):
-            os.ftruncate(self._fd, self._num_bytes)
-            raise OSError(errno.ENOSPC, "the disk is full")
-        self._num_bytes += len(line)
+        append(self._fd, framed)
+        self._num_bytes += len(framed)
 
     def _rotate(self) -> None:
         """Go on in a file that has only the open calls. Where that fails, go on in this one."""
-        lines = b"".join(line for calls in self._held.values() for _, line in calls.values())
-        self._rotate_at = max(ROTATE_BYTES, 4 * len(lines), 2 * self._num_bytes)
-        fresh = self._path.with_name(f"{self._path.name}.fresh")
-        fd = -1
+        frames = b"".join(framed for calls in self._held.values() for _, framed in calls.values())
+        self._rotate_at = max(ROTATE_BYTES, 4 * len(frames), 2 * self._num_bytes)
+        fresh, fd = self._path.with_name(f"{self._path.name}.fresh"), -1
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            is_ours = os.path.samestat(os.fstat(self._fd), os.stat(self._path))
-            if is_ours and os.write(fd, lines) == len(lines):
+            fresh.unlink(missing_ok=True)
+            fd = open_log(fresh, is_new=True)
+            append(fd, frames)
+            if os.path.samestat(os.fstat(self._fd), os.stat(self._path)):  # else it is another process's
                 os.replace(fresh, self._path)
                 self._fd, fd = fd, self._fd
-                self._num_bytes, self._rotate_at = len(lines), max(ROTATE_BYTES, 4 * len(lines))
+                self._num_bytes, self._rotate_at = len(frames), max(ROTATE_BYTES, 4 * len(frames))
         except OSError:
             fresh.unlink(missing_ok=True)
         finally:
@@ -142,38 +140,34 @@ class OpenCallsLog:
 
 
 def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
-    """Return what a process left in its file, in the order the calls began, and how many lines are damaged.
+    """Return what a process left in its file, in the order the calls began, and how many gaps the file has.
 
-    A last line that was cut off is not counted: its call has not begun. No file: nothing. Raises OSError.
+    A last frame that was cut off is none: its call has not begun. No file: nothing. Raises OSError.
     """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
     found: dict[int, OpenCall] = {}
-    num_damaged = 0
-    for line in lines:
-        try:
-            number, *rest = _fields(line)
-            if rest:
-                session_id, call_id, digest, created_at = rest
-                call = CallRecord(call_id, bytes.fromhex(digest), created_at, ModelCallState.OPEN)
-                found[number] = OpenCall(number, session_id, call)
-            else:
-                found.pop(number, None)
-        except ValueError:
-            num_damaged += 1
+    at = num_damaged = 0
+    for start, end, body in list(read_frames(data)) or _lines(data):
+        num_damaged += start != at
+        at = end
+        number, *rest = msgspec.json.decode(body)
+        if rest:
+            session_id, call_id, digest, created_at = rest
+            call = CallRecord(call_id, bytes.fromhex(digest), created_at, ModelCallState.OPEN)
+            found[number] = OpenCall(number, session_id, call)
+        else:
+            found.pop(number, None)
     return sorted(found.values(), key=lambda opened: opened.number), num_damaged
 
 
-def _checked(body: bytes) -> bytes:
-    """Return the line of a JSON list, its checksum before it."""
-    return b"%08x%s\n" % (zlib.crc32(body), body)
-
-
-def _fields(line: bytes) -> list[Any]:
-    """Raises ValueError for a line that is damaged."""
-    if int(line[:8], 16) != zlib.crc32(line[8:]):
-        raise ValueError("checksum differs")
-    fields: list[Any] = msgspec.json.decode(line[8:])
-    return fields
+def _lines(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the sound lines of an earlier release's file as `read_frames` does: a CRC-32 in hex, and its body."""
+    start = 0
+    while (end := data.find(b"\n", start) + 1) > 0:
+        body = data[start + 8 : end - 1]
+        if data[start : start + 8] == b"%08x" % zlib.crc32(body):
+            yield start, end, body
+        start = end
