@@ -65,17 +65,6 @@ Counted = Annotated[CountTokensBody, Depends(json_body(CountTokensBody, read_bod
 Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
 AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
 
-BODIES = (
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    DetokenizeBody,
-    ResponsesBody,
-    MessagesBody,
-    CountTokensBody,
-    TokensBody,
-)
-
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": _JSON}}

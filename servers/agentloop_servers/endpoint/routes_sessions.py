@@ -50,8 +50,6 @@ from agentloop_servers.tcp import url_of
 
 T = TypeVar("T")
 
-BODIES = (NewSessionBody, RewardBody, FinishBody)
-
 New = Annotated[NewSessionBody, Depends(json_body(NewSessionBody))]
 Reward = Annotated[RewardBody, Depends(json_body(RewardBody))]
 Finish = Annotated[FinishBody, Depends(json_body(FinishBody))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import orjson
@@ -41,6 +41,7 @@ _ERROR = {
 ERROR_SCHEMA: Final = {"$ref": f"{SCHEMA_PREFIX}{_ERROR_NAME}"}
 
 _ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 410, 413, 415, 429, 500, 502, 503, 504)
+_bodies: dict[str, type[BaseModel]] = {}  # that routes of this process take, by name
 _PATH_PARAMETER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -48,6 +49,7 @@ def takes(body: type[BaseModel] | None = None) -> dict[str, Any]:
     """Return the `openapi_extra` of a route that needs a key, and takes this body."""
     if body is None:
         return _SECURED
+    _bodies[body.__name__] = body
     content = _json({"$ref": f"{SCHEMA_PREFIX}{body.__name__}"})
     return {**_SECURED, "requestBody": {"required": True, "content": content}}
 
@@ -88,8 +90,8 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def describe(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
-    """Make `/openapi.json` complete: the bodies that `json_body` reads, the answers, the errors and the keys."""
+def describe(app: FastAPI) -> None:
+    """Make `/openapi.json` complete: the bodies of `add_route`, the answers, the errors and the keys."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -97,7 +99,9 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             template = SCHEMA_PREFIX + "{model}"
-            _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
+            _, found = models_json_schema(
+                [(body, "validation") for body in _bodies.values()], ref_template=template
+            )
             components = schema.setdefault("components", {})
             schemas = components.setdefault("schemas", {})
             ours = {**answer_schemas(), _ERROR_NAME: _ERROR}

@@ -32,8 +32,6 @@ Sleep = Annotated[SleepBody, Depends(json_body(SleepBody))]
 Wake = Annotated[WakeBody, Depends(json_body(WakeBody))]
 Weights = Annotated[WeightsBody, Depends(json_body(WeightsBody))]
 
-ADMIN_BODIES = (PauseBody, SleepBody, WakeBody, WeightsBody)
-
 
 @dataclass(frozen=True, slots=True)
 class ModeRules:

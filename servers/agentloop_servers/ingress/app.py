@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
@@ -27,9 +26,8 @@ from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
-from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
-from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
-from agentloop_servers.ingress.vllm_control import BODIES as VLLM_BODIES
+from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
+from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 
 
@@ -82,22 +80,19 @@ def create_app(
         middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open, user_of=keys.flow_of)],
     )
     add_error_handlers(app, limits)
-    bodies: list[type[BaseModel]] = [*ROLLOUT_BODIES, *ADMIN_BODIES]
     if endpoint is not None:
         # First: most requests are its.
-        bodies += _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
+        _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     own = (rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys))
     for router in own:
         app.include_router(router)
-    describe(app, bodies)
+    describe(app)
     return app
 
 
-def _include_endpoint(
-    app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls
-) -> list[type[BaseModel]]:
-    """Add the routes for agents; returns the bodies that they take."""
+def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> None:
+    """Add the routes for agents."""
 
     async def pass_on(request: Request, error: Exception) -> Response:
         assert isinstance(error, NotOwner)
@@ -107,4 +102,3 @@ def _include_endpoint(
     app.add_exception_handler(NotOwner, pass_on)
     app.include_router(routes_calls.router(endpoint, keys, token_calls))
     app.include_router(routes_sessions.router(endpoint, keys))
-    return [*routes_calls.BODIES, *routes_sessions.BODIES, *VLLM_BODIES]

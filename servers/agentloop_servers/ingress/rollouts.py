@@ -48,8 +48,6 @@ T = TypeVar("T")
 READINESS_AGE_S = 1.0
 READINESS_TIMEOUT_S = 2.0
 
-ROLLOUT_BODIES = (GenerateBody, SubmitBody, AcknowledgeBody)
-
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]

@@ -101,8 +101,6 @@ class LoadAdapterBody(Body):
     is_3d_lora_weight: bool | None = None
 
 
-BODIES = (UpdateWeightsBody, LoadAdapterBody)
-
 UpdateWeights = Annotated[UpdateWeightsBody, Depends(json_body(UpdateWeightsBody))]
 LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 
