@@ -25,11 +25,11 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 import structlog
 
+from agentloop.append_log import append, frame, open_log, read_frames
 from agentloop.codec import decode, encode
 from agentloop.errors import InvalidRequest
 from agentloop.rendering.port import Renderer
 from agentloop.score import Score
-from agentloop.storage.append_log import append, frame, open_log, read_frames
 from agentloop.trajectory.node import Node
 from agentloop.types import JSON, Assignment, RolloutTask, ToolResult
 
