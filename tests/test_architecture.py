@@ -36,6 +36,7 @@ COMMON = (
     "endings",
     "types",
     "score",
+    "append_log",
     "codec",
     "strides",
     "clock",
