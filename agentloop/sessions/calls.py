@@ -21,7 +21,6 @@ from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 215  # with its entry in a dict
-_PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int
 
 
 class LiveCall:
@@ -38,7 +37,6 @@ class LiveCall:
         self.deadline = Deadline(loop.time() + chat.timeout_s)
         self.is_begun = False  # in the journal
         self.is_sampled = False  # it will be committed, whatever its clients do
-        self.num_prompt_tokens = 0
         self.num_new_tokens = 0  # of its prompt, stored once it is committed
         self.generate_s = 0.0
         self.result: ChatResult | None = None
@@ -160,8 +158,7 @@ class CallTable:
     @property
     def num_bytes(self) -> int:
         """An estimate of the memory it takes up."""
-        num_prompt_tokens = sum(live.num_prompt_tokens for live in self.live.values())
-        return _RECORD_BYTES * (len(self._records) + len(self.live)) + _PROMPT_TOKEN_BYTES * num_prompt_tokens
+        return _RECORD_BYTES * (len(self._records) + len(self.live))
 
     @property
     def records(self) -> tuple[CallRecord, ...]:

@@ -460,7 +460,7 @@ class Session:
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
         max_tokens = self._parts.limits.max_tokens
-        live.num_new_tokens, live.num_prompt_tokens = len(prompt.observed_ids), len(prompt.ids)
+        live.num_new_tokens = len(prompt.observed_ids)
         num_tokens = self.graph.num_tokens + sum(other.num_new_tokens for other in self._table.live.values())
         if num_tokens >= max_tokens:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")

@@ -65,18 +65,6 @@ def test_what_has_begun_is_there_at_once_and_until_it_ends(path: Path, log: Open
     assert [log.of_call("s", call_id) for call_id in "abc"] == [None] * 3
 
 
-def test_opening_clears_what_another_process_left(path: Path, log: OpenCallsLog) -> None:
-    for number in range(300):
-        log.begin(number, "s", make_call(f"c{number}"))
-    log.close()
-    assert len(numbers(path)) == 300
-    again = OpenCallsLog(path)
-    again.open()
-    assert read_open_calls(path) == ([], 0)
-    assert path.stat().st_size == 0
-    again.close()
-
-
 def test_a_process_that_lingers_does_not_write_into_the_next_ones_file(path: Path, log: OpenCallsLog) -> None:
     log.begin(1, "s", make_call("a"))
     again = OpenCallsLog(path)
