@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
@@ -15,17 +12,24 @@ from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.fields import read_body
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
-from agentloop.trajectory.node import Node, Reply
-from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
     ConstraintKind,
     FinishReason,
     Message,
     ToolCall,
     ToolCallStatus,
-    WeightVersionSpan,
+)
+from tests.support.records.chat_answers import (
+    CALLS,
+    KEY,
+    MESSAGES,
+    TURN,
+    check_echo,
+    check_silent_until_the_first_piece,
+    pieces_of,
+    result,
+    written,
 )
 
 anthropic = pytest.importorskip("anthropic")
@@ -34,25 +38,12 @@ streaming = pytest.importorskip("anthropic.lib.streaming._messages")
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
 ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
-KEY = "0123456789abcdef" * 2
 LOOKUP = {
     "name": "lookup",
     "description": "Look it up.",
     "input_schema": {"type": "object", "properties": {"q": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
-CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
-TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
-MALFORMED = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
-CUT = ToolCall(
-    "call_0_0",
-    "lookup",
-    {},
-    ToolCallStatus.MALFORMED,
-    "cut",
-    text='<tool_call>\n{"name": "lookup", "arguments": {"q": "a',
-    partial_arguments='{"q": "a',
-)
 HI = {"role": "user", "content": "hi"}
 
 
@@ -63,40 +54,6 @@ def body(**fields: Any) -> MessagesBody:
 
 def asked(**fields: Any) -> ChatCall:
     return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
-
-
-def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
-    ids = np.arange(5, dtype=np.int32)
-    spans = (WeightVersionSpan(3, 0, 5),)
-    is_closed = finish is FinishReason.STOP and not stop_text
-    reply = Reply(message, ids, np.full(5, -0.5, np.float32), spans, finish, is_closed, stop_text, 2, 4)
-    node = Node("n1", "c1", 0, None, (Message("user", "hi"),), np.arange(7, dtype=np.int32), reply)
-    return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
-
-
-def pieces_of(message: Message) -> list[TurnPiece]:
-    """The message in pieces of one character, as a stream brings it."""
-    calls = [
-        piece
-        for index, call in enumerate(message.tool_calls)
-        for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
-    ]
-    return [
-        *(TurnPiece(0, reasoning=char) for char in message.reasoning),
-        *(TurnPiece(0, content=char) for char in message.content),
-        *(TurnPiece(0, calls=(call,)) for call in calls),
-    ]
-
-
-def written(items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
-        for item in items:
-            yield item
-
-    async def collect() -> list[dict[str, Any]]:
-        return [event async for event in MessageWriter(body(stream=True), KEY).events(source())]
-
-    return asyncio.run(collect())
 
 
 def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
@@ -317,21 +274,10 @@ def test_stop_reasons(finish: FinishReason, stop_text: str, reason: str):
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop_text or None)
 
 
-MESSAGES = {
-    "all": TURN,
-    "text": Message("assistant", "Just text, é."),
-    "calls": Message("assistant", tool_calls=CALLS),
-    "malformed": Message("assistant", "Hm.", (MALFORMED,)),
-    "cut": Message("assistant", "Hm.", (CALLS[1], CUT)),
-    "thought": Message("assistant", reasoning="Only a thought."),
-    "empty": Message("assistant"),
-}
-
-
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_stream_accumulates_to_the_whole_answer(name: str):
     answer = result(MESSAGES[name])
-    events = written([*pieces_of(MESSAGES[name]), answer])
+    events = written(MessageWriter(body(stream=True), KEY).events, [*pieces_of(MESSAGES[name]), answer])
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     snapshot, buffers = None, {}
@@ -350,7 +296,7 @@ def test_blocks_come_one_after_the_other():
     message = Message("assistant", "ab", CALLS[:1], reasoning="h")
     kinds = [
         (event["type"], event.get("delta", {}).get("type"))
-        for event in written([*pieces_of(message), result(message)])
+        for event in written(MessageWriter(body(stream=True), KEY).events, [*pieces_of(message), result(message)])
         if event["type"].startswith("content")
     ]
     start, stop = ("content_block_start", None), ("content_block_stop", None)
@@ -366,28 +312,15 @@ def test_blocks_come_one_after_the_other():
 
 
 def test_nothing_is_written_before_the_first_piece():
-    async def failing() -> AsyncIterator[TurnPiece | ChatResult]:
-        raise EngineLost("gone")
-        yield
-
-    async def first() -> None:
-        with pytest.raises(EngineLost):
-            await anext(MessageWriter(body(), KEY).events(failing()))
-
-    asyncio.run(first())
+    check_silent_until_the_first_piece(MessageWriter(body(), KEY).events)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
     answer = result(MESSAGES[name])
-    graph = TurnGraph()
-    graph.add(answer.choices[0])
     echo = [block.to_dict() for block in anthropic.types.Message.model_validate(whole(answer)).content]
     messages = [HI, {"role": "assistant", "content": echo}, {"role": "user", "content": "and?"}]
-    match = graph.match(asked(messages=messages).messages, ())
-    assert match.parent is not None
-    assert (match.parent.node_id, match.split) == ("n1", None)
-    assert match.appended == (Message("user", "and?"),)
+    check_echo(answer, asked(messages=messages))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -19,24 +17,32 @@ from agentloop.chat.fields import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
-from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
+from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.message_key import message_key
-from agentloop.trajectory.node import Node, Reply
-from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
     ConstraintKind,
     FinishReason,
     Message,
     ToolCall,
     ToolCallStatus,
-    WeightVersionSpan,
+)
+from tests.support.records.chat_answers import (
+    CALLS,
+    CUT,
+    KEY,
+    MESSAGES,
+    TURN,
+    check_echo,
+    check_silent_until_the_first_piece,
+    pieces_of,
+    result,
+    written,
 )
 
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
 ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
-KEY = "0123456789abcdef" * 2
 LOOKUP = {
     "type": "function",
     "name": "lookup",
@@ -44,18 +50,6 @@ LOOKUP = {
     "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
     "strict": True,
 }
-CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
-TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
-MALFORMED = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
-CUT = ToolCall(
-    "call_0_0",
-    "lookup",
-    {},
-    ToolCallStatus.MALFORMED,
-    "cut",
-    text='<tool_call>\n{"name": "lookup", "arguments": {"q": "a',
-    partial_arguments='{"q": "a',
-)
 
 
 def body(**fields: Any) -> ResponsesBody:
@@ -66,40 +60,8 @@ def asked(**fields: Any) -> ChatCall:
     return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
-def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
-    ids = np.arange(5, dtype=np.int32)
-    spans = (WeightVersionSpan(3, 0, 5),)
-    reply = Reply(
-        message, ids, np.full(5, -0.5, np.float32), spans, finish, finish is FinishReason.STOP, stop_text, 2, 4
-    )
-    observed = (Message("user", "hi"),)
-    node = Node("n1", "c1", 0, None, observed, np.arange(7, dtype=np.int32), reply)
-    return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
-
-
-def pieces_of(message: Message) -> list[TurnPiece]:
-    """The message in pieces of one character, as a stream brings it."""
-    calls = [
-        piece
-        for index, call in enumerate(message.tool_calls)
-        for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
-    ]
-    return [
-        *(TurnPiece(0, reasoning=char) for char in message.reasoning),
-        *(TurnPiece(0, content=char) for char in message.content),
-        *(TurnPiece(0, calls=(call,)) for call in calls),
-    ]
-
-
-def written(asked_body: ResponsesBody, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
-        for item in items:
-            yield item
-
-    async def collect() -> list[dict[str, Any]]:
-        return [event async for event in ResponseWriter(asked_body, KEY, 1_700_000_000).events(source())]
-
-    return asyncio.run(collect())
+def written_for(asked_body: ResponsesBody, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
+    return written(ResponseWriter(asked_body, KEY, 1_700_000_000).events, items)
 
 
 def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
@@ -166,7 +128,7 @@ def test_the_tools_of_a_namespace_are_tools():
     assert places == [("find", "crm"), ("lookup", None)]
     tools = answer["tools"]
     assert (tools[1]["type"], tools[1]["tools"][0]["name"]) == ("namespace", "find")
-    events = written(body(tools=[LOOKUP, NAMESPACE], stream=True), [*pieces_of(turn), result(turn)])
+    events = written_for(body(tools=[LOOKUP, NAMESPACE], stream=True), [*pieces_of(turn), result(turn)])
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [(item["name"], item.get("namespace")) for item in added] == places
     done = [event["name"] for event in events if event["type"] == "response.function_call_arguments.done"]
@@ -372,21 +334,10 @@ def test_an_empty_turn_is_an_empty_message():
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
 
-MESSAGES = {
-    "all": TURN,
-    "text": Message("assistant", "Just text, é."),
-    "calls": Message("assistant", tool_calls=CALLS),
-    "malformed": Message("assistant", "Hm.", (MALFORMED,)),
-    "cut": Message("assistant", "Hm.", (CALLS[1], CUT)),
-    "thought": Message("assistant", reasoning="Only a thought."),
-    "empty": Message("assistant"),
-}
-
-
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_stream_ends_with_the_whole_answer(name: str):
     message = MESSAGES[name]
-    events = written(body(stream=True), [*pieces_of(message), result(message)])
+    events = written_for(body(stream=True), [*pieces_of(message), result(message)])
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=omit)
@@ -403,7 +354,8 @@ def test_a_stream_ends_with_the_whole_answer(name: str):
 def test_the_order_of_events():
     message = Message("assistant", "ab", CALLS[:1], reasoning="h")
     kinds = [
-        event["type"].removeprefix("response.") for event in written(body(), [*pieces_of(message), result(message)])
+        event["type"].removeprefix("response.")
+        for event in written_for(body(), [*pieces_of(message), result(message)])
     ]
     opened, closed = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
     assert kinds == [
@@ -422,7 +374,7 @@ def test_the_order_of_events():
 def test_text_after_a_call_is_an_item_of_its_own():
     message = Message("assistant", "a\nb", CALLS[:1])
     text, *calls = [TurnPiece(0, content="a"), *pieces_of(Message("assistant", tool_calls=CALLS[:1]))]
-    events = written(body(), [text, *calls, TurnPiece(0, content="\nb"), result(message)])
+    events = written_for(body(), [text, *calls, TurnPiece(0, content="\nb"), result(message)])
     output = events[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     again = asked(input=output).messages
@@ -431,21 +383,12 @@ def test_text_after_a_call_is_an_item_of_its_own():
 
 def test_a_cut_stream_is_incomplete():
     message = Message("assistant", "abc")
-    final = written(body(), [*pieces_of(message), result(message, FinishReason.LENGTH)])[-1]
+    final = written_for(body(), [*pieces_of(message), result(message, FinishReason.LENGTH)])[-1]
     assert (final["type"], final["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
 def test_nothing_is_written_before_the_first_piece():
-    async def failing() -> AsyncIterator[TurnPiece | ChatResult]:
-        raise EngineLost("gone")
-        yield
-
-    async def first() -> None:
-        events = ResponseWriter(body(), KEY, 0).events(failing())
-        with pytest.raises(EngineLost):
-            await anext(events)
-
-    asyncio.run(first())
+    check_silent_until_the_first_piece(ResponseWriter(body(), KEY, 0).events)
 
 
 def test_an_error_event_is_numbered_and_has_the_envelope():
@@ -459,12 +402,6 @@ def test_an_error_event_is_numbered_and_has_the_envelope():
 @pytest.mark.parametrize("name", MESSAGES)
 def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
     answer = result(MESSAGES[name])
-    graph = TurnGraph()
-    graph.add(answer.choices[0])
     typed = Response.model_validate(whole(answer))
     echo = [item.model_dump(exclude_unset=True) for item in typed.output]
-    messages = asked(input=[{"role": "user", "content": "hi"}, *echo, {"role": "user", "content": "and?"}]).messages
-    match = graph.match(messages, ())
-    assert match.parent is not None
-    assert (match.parent.node_id, match.split) == ("n1", None)
-    assert match.appended == (Message("user", "and?"),)
+    check_echo(answer, asked(input=[{"role": "user", "content": "hi"}, *echo, {"role": "user", "content": "and?"}]))

@@ -186,7 +186,7 @@ async def test_a_trainer_follows_finished_sessions(service: FakeSessions, client
                 pass
 
     async def read() -> list[str]:
-        return [record.group_id async for record in client.finished_sessions("r-2", idle_s=3.0)]
+        return [record.group_id async for record in client.finished_sessions("r-2", idle_s=1.0)]
 
     async with asyncio.timeout(60):
         seen, _ = await asyncio.gather(read(), play())

@@ -126,6 +126,7 @@ async def users(tmp_path: Path) -> AsyncIterator[Users]:
         yield Users(site, path, http)
 
 
+@pytest.mark.slow
 async def test_a_user_has_its_limits_and_others_have_theirs(users: Users) -> None:
     sessions = [(await users.ask("a1", "POST", "/sessions", {}))[1] for _ in range(4)]
     status, refused = await users.ask("a1", "POST", "/sessions", {})

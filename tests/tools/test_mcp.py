@@ -103,9 +103,9 @@ async def test_a_server_is_listed_and_called(transport: str, port: int, tmp_path
 
 
 async def test_one_that_is_too_late_is_an_error_and_the_session_goes_on(port: int) -> None:
-    async with opened(McpTools(url(port), call_timeout_s=3.0)) as scope:
+    async with opened(McpTools(url(port), call_timeout_s=1.0)) as scope:
         late = await answer(scope, "wait", seconds=60)
-        assert (late.content, late.is_error) == ("Error: timed out after 3 s", True)
+        assert (late.content, late.is_error) == ("Error: timed out after 1 s", True)
         assert (await answer(scope, "add", a=1, b=1)).content == "2"
 
 

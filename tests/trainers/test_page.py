@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from agentloop.client.client import RolloutClient
@@ -27,6 +28,7 @@ class Bigrams(torch.nn.Module):
         return type("Output", (), {"logits": self.table[ids]})
 
 
+@pytest.mark.slow
 async def test_the_pages_loop_trains_and_pushes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     [loop] = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)

@@ -47,6 +47,7 @@ def watched(rollouts: AsyncRollouts, stale_after_s: float, num_rows: int) -> str
     return ""
 
 
+@pytest.mark.slow
 async def test_rows_have_one_group_and_an_advantage_of_their_own_and_a_stop_forgets_them(url: str) -> None:
     groups: list[Sequence[Trajectory]] = []
     rollouts = AsyncRollouts(
