@@ -26,7 +26,7 @@ from agentloop.clock import Clock
 from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
-from agentloop.fleet.replica_sync import Connect
+from agentloop.fleet.replica_steps import Connect
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts

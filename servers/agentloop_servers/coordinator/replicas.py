@@ -31,9 +31,9 @@ from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
-from agentloop.fleet.replica_sync import Connect, ReplicaSync
+from agentloop.fleet.replica_steps import Connect, WeightConfig
+from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
-from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns

@@ -34,7 +34,7 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet.registry import FleetConfig
-from agentloop.fleet.weight_update import WeightConfig
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel, TokenPolicy
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
