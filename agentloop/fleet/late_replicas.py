@@ -158,7 +158,7 @@ class LateReplicas:
         is_asleep = bool(self._sync.desired.asleep)
         is_quarantined = replica.state is ReplicaState.QUARANTINED
         if is_asleep and is_quarantined:
-            await self._sync.apply_in_quarantine(replica)
+            await self._sync.apply(replica)
             return None
         source = None
         if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):

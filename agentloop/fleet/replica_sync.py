@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -46,11 +47,13 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
-from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
+from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
 from agentloop.fleet.weight_update import FleetUpdate
 from agentloop.types import KVPolicy, PauseMode
+
+T = TypeVar("T")
 
 
 class ReplicaSync:
@@ -85,11 +88,9 @@ class ReplicaSync:
         self._desired = DesiredState(FleetWeights(None if initial is None else UpdateSource.of(*initial)))
         self._settles_at: float | None = None  # until then replicas say what an update that was cut short came to
         self._ongoing: str | None = None  # the fleet-wide procedure
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._gate = asyncio.Lock()
         self._claimed: set[str] = set()
-        self._released = ChangeSignal()  # when a procedure lets go of its replicas
+        self._released = ChangeSignal()  # when a procedure has ended
         self._update: FleetUpdate | None = None  # the last one begun
         self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
@@ -131,7 +132,7 @@ class ReplicaSync:
             self._reports.append(weights.report)
         if weights.pending is not None:
             self._settles_at = self._clock.now() + self.config.settle_s
-            self._begin("finding out what replicas hold")
+            self._ongoing = "finding out what replicas hold"
             self._fleet.withhold_version()
         elif weights.served is not None:
             self._fleet.set_weight_version(weights.served.version)
@@ -169,10 +170,7 @@ class ReplicaSync:
         """Have these weights be the fleet's. A store that fails does not keep the fleet from serving them."""
         self._desired = replace(self._desired, weights=weights)
         self._saved_weights.owe(weights.without_secrets())
-        try:
-            await within(self.config.save_timeout_s, self._saved_weights.save_owed())
-        except Exception as error:
-            self._log.error("weights_not_saved", error=repr(error))
+        await self._save(self._saved_weights, "weights_not_saved")
 
     # --- the operator's orders ---
 
@@ -188,7 +186,7 @@ class ReplicaSync:
                 async def pause(replica: ReplicaRecord) -> None:
                     await self.steps.pause(replica, mode)
 
-                await self._order_all("pause", pause, self.config.operator_pause_timeout_s)
+                await self._order_all("pause", pause)
 
     async def resume(self) -> None:
         """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow, or WeightsRefused if these
@@ -196,7 +194,7 @@ class ReplicaSync:
         with self._order("resume"):
             async with self._gate:
                 await self._ordered(self._desired.orders.resumed())
-                await self._order_all("resume", self._resume, self.config.resume_timeout_s)
+                await self._order_all("resume", self._resume)
 
     async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
@@ -245,14 +243,15 @@ class ReplicaSync:
         """Have these orders hold. A store that fails does not keep the fleet from obeying."""
         self._desired = replace(self._desired, orders=orders)
         self._saved_orders.owe(orders)
-        try:
-            await within(self.config.save_timeout_s, self._saved_orders.save_owed())
-        except Exception as error:
-            self._log.error("orders_not_saved", error=repr(error))
+        await self._save(self._saved_orders, "orders_not_saved")
 
-    async def _order_all(
-        self, verb: str, order: Callable[[ReplicaRecord], Awaitable[object]], timeout_s: float
-    ) -> None:
+    async def _save(self, saved: SavedValue[T], failed: str) -> None:
+        try:
+            await within(self.config.save_timeout_s, saved.save_owed())
+        except Exception as error:
+            self._log.error(failed, error=repr(error))
+
+    async def _order_all(self, verb: str, order: Callable[[ReplicaRecord], Awaitable[object]]) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT)
         progress = [ReplicaProgress(one) for one in self._fleet.replicas if one.state in states]
 
@@ -266,7 +265,7 @@ class ReplicaSync:
             if not is_taken or isinstance(one.failure, WeightUpdateFailed):
                 self._fell_behind(one)
 
-        await on_all(progress, verb, follow, StepLimits(timeout_s), failed)
+        await on_all(progress, verb, follow, on_failed=failed)
         self._raise_failed(progress)
 
     async def _sleep_all(self) -> None:
@@ -281,7 +280,7 @@ class ReplicaSync:
             self._fleet.fall_asleep(one.replica)  # not those in quarantine
 
         with self.claim(replicas, "the sleep was cut short"):
-            await on_all(progress, "sleep", sleep, StepLimits(self.config.sleep_timeout_s), self._fell_behind)
+            await on_all(progress, "sleep", sleep, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
@@ -296,13 +295,12 @@ class ReplicaSync:
             await self._go_on(one.replica)
 
         with self.claim(replicas, "the wake was cut short"):
-            await on_all(progress, "wake", wake, StepLimits(self.config.wake_timeout_s), self._fell_behind)
+            await on_all(progress, "wake", wake, on_failed=self._fell_behind)
             if not self._desired.asleep:
                 woken = unfailed(progress)
                 for one in woken:
                     self._fleet.begin_update(one.replica)
-                limits = StepLimits(self._go_on_timeout_s)
-                await on_all(woken, "resume", go_on, limits, self._fell_behind)
+                await on_all(woken, "resume", go_on, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
     def _fell_behind(self, one: ReplicaProgress) -> None:
@@ -453,7 +451,10 @@ class ReplicaSync:
     # --- one replica to the desired state ---
 
     async def apply(self, replica: ReplicaRecord) -> bool:
-        """Make an UPDATING replica what all others are: asleep, paused or serving. True if it takes traffic now."""
+        """Make a replica what all others are: asleep, paused or serving. True if it takes traffic now.
+
+        One in quarantine gives its memory back and takes it back, no more.
+        """
         async with self._gate:
             if self._desired.asleep:
                 await self.steps.sleep(replica, self._desired.orders)
@@ -462,17 +463,11 @@ class ReplicaSync:
             await self.steps.wake(replica, ALL_MEMORY)
             return await self._go_on(replica)
 
-    async def apply_in_quarantine(self, replica: ReplicaRecord) -> None:
-        """Have a replica that is not brought up before the fleet wakes give its memory back."""
-        async with self._gate:
-            if self._desired.asleep:
-                await self.steps.sleep(replica, self._desired.orders)
-
     async def _go_on(self, replica: ReplicaRecord) -> bool:
         """Have it sample again, unless its weights are not the fleet's: it then stays frozen until brought up."""
         mode = self._desired.orders.pause
         now = self._fleet.get(replica.replica_id)
-        if now is not None and self._fleet.is_current(now):
+        if now is not None and now.state is ReplicaState.UPDATING and self._fleet.is_current(now):
             try:
                 await (self._resume(replica) if mode is None else self.steps.pause(replica, mode))
             except (WeightUpdateFailed, EngineUnusable) as error:
@@ -488,11 +483,6 @@ class ReplicaSync:
             await self.steps.resume(replica)
         finally:
             self._fleet.hold(replica, False)
-
-    @property
-    def _go_on_timeout_s(self) -> float:
-        config = self.config
-        return config.operator_pause_timeout_s if self._desired.is_paused else config.resume_timeout_s
 
     # --- shared by all procedures ---
 
@@ -513,24 +503,20 @@ class ReplicaSync:
         """One at a time. Raises Conflict naming the one that is going on."""
         if self._ongoing is not None:
             raise Conflict(f"{self._ongoing} is going on")
-        self._begin(name)
+        self._ongoing = name
         try:
             yield
         finally:
             self._end()
 
-    def _begin(self, name: str) -> None:
-        self._ongoing = name
-        self._is_idle.clear()
-
     def _end(self) -> None:
         self._ongoing = None
-        self._is_idle.set()
+        self._released.notify()
 
     async def until_idle(self) -> None:
         """Wait until nothing fleet-wide goes on; bounded, because all its steps have deadlines."""
         while self._ongoing is not None:
-            await self._is_idle.wait()
+            await self._released.wait_until(deadline_after(self.config.update_timeout_s))
 
     async def _until_settled(self) -> None:
         """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""
