@@ -127,7 +127,7 @@ class LateReplicas:
         """Return what an attempt to bring it up depends on: if that changes, it is worth trying at once."""
         of_replica = (replica.incarnation, replica.weight_version)
         has_peers = bool(self._fleet.placeable())
-        return of_replica, self._fleet.weight_version, self._sync.desired.asleep, has_peers
+        return of_replica, self._fleet.weight_version, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
         """Return the time that a stage has in an attempt: first a straggler's beside the fleet's own stage, then
@@ -155,7 +155,7 @@ class LateReplicas:
 
     async def _update(self, replica: ReplicaRecord, stage_timeout_s: float) -> bool | None:
         """Return whether it takes traffic now; None if there is nothing to be done for it yet."""
-        is_asleep = bool(self._sync.desired.asleep)
+        is_asleep = bool(self._sync.desired.orders.asleep)
         is_quarantined = replica.state is ReplicaState.QUARANTINED
         if is_asleep and is_quarantined:
             await self._sync.apply(replica)

@@ -1,9 +1,5 @@
 """The steps that change one replica: stage, freeze, commit, wake, resume, pause, sleep; each with its deadline.
 
-    an update           [wake the weights ─►] stage ─► freeze ─► commit ─► [wake ─►] resume
-    a late replica      the same, begun later
-    operators' orders   pause, resume, sleep, wake: one of these steps each
-
 Ownership: one object of the `ReplicaSync`; no other code of the service calls these on an engine. A step takes no
 replica out of traffic and puts none in: its caller does, on the `Fleet`. Only what a step means for a replica's
 weights is recorded here: unknown from the beginning of a commit, or of a sleep that discards them, to the end of

@@ -106,7 +106,7 @@ class ReplicaSync:
     @property
     def ordered_pause(self) -> bool | None:
         """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
-        return None if self._gate.locked() else self._desired.is_paused
+        return None if self._gate.locked() else self._desired.orders.is_paused
 
     @property
     def progress(self) -> UpdateProgress | None:
@@ -296,7 +296,7 @@ class ReplicaSync:
 
         with self.claim(replicas, "the wake was cut short"):
             await on_all(progress, "wake", wake, on_failed=self._fell_behind)
-            if not self._desired.asleep:
+            if not self._desired.orders.asleep:
                 woken = unfailed(progress)
                 for one in woken:
                     self._fleet.begin_update(one.replica)
@@ -416,12 +416,12 @@ class ReplicaSync:
         async def serve() -> None:
             await self._record(self._desired.weights.now_serving(source))
             self._fleet.set_weight_version(source.version)
-            if self._desired.asleep:
+            if self._desired.orders.asleep:
                 await self._ordered(self._desired.orders.woken(tags))
 
         with self.claim(replicas, "the update was cut short"):
             try:
-                await run.wake_weights(self._desired.asleep)
+                await run.wake_weights(self._desired.orders.asleep)
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
                 await run.stage()
                 self._fleet.pin_version()
@@ -456,7 +456,7 @@ class ReplicaSync:
         One in quarantine gives its memory back and takes it back, no more.
         """
         async with self._gate:
-            if self._desired.asleep:
+            if self._desired.orders.asleep:
                 await self.steps.sleep(replica, self._desired.orders)
                 self._fleet.fall_asleep(replica)
                 return False
