@@ -140,16 +140,6 @@ class DesiredState:
     weights: FleetWeights = FleetWeights()
     orders: StandingOrders = StandingOrders()
 
-    @property
-    def is_paused(self) -> bool:
-        """Tell if an operator has paused the fleet."""
-        return self.orders.is_paused
-
-    @property
-    def asleep(self) -> frozenset[MemoryTag]:
-        """The memory that is given back."""
-        return self.orders.asleep
-
 
 class SavedValue(Generic[T]):
     """A value in the store. It is owed until a save of it has ended that no other one can come after: a save whose

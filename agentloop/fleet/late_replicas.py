@@ -23,11 +23,9 @@ from agentloop.clock import Clock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, InvariantBroken
 from agentloop.fleet.desired_state import WEIGHTS, UpdateSource
-from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import READ_SLOWNESS
-from agentloop.types import PauseMode
 
 _MORE_PATIENCE = 4.0  # with each attempt: a stage that needs its whole timeout has it in the fourth
 
@@ -50,6 +48,7 @@ class LateReplicas:
         self._clock = clock
         self._log = structlog.get_logger("fleet") if log is None else log
         self._on_change = on_change
+        self._steps = sync.steps
         self._config = sync.config
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
@@ -128,7 +127,7 @@ class LateReplicas:
         """Return what an attempt to bring it up depends on: if that changes, it is worth trying at once."""
         of_replica = (replica.incarnation, replica.weight_version)
         has_peers = bool(self._fleet.placeable())
-        return of_replica, self._fleet.weight_version, self._sync.desired.asleep, has_peers
+        return of_replica, self._fleet.weight_version, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
         """Return the time that a stage has in an attempt: first a straggler's beside the fleet's own stage, then
@@ -156,10 +155,10 @@ class LateReplicas:
 
     async def _update(self, replica: ReplicaRecord, stage_timeout_s: float) -> bool | None:
         """Return whether it takes traffic now; None if there is nothing to be done for it yet."""
-        is_asleep = bool(self._sync.desired.asleep)
+        is_asleep = bool(self._sync.desired.orders.asleep)
         is_quarantined = replica.state is ReplicaState.QUARANTINED
         if is_asleep and is_quarantined:
-            await self._sync.apply_in_quarantine(replica)
+            await self._sync.apply(replica)
             return None
         source = None
         if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):
@@ -169,21 +168,13 @@ class LateReplicas:
         if self._fleet.begin_update(replica) is None:
             return False
         if source is not None:
-            await self._commit(replica, source)
+            await self._steps.freeze(replica, source.kv_policy)
+            await self._steps.commit(replica, source.version)
         return await self._sync.apply(replica)
 
     async def _stage(self, replica: ReplicaRecord, update: WeightUpdate, timeout_s: float) -> None:
-        engine = self._sync.connect(replica.url)
-        if replica.registration.info.can_sleep:  # it may have slept through the fleet's wake
-            await within(self._config.wake_timeout_s, engine.wake(WEIGHTS))
-        await within(timeout_s, engine.stage(update))
-
-    async def _commit(self, replica: ReplicaRecord, source: UpdateSource) -> None:
-        engine = self._sync.connect(replica.url)
-        await within(self._config.pause_timeout_s, engine.pause(PauseMode.KEEP, source.kv_policy))
-        self._fleet.forget_version(replica)
-        await within(self._config.commit_timeout_s, engine.commit(source.version))
-        self._fleet.committed(replica, source.version)
+        await self._steps.wake(replica, WEIGHTS)  # it may have slept through the fleet's wake
+        await self._steps.stage(replica, update, timeout_s)
 
     # --- where its weights come from ---
 
@@ -235,7 +226,7 @@ class LateReplicas:
 
     async def _relayed(self, served: WeightUpdate, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
         """Raises Conflict if the peer cannot give these weights, or what the call raised."""
-        offer = await within(self._config.offer_timeout_s, self._sync.connect(peer.url).offer())
+        offer = await self._steps.offer(peer)
         if offer is None:
             raise Conflict("it cannot")
         now = self._fleet.get(peer.replica_id)

@@ -8,7 +8,6 @@ Ownership: a `ReplicaProgress` belongs to the procedure that made it; the first 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -69,7 +68,7 @@ class StepLimits:
     """
 
     timeout_s: float
-    grace_s: float = math.inf
+    grace_s: float
     share: float = 0.0
     slowness: float = 0.0
 
@@ -78,11 +77,12 @@ async def on_all(
     progress: Sequence[ReplicaProgress],
     verb: str,
     step: Callable[[ReplicaProgress], Awaitable[None]],
-    limits: StepLimits,
+    limits: StepLimits | None = None,
     on_failed: Callable[[ReplicaProgress], None] = lambda one: None,
 ) -> None:
     """Take one step on all replicas at once; `on_failed` is called for each at its failure.
 
+    Without `limits` the deadlines are those of the step itself, and stragglers have all of that.
     Raises InvariantBroken only.
     """
     loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ async def on_all(
     num_through = num_failed = 0
 
     def hurry() -> None:
-        if num_through < max(1.0, limits.share * (len(progress) - num_failed)) or math.isinf(limits.grace_s):
+        if limits is None or num_through < max(1.0, limits.share * (len(progress) - num_failed)):
             return
         now = loop.time()
         give_up_at = now + limits.grace_s + limits.slowness * (now - started_at)
@@ -105,7 +105,7 @@ async def on_all(
         nonlocal num_through, num_failed
         one.verb, replica_id = verb, one.replica.replica_id
         try:
-            async with asyncio.timeout_at(started_at + limits.timeout_s) as deadline:
+            async with asyncio.timeout_at(None if limits is None else started_at + limits.timeout_s) as deadline:
                 waiting[replica_id] = deadline
                 await step(one)
             num_through += 1
@@ -115,10 +115,12 @@ async def on_all(
             raise
         except Exception as failure:  # whatever went wrong there, the others must get through
             num_failed += 1
-            is_late = deadline.expired() and replica_id in late
-            patience = f"no answer {limits.grace_s:g} s after the others" if is_late else None
             one.failure = failure
-            one.error = f"{one.verb}: {patience or _text(failure, limits.timeout_s)}"
+            one.error = f"{one.verb}: {_text(failure)}"
+            if limits is not None and deadline.expired():
+                is_late = replica_id in late
+                waited = f"{limits.grace_s:g} s after the others" if is_late else f"within {limits.timeout_s:g} s"
+                one.error = f"{one.verb}: no answer {waited}"
             waiting.pop(replica_id, None)
             on_failed(one)
 
@@ -149,7 +151,7 @@ def failures(progress: Sequence[ReplicaProgress]) -> str:
     return "; ".join(f"{one.replica.replica_id}: {one.error}" for one in progress)
 
 
-def _text(failure: Exception, timeout_s: float) -> str:
+def _text(failure: Exception) -> str:
     if isinstance(failure, TimeoutError):
-        return str(failure) or f"no answer within {timeout_s:g} s"
+        return str(failure) or "no answer"
     return failure.message if isinstance(failure, AgentLoopError) else f"{type(failure).__name__}: {failure}"

@@ -91,6 +91,7 @@ class ReplicaRecord:
     failed_at: tuple[tuple[float, str], ...] = ()  # the latest calls without an answer, and the processes of these
     needs_proof: bool = False  # it takes no traffic before a generation has proved it good
     num_contradictions: int = 0
+    is_held: bool = False  # it takes no traffic before the resume under way has ended
 
     @property
     def replica_id(self) -> str:
@@ -360,6 +361,12 @@ class Fleet:
         if current is not None:
             self._put(replace(current, error=error))
 
+    def hold(self, replica: ReplicaRecord, is_held: bool) -> None:
+        """Have it take no traffic for a while, in the state that it is in."""
+        current = self._same(replica)
+        if current is not None:
+            self._put(replace(current, is_held=is_held))
+
     def put_back(self, replica: ReplicaRecord) -> None:
         """Give an UPDATING replica its state back: the attempt on it ended before its weights were touched."""
         current = self._same(replica)
@@ -403,7 +410,7 @@ class Fleet:
     # --- inside ---
 
     def _takes_traffic(self, replica: ReplicaRecord) -> bool:
-        return replica.state is ReplicaState.READY and self.is_current(replica)
+        return replica.state is ReplicaState.READY and self.is_current(replica) and not replica.is_held
 
     def _offer_version(self, version: int | None) -> None:
         if self._is_version_pinned or version is None:
@@ -452,8 +459,8 @@ class Fleet:
     def _put(self, replica: ReplicaRecord) -> ReplicaRecord:
         known = self._replicas.get(replica.replica_id)
         if known is None or (
-            (known.state, known.weight_version, known.registration)
-            != (replica.state, replica.weight_version, replica.registration)
+            (known.state, known.weight_version, known.registration, known.is_held)
+            != (replica.state, replica.weight_version, replica.registration, replica.is_held)
         ):
             self.num_placement_changes += 1
         self._replicas[replica.replica_id] = replica

@@ -23,9 +23,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -33,7 +34,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, deadline_after
 from agentloop.api.coordinator import ReplicaUpdate, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     Conflict,
     EngineLost,
@@ -46,12 +47,13 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
-from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
+from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, WeightConfig, addressed
+from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
+from agentloop.fleet.weight_update import FleetUpdate
 from agentloop.types import KVPolicy, PauseMode
 
-Connect = Callable[[str], EngineControl]
+T = TypeVar("T")
 
 
 class ReplicaSync:
@@ -76,8 +78,7 @@ class ReplicaSync:
         saved does not begin. `on_change` is called after every order, also one that failed. `wall_time` is what
         status shows the beginning of an order by."""
         self._fleet = fleet
-        self.connect = connect
-        self.config = config or WeightConfig()
+        self.steps = ReplicaSteps(fleet, connect, config or WeightConfig())
         self._clock = clock
         self._saved_weights = SavedValue(FleetWeights(), on_weights)
         self._saved_orders = SavedValue(StandingOrders(), on_orders)
@@ -87,15 +88,16 @@ class ReplicaSync:
         self._desired = DesiredState(FleetWeights(None if initial is None else UpdateSource.of(*initial)))
         self._settles_at: float | None = None  # until then replicas say what an update that was cut short came to
         self._ongoing: str | None = None  # the fleet-wide procedure
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._gate = asyncio.Lock()
         self._claimed: set[str] = set()
-        self._released = ChangeSignal()  # when a procedure lets go of its replicas
+        self._released = ChangeSignal()  # when a procedure has ended
         self._update: FleetUpdate | None = None  # the last one begun
-        self._updating_to = -1  # its version
         self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
+
+    @property
+    def config(self) -> WeightConfig:
+        return self.steps.config
 
     @property
     def desired(self) -> DesiredState:
@@ -104,12 +106,12 @@ class ReplicaSync:
     @property
     def ordered_pause(self) -> bool | None:
         """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
-        return None if self._gate.locked() else self._desired.is_paused
+        return None if self._gate.locked() else self._desired.orders.is_paused
 
     @property
     def progress(self) -> UpdateProgress | None:
         """The update under way, if there is one."""
-        return None if self._update is None else self._update.status(self._updating_to)
+        return None if self._update is None else self._update.status
 
     @property
     def reports(self) -> tuple[UpdateReport, ...]:
@@ -130,7 +132,7 @@ class ReplicaSync:
             self._reports.append(weights.report)
         if weights.pending is not None:
             self._settles_at = self._clock.now() + self.config.settle_s
-            self._begin("finding out what replicas hold")
+            self._ongoing = "finding out what replicas hold"
             self._fleet.withhold_version()
         elif weights.served is not None:
             self._fleet.set_weight_version(weights.served.version)
@@ -168,10 +170,7 @@ class ReplicaSync:
         """Have these weights be the fleet's. A store that fails does not keep the fleet from serving them."""
         self._desired = replace(self._desired, weights=weights)
         self._saved_weights.owe(weights.without_secrets())
-        try:
-            await within(self.config.save_timeout_s, self._saved_weights.save_owed())
-        except Exception as error:
-            self._log.error("weights_not_saved", error=repr(error))
+        await self._save(self._saved_weights, "weights_not_saved")
 
     # --- the operator's orders ---
 
@@ -183,9 +182,11 @@ class ReplicaSync:
         with self._order(f"pause {mode}"):
             async with self._gate:
                 await self._ordered(self._desired.orders.paused(mode, reason, self._wall_time()))
-                await self._order_all(
-                    "pause", lambda engine: engine.pause(mode), self.config.operator_pause_timeout_s
-                )
+
+                async def pause(replica: ReplicaRecord) -> None:
+                    await self.steps.pause(replica, mode)
+
+                await self._order_all("pause", pause)
 
     async def resume(self) -> None:
         """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow, or WeightsRefused if these
@@ -193,7 +194,7 @@ class ReplicaSync:
         with self._order("resume"):
             async with self._gate:
                 await self._ordered(self._desired.orders.resumed())
-                await self._order_all("resume", lambda engine: engine.resume(), self.config.resume_timeout_s)
+                await self._order_all("resume", self._resume)
 
     async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
@@ -242,23 +243,30 @@ class ReplicaSync:
         """Have these orders hold. A store that fails does not keep the fleet from obeying."""
         self._desired = replace(self._desired, orders=orders)
         self._saved_orders.owe(orders)
-        try:
-            await within(self.config.save_timeout_s, self._saved_orders.save_owed())
-        except Exception as error:
-            self._log.error("orders_not_saved", error=repr(error))
+        await self._save(self._saved_orders, "orders_not_saved")
 
-    async def _order_all(
-        self, verb: str, ask: Callable[[EngineControl], Awaitable[object]], timeout_s: float
-    ) -> None:
+    async def _save(self, saved: SavedValue[T], failed: str) -> None:
+        try:
+            await within(self.config.save_timeout_s, saved.save_owed())
+        except Exception as error:
+            self._log.error(failed, error=repr(error))
+
+    async def _order_all(self, verb: str, order: Callable[[ReplicaRecord], Awaitable[object]]) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT)
         progress = [ReplicaProgress(one) for one in self._fleet.replicas if one.state in states]
 
         async def follow(one: ReplicaProgress) -> None:
-            await ask(self.connect(one.replica.url))
+            await order(one.replica)
 
-        await on_all(progress, verb, follow, StepLimits(timeout_s))
-        # One that a procedure took meanwhile gets the order at its end; only there is it known what it holds.
-        self._raise_failed(progress, but=self._claimed)
+        def failed(one: ReplicaProgress) -> None:
+            # One that a procedure took meanwhile gets the order at its end; only there is it known what it holds.
+            now = self._fleet.get(one.replica.replica_id)
+            is_taken = now is not None and now.state is ReplicaState.UPDATING
+            if not is_taken or isinstance(one.failure, WeightUpdateFailed):
+                self._fell_behind(one)
+
+        await on_all(progress, verb, follow, on_failed=failed)
+        self._raise_failed(progress)
 
     async def _sleep_all(self) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT, ReplicaState.JOINING, ReplicaState.ASLEEP)
@@ -268,11 +276,11 @@ class ReplicaSync:
         progress = [ReplicaProgress(one) for one in (*replicas, *self._unclaimed(ReplicaState.QUARANTINED))]
 
         async def sleep(one: ReplicaProgress) -> None:
-            await self._put_to_sleep(one.replica)
+            await self.steps.sleep(one.replica, self._desired.orders)
             self._fleet.fall_asleep(one.replica)  # not those in quarantine
 
         with self.claim(replicas, "the sleep was cut short"):
-            await on_all(progress, "sleep", sleep, StepLimits(self.config.sleep_timeout_s))
+            await on_all(progress, "sleep", sleep, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
@@ -281,30 +289,28 @@ class ReplicaSync:
         progress = [ReplicaProgress(one) for one in replicas]
 
         async def wake(one: ReplicaProgress) -> None:
-            await self.connect(one.replica.url).wake(self._wakeable(one.replica, tags))
+            await self.steps.wake(one.replica, tags)
 
         async def go_on(one: ReplicaProgress) -> None:
             await self._go_on(one.replica)
 
         with self.claim(replicas, "the wake was cut short"):
-            await on_all(progress, "wake", wake, StepLimits(self.config.wake_timeout_s))
-            if not self._desired.asleep:
+            await on_all(progress, "wake", wake, on_failed=self._fell_behind)
+            if not self._desired.orders.asleep:
                 woken = unfailed(progress)
                 for one in woken:
                     self._fleet.begin_update(one.replica)
-                await on_all(woken, "resume", go_on, StepLimits(self._go_on_timeout_s))
+                await on_all(woken, "resume", go_on, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
-    def _raise_failed(self, progress: Sequence[ReplicaProgress], but: Collection[str] = ()) -> None:
-        """Have those that did not follow join anew, but for these. Raises EngineLost naming them all, or
-        WeightsRefused if they refuse their weights."""
-        failed = [one for one in progress if one.error is not None]
-        for one in failed:
-            if isinstance(one.failure, WeightUpdateFailed):
-                self._fleet.refuse(one.replica, one.error or "")
-            elif one.replica.replica_id not in but:
-                self._fleet.rejoin(one.replica, one.error or "")
-        if failed:
+    def _fell_behind(self, one: ReplicaProgress) -> None:
+        """Have a replica that did not follow join anew; one that refuses its weights is quarantined."""
+        left = self._fleet.refuse if isinstance(one.failure, WeightUpdateFailed) else self._fleet.rejoin
+        left(one.replica, one.error or "")
+
+    def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
+        """Raises EngineLost naming those that did not follow, or WeightsRefused if they refuse their weights."""
+        if failed := [one for one in progress if one.error is not None]:
             is_refused = all(isinstance(one.failure, WeightsRefused) for one in failed)
             raise (WeightsRefused if is_refused else EngineLost)(failures(failed))
 
@@ -405,28 +411,23 @@ class ReplicaSync:
         self, replicas: Sequence[ReplicaRecord], source: UpdateSource, tags: frozenset[MemoryTag]
     ) -> FleetUpdate:
         """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
-        run = self._update = FleetUpdate(self._fleet, self.connect, self._clock, self.config, replicas)
-        self._updating_to = source.version
+        run = self._update = FleetUpdate(self._fleet, self.steps, self._clock, replicas, source, tags)
 
         async def serve() -> None:
             await self._record(self._desired.weights.now_serving(source))
             self._fleet.set_weight_version(source.version)
-            if self._desired.asleep:
+            if self._desired.orders.asleep:
                 await self._ordered(self._desired.orders.woken(tags))
 
         with self.claim(replicas, "the update was cut short"):
             try:
-                await run.wake_weights(self._desired.asleep)
+                await run.wake_weights(self._desired.orders.asleep)
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
-                await run.stage(addressed(source.update, replicas))
+                await run.stage()
                 self._fleet.pin_version()
                 await self._intend(source)
                 async with self._gate:
-                    orders = self._desired.orders
-                    order = SwitchOrder(
-                        source.version, source.kv_policy, orders.asleep, tags, orders.is_paused, serve
-                    )
-                    await run.switch(order)
+                    await run.switch(self._desired.orders, serve)
             except WeightUpdateFailed:
                 await self._record(self._desired.weights.rolled_back())
                 raise
@@ -450,54 +451,38 @@ class ReplicaSync:
     # --- one replica to the desired state ---
 
     async def apply(self, replica: ReplicaRecord) -> bool:
-        """Make an UPDATING replica what all others are: asleep, paused or serving. True if it takes traffic now."""
+        """Make a replica what all others are: asleep, paused or serving. True if it takes traffic now.
+
+        One in quarantine gives its memory back and takes it back, no more.
+        """
         async with self._gate:
-            if self._desired.asleep:
-                await self._put_to_sleep(replica)
+            if self._desired.orders.asleep:
+                await self.steps.sleep(replica, self._desired.orders)
                 self._fleet.fall_asleep(replica)
                 return False
-            if replica.registration.info.can_sleep:
-                await within(self.config.wake_timeout_s, self.connect(replica.url).wake(ALL_MEMORY))
+            await self.steps.wake(replica, ALL_MEMORY)
             return await self._go_on(replica)
-
-    async def apply_in_quarantine(self, replica: ReplicaRecord) -> None:
-        """Have a replica that is not brought up before the fleet wakes give its memory back."""
-        async with self._gate:
-            if self._desired.asleep:
-                await self._put_to_sleep(replica)
-
-    async def _put_to_sleep(self, replica: ReplicaRecord) -> None:
-        """Have it give back the memory that the fleet has given back."""
-        engine, level = self.connect(replica.url), self._desired.orders.sleep_level
-        if level == 2:
-            self._fleet.forget_version(replica)
-        await within(self.config.sleep_timeout_s, engine.sleep(level))
-        if awake := self._wakeable(replica, ALL_MEMORY - self._desired.asleep):  # an update may stage by now
-            await within(self.config.wake_timeout_s, engine.wake(awake))
-
-    def _wakeable(self, replica: ReplicaRecord, tags: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
-        """Return what a replica can take back now: a KV cache is of known weights."""
-        now = self._fleet.get(replica.replica_id)
-        is_known = now is not None and now.weight_version is not None
-        return tags if is_known else tags - {MemoryTag.KV_CACHE}
 
     async def _go_on(self, replica: ReplicaRecord) -> bool:
         """Have it sample again, unless its weights are not the fleet's: it then stays frozen until brought up."""
         mode = self._desired.orders.pause
         now = self._fleet.get(replica.replica_id)
-        if now is not None and self._fleet.is_current(now):
-            engine = self.connect(replica.url)
+        if now is not None and now.state is ReplicaState.UPDATING and self._fleet.is_current(now):
             try:
-                await within(self._go_on_timeout_s, engine.resume() if mode is None else engine.pause(mode))
+                await (self._resume(replica) if mode is None else self.steps.pause(replica, mode))
             except (WeightUpdateFailed, EngineUnusable) as error:
                 self._fleet.refuse(replica, error.message)
                 raise
         return self._fleet.admit(replica)
 
-    @property
-    def _go_on_timeout_s(self) -> float:
-        config = self.config
-        return config.operator_pause_timeout_s if self._desired.is_paused else config.resume_timeout_s
+    async def _resume(self, replica: ReplicaRecord) -> None:
+        """Resume it, and place nothing there before it has answered: it may look only now at the weights that it
+        was given in a pause, and refuse them."""
+        self._fleet.hold(replica, True)
+        try:
+            await self.steps.resume(replica)
+        finally:
+            self._fleet.hold(replica, False)
 
     # --- shared by all procedures ---
 
@@ -518,24 +503,20 @@ class ReplicaSync:
         """One at a time. Raises Conflict naming the one that is going on."""
         if self._ongoing is not None:
             raise Conflict(f"{self._ongoing} is going on")
-        self._begin(name)
+        self._ongoing = name
         try:
             yield
         finally:
             self._end()
 
-    def _begin(self, name: str) -> None:
-        self._ongoing = name
-        self._is_idle.clear()
-
     def _end(self) -> None:
         self._ongoing = None
-        self._is_idle.set()
+        self._released.notify()
 
     async def until_idle(self) -> None:
         """Wait until nothing fleet-wide goes on; bounded, because all its steps have deadlines."""
         while self._ongoing is not None:
-            await self._is_idle.wait()
+            await self._released.wait_until(deadline_after(self.config.update_timeout_s))
 
     async def _until_settled(self) -> None:
         """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""

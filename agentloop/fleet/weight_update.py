@@ -24,61 +24,30 @@ deadline, which counts for that replica only. Invariant: no replica is resumed o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from agentloop.api.coordinator import UpdateProgress
 from agentloop.clock import Clock
-from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
+from agentloop.engine import HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     EngineLost,
     InvalidRequest,
-    InvariantBroken,
     WeightsRefused,
     WeightUpdateFailed,
 )
-from agentloop.fleet.desired_state import WEIGHTS
+from agentloop.fleet.desired_state import WEIGHTS, StandingOrders, UpdateSource
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.types import KVPolicy, PauseMode
+from agentloop.fleet.replica_steps import ReplicaSteps
 
 READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5
 _WAIT = "wait"  # for the one that is asked first
 
-
-@dataclass(frozen=True, slots=True)
-class WeightConfig:
-    """Deadlines of each step on one replica, and how often a late one is tried."""
-
-    stage_timeout_s: float = 600.0
-    pause_timeout_s: float = 60.0
-    commit_timeout_s: float = 300.0  # in one phase the commit transfers
-    resume_timeout_s: float = 60.0
-    straggler_grace_s: float = 10.0  # after the others are through with a step
-    sleep_timeout_s: float = 120.0
-    wake_timeout_s: float = 120.0
-    offer_timeout_s: float = 30.0
-    save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys also one that is not saved
-    operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
-    settle_s: float = 5.0  # after a restart within an update: the time for replicas to say what they hold
-    max_catch_up_attempts: int = 5
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    catch_up_pause_s: float = 60.0  # between two rounds of such attempts
-    num_reports: int = 16
-
-    @property
-    def switch_timeout_s(self) -> float:
-        """The longest that a replica can take from its pause to its resume."""
-        return self.pause_timeout_s + self.commit_timeout_s + self.wake_timeout_s + self.resume_timeout_s
-
-    @property
-    def update_timeout_s(self) -> float:
-        """The longest that an update can take: in a sleeping fleet, if every step takes its whole time."""
-        return self.wake_timeout_s + self.stage_timeout_s + self.switch_timeout_s + 2 * self.save_timeout_s
+Step = Callable[[ReplicaProgress], Awaitable[None]]
 
 
 class UpdateState(StrEnum):
@@ -89,116 +58,102 @@ class UpdateState(StrEnum):
     SWITCHING = "switching"
 
 
-MOVES: Mapping[UpdateState, frozenset[UpdateState]] = {
-    UpdateState.IDLE: frozenset({UpdateState.STAGING}),
-    UpdateState.STAGING: frozenset({UpdateState.SWITCHING, UpdateState.IDLE}),
-    UpdateState.SWITCHING: frozenset({UpdateState.IDLE}),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchOrder:
-    """The switch to `version`, and the state in which replicas end.
-
-    `asleep` is the memory that the fleet has given back before, `tags` what of it wakes. `serve` is awaited once,
-    as soon as the first replica holds the version; no replica takes traffic before that.
-    """
-
-    version: int
-    kv_policy: KVPolicy
-    asleep: frozenset[MemoryTag]
-    tags: frozenset[MemoryTag]
-    is_paused: bool
-    serve: Callable[[], Awaitable[None]]
-
-    @property
-    def is_asleep(self) -> bool:
-        return bool(self.asleep - self.tags)
-
-
 class FleetUpdate:
-    """One update on its way. Call `wake_weights`, `stage` and `switch` in order, and `end` whatever happened.
+    """One update on its way, to `source`; of the memory that is asleep, `tags` wake.
 
-    `stage` and `switch` raise if they leave no replica to go on with: WeightUpdateFailed, from `stage` also
-    CheckpointUnreadable or InvalidRequest if that is what every replica says.
+    Call `wake_weights`, `stage` and `switch` in this order, and `end` in every case. `stage` and `switch` raise
+    WeightUpdateFailed if they leave no replica to go on with; `stage` raises CheckpointUnreadable or InvalidRequest
+    if that is what every replica says.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        connect: Callable[[str], EngineControl],
+        steps: ReplicaSteps,
         clock: Clock,
-        config: WeightConfig,
         replicas: Sequence[ReplicaRecord],
+        source: UpdateSource,
+        tags: frozenset[MemoryTag],
     ) -> None:
         self.progress = [ReplicaProgress(replica) for replica in replicas]
         self._fleet = fleet
-        self._connect = connect
+        self._steps = steps
+        self._config = steps.config
         self._clock = clock
-        self._config = config
-        self._state = UpdateState.IDLE
-
-    @property
-    def _is_one_phase(self) -> bool:
-        """Tell if the commit transfers."""
-        return any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress)
+        self._source = source
+        self._tags = tags
+        self._orders = StandingOrders()  # those that hold within the switch
+        self._served: Callable[[], asyncio.Task[None]]
+        self._asked: list[ReplicaProgress] = []  # in this order, to switch first
+        self._state = UpdateState.STAGING
+        self._turn = asyncio.Lock()  # to be asked first
+        self._is_proved = False  # a replica has gone on under the version
+        self._is_refused = False
 
     async def wake_weights(self, asleep: frozenset[MemoryTag]) -> None:
         """Take back the memory to stage into, of a fleet that has given back `asleep`."""
-        self._move(UpdateState.STAGING)
 
         async def wake(one: ReplicaProgress) -> None:
-            await self._connect(one.replica.url).wake(WEIGHTS)
+            await self._steps.wake(one.replica, WEIGHTS)
 
         limits = StepLimits(self._config.wake_timeout_s, self._config.straggler_grace_s)
-        await on_all(_sleepers(self.progress, asleep), "wake", wake, limits)
+        await on_all([one for one in self.progress if _may_sleep(one, asleep)], "wake", wake, limits)
 
-    async def stage(self, updates: Mapping[str, WeightUpdate]) -> None:
-        """Have the weights received and checked while decoding goes on; `updates` is what each replica is told.
+    async def stage(self) -> None:
+        """Have the weights received and checked while decoding goes on.
 
-        Whoever failed is quarantined. Nothing has changed if it raises; who alone was to blame is quarantined then
-        too, so that the next update does not wait for it.
+        A replica that fails is quarantined. Nothing has changed if it raises; a replica that failed by itself is
+        quarantined then too, so that the next update does not wait for it.
         """
         started_at, config = self._clock.now(), self._config
+        is_push = self._source.update.push is not None  # all receive it at once
+        updates = _addressed(self._source.update, [one.replica for one in self.progress])
 
         async def stage(one: ReplicaProgress) -> None:
-            one.staged = await self._connect(one.replica.url).stage(updates[one.replica.replica_id])
+            one.staged = await self._steps.stage(one.replica, updates[one.replica.replica_id])
             one.stage_s = self._clock.now() - started_at
 
-        is_push = any(update.push is not None for update in updates.values())  # all receive it at once
         share, slowness = (0.0, 0.0) if is_push else (_READ_SHARE, READ_SLOWNESS)
         limits = StepLimits(config.stage_timeout_s, config.straggler_grace_s, share, slowness)
         await on_all(unfailed(self.progress), "stage", stage, limits)
         failed = [one for one in self.progress if one.error is not None]
-        if len(failed) < len(self.progress):
-            self._quarantine(failed)
+        is_over = len(failed) == len(self.progress)
+        for one in _culprits(failed) if is_over else failed:
+            self._fleet.quarantine(one.replica, one.error or "")
+        if not is_over:
             return
-        self._quarantine(_culprits(failed))
         for kind in (CheckpointUnreadable, InvalidRequest):
             if all(isinstance(one.failure, kind) for one in failed):
                 raise kind(failures(failed), param="push" if is_push else "directory")
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 
-    async def switch(self, order: SwitchOrder) -> None:
+    async def switch(self, orders: StandingOrders, serve: Callable[[], Awaitable[None]]) -> None:
         """Take all that have staged to the new version, each by itself after a first one, or all together.
 
-        Raises WeightsRefused or WeightUpdateFailed if no replica serves it: one that still holds its old weights
-        then only has to be resumed.
+        `serve` is awaited once, as soon as the first replica holds the version; no replica takes traffic before
+        that. Raises WeightsRefused or WeightUpdateFailed if no replica serves it: one that still holds its old
+        weights then only has to be resumed.
         """
-        self._move(UpdateState.SWITCHING)
+        self._state, self._orders = UpdateState.SWITCHING, orders
         async with asyncio.TaskGroup() as group:
             serving: list[asyncio.Task[None]] = []
 
             def served() -> asyncio.Task[None]:
                 if not serving:
-                    serving.append(group.create_task(_awaited(order.serve()), name="serve the new version"))
+                    serving.append(group.create_task(_awaited(serve()), name="serve the new version"))
                 return serving[0]
 
-            switch = _Switch(self._fleet, self._connect, self._clock, self._config, order, served)
-            if self._is_one_phase:
-                await switch.take_together(self.progress)
+            self._served = served
+            if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress):
+                for step in (self._begin, self._freeze, self._commit, self._end):  # each waits for all others
+                    await self._on_all(unfailed(self.progress), step)
             else:
-                await switch.take_alone(unfailed(self.progress))
+                # Of those in service the first to have staged.
+                self._asked = sorted(
+                    unfailed(self.progress),
+                    key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s),
+                )
+                await self._on_all(self._asked, self._alone)
             is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
             held = [
                 one for one in self.progress if one.committed and not isinstance(one.failure, WeightUpdateFailed)
@@ -209,99 +164,45 @@ class FleetUpdate:
             raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.progress))
 
     def end(self) -> None:
-        self._move(UpdateState.IDLE)
+        self._state = UpdateState.IDLE
 
-    def status(self, version: int) -> UpdateProgress | None:
-        """Return how far it has come; None once it is over."""
+    @property
+    def status(self) -> UpdateProgress | None:
+        """Its progress; None once it is over."""
         if self._state is UpdateState.IDLE:
             return None
-        awaited = awaited_replicas([one.replica for one in self.progress])
+        awaited = _awaited_replicas([one.replica for one in self.progress])
         num_receivers = sum(
             one.replica.registration.info.num_workers
             for one in unfailed(self.progress)
             if one.replica.replica_id in awaited
         )
         failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.progress if one.error is not None)
-        return UpdateProgress(version, self._state, num_receivers, failed)
+        return UpdateProgress(self._source.version, self._state, num_receivers, failed)
 
-    def _quarantine(self, failed: Sequence[ReplicaProgress]) -> None:
-        for one in failed:
-            self._fleet.quarantine(one.replica, one.error or "")
+    async def _alone(self, one: ReplicaProgress) -> None:
+        """Take all steps on one replica once another goes on. Where the first fails otherwise than by refusing the
+        weights, or takes a straggler's time, the next one is asked first."""
+        one.verb = _WAIT
+        async with self._turn:
+            is_first = not self._is_proved
+            if self._is_refused:
+                raise WeightsRefused("another replica was asked first, and refused them")
+            if is_first:
+                patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
+                is_last = one is self._asked[-1]
+                try:
+                    await within(self._config.switch_timeout_s if is_last else patience_s, self._switch(one))
+                except WeightsRefused:
+                    self._is_refused = True
+                    raise
+                self._is_proved = True
+        if not is_first:
+            await self._switch(one)
+        await self._admit(one)
 
-    def _move(self, state: UpdateState) -> None:
-        if state not in MOVES[self._state]:
-            raise InvariantBroken(f"a weight update cannot go from {self._state} to {state}")
-        self._state = state
-
-
-Step = Callable[[ReplicaProgress], Awaitable[None]]
-
-
-class _Switch:
-    """The steps of one switch, from the pause to the resume, on any of its replicas."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        connect: Callable[[str], EngineControl],
-        clock: Clock,
-        config: WeightConfig,
-        order: SwitchOrder,
-        served: Callable[[], asyncio.Task[None]],
-    ) -> None:
-        self._fleet = fleet
-        self._connect = connect
-        self._clock = clock
-        self._config = config
-        self._order = order
-        self._served = served
-        self._turn = asyncio.Lock()  # to be asked first
-        self._is_proved = False  # a replica has gone on under the version
-        self._is_refused = False
-
-    async def take_together(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Take all steps on all replicas, with a wait for the others after each that freezes, swaps or goes on."""
-
-        async def go_on(one: ReplicaProgress) -> None:
-            for step in (self._wake, self._resume, self._admit):
-                await step(one)
-
-        for step in (self._begin, self._pause, self._commit, go_on):
-            await self._on_all(unfailed(progress), step)
-
-    async def take_alone(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Take all steps on one replica, and on the others once it goes on. Where it fails otherwise than by
-        refusing the weights, or takes a straggler's time, the next one is asked first."""
-
-        async def follow(one: ReplicaProgress) -> None:
-            one.verb = _WAIT
-            async with self._turn:
-                is_first = not self._is_proved
-                if self._is_refused:
-                    raise WeightsRefused("another replica was asked first, and refused them")
-                if is_first:
-                    patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
-                    is_last = one is asked[-1]
-                    try:
-                        await within(self._config.switch_timeout_s if is_last else patience_s, self._go(one))
-                    except WeightsRefused:
-                        self._is_refused = True
-                        raise
-                    self._is_proved = True
-            if not is_first:
-                await self._go(one)
-            await self._admit(one)
-
-        # Of those in service the first to have staged.
-        asked = sorted(progress, key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s))
-        await self._on_all(asked, follow)
-
-    async def _on_all(self, progress: Sequence[ReplicaProgress], follow: Step) -> None:
-        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
-        await on_all(progress, "switch", follow, limits, self._failed)
-
-    async def _go(self, one: ReplicaProgress) -> None:
-        for step in (self._begin, self._pause, self._commit, self._wake, self._resume):
+    async def _switch(self, one: ReplicaProgress) -> None:
+        for step in (self._begin, self._freeze, self._commit, self._go_on):
             await step(one)
 
     async def _begin(self, one: ReplicaProgress) -> None:
@@ -309,38 +210,42 @@ class _Switch:
         if self._fleet.begin_update(one.replica) is None:
             raise EngineLost("it left the fleet during the update")
 
-    async def _pause(self, one: ReplicaProgress) -> None:
+    async def _freeze(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
-        pausing = self._connect(one.replica.url).pause(PauseMode.KEEP, self._order.kv_policy)
-        await within(self._config.pause_timeout_s, pausing)
+        await self._steps.freeze(one.replica, self._source.kv_policy)
 
     async def _commit(self, one: ReplicaProgress) -> None:
         one.verb = "commit"
-        self._fleet.forget_version(one.replica)
-        version = self._order.version
-        one.committed = await within(self._config.commit_timeout_s, self._connect(one.replica.url).commit(version))
-        self._fleet.committed(one.replica, version)
+        one.committed = await self._steps.commit(one.replica, self._source.version)
 
-    async def _wake(self, one: ReplicaProgress) -> None:
-        if _sleepers([one], self._order.asleep):
+    async def _go_on(self, one: ReplicaProgress) -> None:
+        if _may_sleep(one, self._orders.asleep):
             one.verb = "wake"
-            waking = self._connect(one.replica.url).wake(self._order.tags)
-            await within(self._config.wake_timeout_s, waking)
-
-    async def _resume(self, one: ReplicaProgress) -> None:
+            await self._steps.wake(one.replica, self._tags)
         one.verb = "resume"
-        if not (self._order.is_asleep or self._order.is_paused):
-            resuming = self._connect(one.replica.url).resume()
-            one.look_s = await within(self._config.resume_timeout_s, resuming)
+        if not (self._stays_asleep or self._orders.is_paused):
+            one.look_s = await self._steps.resume(one.replica)
             one.end_stall(self._clock.now() - one.look_s)
 
     async def _admit(self, one: ReplicaProgress) -> None:
         await asyncio.shield(self._served())
-        if self._order.is_asleep:
+        if self._stays_asleep:
             self._fleet.fall_asleep(one.replica)
         else:
             self._fleet.admit(one.replica)
             one.end_stall(self._clock.now())
+
+    async def _end(self, one: ReplicaProgress) -> None:
+        await self._go_on(one)
+        await self._admit(one)
+
+    @property
+    def _stays_asleep(self) -> bool:
+        return bool(self._orders.asleep - self._tags)
+
+    async def _on_all(self, progress: Sequence[ReplicaProgress], step: Step) -> None:
+        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
+        await on_all(progress, "switch", step, limits, self._failed)
 
     def _failed(self, one: ReplicaProgress) -> None:
         one.end_stall(self._clock.now())
@@ -354,19 +259,19 @@ class _Switch:
             self._fleet.rejoin(one.replica, one.error or "")
 
 
-def awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
+def _awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
     """Return the ids of those that the sender of a push waits for: all but those in quarantine, which may hang,
     unless there are no others."""
     sound = {one.replica_id for one in replicas if one.state is not ReplicaState.QUARANTINED}
     return sound or {one.replica_id for one in replicas}
 
 
-def addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
+def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
     """Return what each replica is told of an update: of a push, for how many workers its sender waits."""
     push = update.push
     if push is None:
         return {one.replica_id: update for one in replicas}
-    awaited = awaited_replicas(replicas)
+    awaited = _awaited_replicas(replicas)
     sizes = {one.replica_id: one.registration.info.num_workers for one in replicas}
     num_awaited = sum(sizes[replica_id] for replica_id in awaited)
     counted = replace(push, num_receivers=num_awaited, num_optional=sum(sizes.values()) - num_awaited)
@@ -386,13 +291,9 @@ def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
     return []
 
 
-def _sleepers(progress: Sequence[ReplicaProgress], asleep: frozenset[MemoryTag]) -> list[ReplicaProgress]:
-    """Return the replicas that are asleep, and those that may be because they were not with the others."""
-    return [
-        one
-        for one in progress
-        if one.replica.registration.info.can_sleep and (asleep or one.replica.state is not ReplicaState.READY)
-    ]
+def _may_sleep(one: ReplicaProgress, asleep: frozenset[MemoryTag]) -> bool:
+    """Tell if it sleeps with the fleet, or may because it was not with the others."""
+    return bool(asleep) or one.replica.state is not ReplicaState.READY
 
 
 async def _awaited(call: Awaitable[None]) -> None:

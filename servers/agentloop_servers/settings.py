@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentloop.errors import InvalidRequest
-from agentloop.fleet.weight_update import WeightConfig
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.scheduling.balancer import BalancerConfig
 from agentloop.scheduling.kv_share import ShareBounds
 from agentloop_servers.config import ServiceConfig, model_sizes, saved_config

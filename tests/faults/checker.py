@@ -24,8 +24,8 @@ SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, unti
 def fleet_problems(world: WholeWorld) -> Iterator[str]:
     """What is wrong with the fleet, asking engines rather than the registry."""
     desk = world.coordinator.replicas
-    if desk.sync.progress is not None or desk.sync.desired.is_paused:
-        yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.is_paused}"
+    if desk.sync.progress is not None or desk.sync.desired.orders.is_paused:
+        yield f"the controller is at {desk.sync.progress}, paused: {desk.sync.desired.orders.is_paused}"
     known = {replica.replica_id: replica for replica in desk.fleet.replicas}
     placeable = {replica.replica_id for replica in desk.fleet.placeable()}
     for process in world.processes.values():

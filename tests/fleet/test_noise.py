@@ -219,3 +219,24 @@ async def test_where_no_look_is_answered_the_fleet_stays_where_it_was(clock):
         await site.update(1)
     assert site.fleet.weight_version == 0
     assert {site.state(name) for name in "ab"} == {ReplicaState.QUARANTINED}
+
+
+def test_a_replica_takes_no_traffic_before_it_has_looked_at_what_a_pause_brought(tmp_path):
+    @virtual
+    async def test(clock):
+        site = NoisySite(clock, tmp_path, "a", "b")
+        sampling = await site.start()
+        await site.sync.pause(PauseMode.KEEP)
+        await site.update(3)
+        site.engines["b"].faults.look_delay_s = 3 * LOOK_S
+        resuming = asyncio.create_task(site.sync.resume())
+        await clock.sleep(LOOK_S / 2)
+        assert site.placeable() == []
+        await clock.sleep(LOOK_S)
+        assert site.placeable() == ["a"]
+        await resuming
+        assert site.placeable() == ["a", "b"]
+        await asyncio.gather(*sampling.values())
+        await site.close()
+
+    test()

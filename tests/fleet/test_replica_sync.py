@@ -32,11 +32,11 @@ async def test_operator_pause_and_resume_are_idempotent(clock):
     site = FleetSite(clock, "a", "b")
     for _ in range(2):
         await site.sync.pause(PauseMode.WAIT)
-        assert site.sync.desired.is_paused
+        assert site.sync.desired.orders.is_paused
         assert all(engine.is_paused for engine in site.engines.values())
     for _ in range(2):
         await site.sync.resume()
-        assert not site.sync.desired.is_paused
+        assert not site.sync.desired.orders.is_paused
         assert not any(engine.is_paused for engine in site.engines.values())
 
 
@@ -63,7 +63,7 @@ def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_ane
             await (site.sync.pause(PauseMode.KEEP) if verb == "pause" else site.sync.resume())
         is_paused = verb == "pause"
         assert site.engines["a"].is_paused == is_paused
-        assert site.sync.desired.is_paused == is_paused
+        assert site.sync.desired.orders.is_paused == is_paused
         assert states(site) == {"a": "ready", "b": "joining"}
         assert "injected" in site.fleet.get("b").error
         site.engines["b"].failures.clear()
@@ -104,13 +104,13 @@ async def test_sleep_and_wake(clock):
     for _ in range(2):
         await site.sync.sleep(1)
         assert states(site) == {"a": "asleep", "b": "asleep"}
-        assert site.sync.desired.asleep == ALL_MEMORY
+        assert site.sync.desired.orders.asleep == ALL_MEMORY
         assert site.placeable() == []
     assert site.calls("a") == ["sleep:1", "sleep:1"]
     for _ in range(2):
         await site.sync.wake(ALL_MEMORY)
         assert site.placeable() == ["a", "b"]
-        assert site.sync.desired.asleep == frozenset()
+        assert site.sync.desired.orders.asleep == frozenset()
     assert site.calls("a") == ["wake:kv_cache+weights", "resume"]
 
 
@@ -120,7 +120,7 @@ async def test_a_wake_in_two_goes_goes_on_after_the_second(clock):
     await site.sync.sleep(1)
     await site.sync.wake(WEIGHTS)
     assert states(site) == {"a": "asleep"}
-    assert site.sync.desired.asleep == KV_CACHE
+    assert site.sync.desired.orders.asleep == KV_CACHE
     assert site.engines["a"].is_paused
     await site.sync.wake(KV_CACHE)
     assert site.placeable() == ["a"]
@@ -150,7 +150,7 @@ async def test_if_one_cannot_sleep_nobody_is_touched(clock):
         await site.sync.sleep(3)
     assert site.calls("a") == []
     assert site.placeable() == ["a"]
-    assert site.sync.desired.asleep == frozenset()
+    assert site.sync.desired.orders.asleep == frozenset()
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
@@ -303,7 +303,7 @@ async def test_discarded_weights_come_back_from_where_they_came(clock):
     await site.sync.sleep(2)
     assert site.engines["a"].weight_version is None
     await site.sync.wake(WEIGHTS)
-    assert site.sync.desired.asleep == KV_CACHE
+    assert site.sync.desired.orders.asleep == KV_CACHE
     assert (site.engines["a"].weight_version, states(site)["a"]) == (1, "asleep")
     await site.sync.wake(KV_CACHE)
     assert site.calls("a") == [
@@ -321,7 +321,7 @@ async def test_the_cache_does_not_wake_before_discarded_weights(clock):
     await site.sync.sleep(2)
     with pytest.raises(Conflict, match="before the KV cache"):
         await site.sync.wake(KV_CACHE)
-    assert site.sync.desired.asleep == ALL_MEMORY
+    assert site.sync.desired.orders.asleep == ALL_MEMORY
     await site.sync.wake(ALL_MEMORY)
     assert site.placeable() == ["a"]
 
@@ -347,14 +347,14 @@ async def test_discarded_weights_that_were_pushed_need_a_push(clock):
     for tags in (WEIGHTS, ALL_MEMORY):
         with pytest.raises(Conflict, match="push new ones, which wakes the fleet"):
             await site.sync.wake(tags)
-    assert site.sync.desired.asleep == ALL_MEMORY
+    assert site.sync.desired.orders.asleep == ALL_MEMORY
     site.calls("a")
     await site.push(2)
     assert site.calls("a") == [
         *("wake:weights", "stage", "pause:keep:keep", "commit", "wake:kv_cache+weights", "resume")
     ]
     assert site.placeable() == ["a"]
-    assert site.sync.desired.asleep == frozenset()
+    assert site.sync.desired.orders.asleep == frozenset()
 
 
 @virtual
@@ -376,7 +376,7 @@ async def test_a_wake_whose_weights_cannot_be_read_can_be_tried_again(clock):
     site.engines["a"].fail("stage")
     with pytest.raises(CheckpointUnreadable):
         await site.sync.wake(ALL_MEMORY)
-    assert (states(site), site.sync.desired.asleep) == ({"a": "asleep"}, KV_CACHE)
+    assert (states(site), site.sync.desired.orders.asleep) == ({"a": "asleep"}, KV_CACHE)
     site.engines["a"].failures.clear()
     await site.sync.wake(ALL_MEMORY)
     assert site.placeable() == ["a"]
@@ -405,7 +405,7 @@ async def test_an_update_that_nobody_can_stage_leaves_the_fleet_asleep(clock):
     site.engines["a"].fail("stage")
     with pytest.raises(CheckpointUnreadable):
         await site.push(1)
-    assert (states(site), site.sync.desired.asleep) == ({"a": "asleep"}, KV_CACHE)
+    assert (states(site), site.sync.desired.orders.asleep) == ({"a": "asleep"}, KV_CACHE)
     await site.sync.wake(ALL_MEMORY)
     assert (site.placeable(), site.fleet.weight_version) == (["a"], 0)
 
@@ -434,10 +434,10 @@ async def test_if_all_commits_fail_the_fleet_stays_asleep_and_the_next_push_brin
     with pytest.raises(WeightUpdateFailed):
         await site.push(1)
     assert states(site) == {"a": "quarantined"}
-    assert site.sync.desired.asleep == KV_CACHE
+    assert site.sync.desired.orders.asleep == KV_CACHE
     await site.push(1)
     assert site.placeable() == ["a"]
-    assert site.sync.desired.asleep == frozenset()
+    assert site.sync.desired.orders.asleep == frozenset()
 
 
 @virtual

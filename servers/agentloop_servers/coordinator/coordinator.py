@@ -26,7 +26,7 @@ from agentloop.clock import Clock
 from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
-from agentloop.fleet.replica_sync import Connect
+from agentloop.fleet.replica_steps import Connect
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
@@ -104,14 +104,14 @@ class Coordinator:
         orders, now = desired.orders, time.time()
         status = ServiceStatus(
             is_ready=replicas.is_ready,
-            is_paused=desired.is_paused,
+            is_paused=desired.orders.is_paused,
             weight_version=replicas.weight_version,
             replicas=replicas.statuses(),
             num_workers=self.rollouts.num_workers,
             rollouts=self.rollouts.queue.rollouts,
             updates=replicas.sync.reports,
             update=replicas.sync.progress,
-            asleep=tuple(sorted(desired.asleep)),
+            asleep=tuple(sorted(desired.orders.asleep)),
             paused_s=max(0.0, now - orders.paused_at) if orders.is_paused else None,
             pause_reason=orders.pause_reason,
             asleep_s=max(0.0, now - orders.asleep_at) if orders.asleep else None,

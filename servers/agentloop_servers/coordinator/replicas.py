@@ -31,9 +31,9 @@ from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
-from agentloop.fleet.replica_sync import Connect, ReplicaSync
+from agentloop.fleet.replica_steps import Connect, WeightConfig
+from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
-from agentloop.fleet.weight_update import WeightConfig
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
@@ -142,7 +142,7 @@ class Replicas:
     async def starting(self, replica_id: str, software: str) -> bool:
         if software != (own := software_of_process()):
             raise InvalidRequest(f"replica {replica_id} has {software}, and the service {own}", param="software")
-        return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.asleep))
+        return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.orders.asleep))
 
     async def register(self, registration: ReplicaRegistration) -> None:
         self.starts.ended(registration.replica_id)
@@ -215,7 +215,7 @@ class Replicas:
 
     async def prove(self, probe: Probe) -> None:
         """Ask a generation of every replica whose calls failed; one that answers takes traffic again."""
-        if self.sync.desired.is_paused or self.sync.desired.asleep:
+        if self.sync.desired.orders.is_paused or self.sync.desired.orders.asleep:
             return  # nobody samples now
         async with asyncio.TaskGroup() as group:
             for replica in self.fleet.to_prove():
@@ -292,9 +292,9 @@ class Replicas:
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        had_kv = MemoryTag.KV_CACHE not in self.sync.desired.asleep
+        had_kv = MemoryTag.KV_CACHE not in self.sync.desired.orders.asleep
         await self.sync.wake(tags)
-        if not had_kv and MemoryTag.KV_CACHE not in self.sync.desired.asleep:
+        if not had_kv and MemoryTag.KV_CACHE not in self.sync.desired.orders.asleep:
             self.balancer.new_epoch(is_flushed=True)
 
     # --- inside ---

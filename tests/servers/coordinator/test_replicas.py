@@ -512,7 +512,7 @@ async def test_weights_are_not_discarded_while_the_outcome_of_their_update_is_un
     await coordinator.replicas.update_weights(push(1), None)
     with pytest.raises(StorageFull, match="not saved"):
         await coordinator.replicas.sleep(2)
-    assert coordinator.replicas.sync.desired.asleep == frozenset()
+    assert coordinator.replicas.sync.desired.orders.asleep == frozenset()
     site.store.is_broken = False
     await site.clock.sleep(5.0)
     await coordinator.replicas.sleep(2)

@@ -17,8 +17,8 @@ from agentloop.engine import PushSource, StageReport, WeightUpdate
 from agentloop.errors import EngineLost
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.fleet.weight_update import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import KVPolicy
 from agentloop_servers.weight_transfer.simulated import ReceivedWeights

@@ -34,7 +34,7 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet.registry import FleetConfig
-from agentloop.fleet.weight_update import WeightConfig
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel, TokenPolicy
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
@@ -315,7 +315,7 @@ class World:
         if is_readable:
             self.history.pushed.add(version)
         update, sender = self._source(version, is_readable)
-        was_asleep = bool(self.coordinator.replicas.sync.desired.asleep)
+        was_asleep = bool(self.coordinator.replicas.sync.desired.orders.asleep)
         try:
             report = await self.ask(lambda c: c.replicas.update_weights(update, self.kv_policy))
         finally:
@@ -460,7 +460,7 @@ class World:
         """Whether there is nothing that the controller could bring a replica to."""
         sync = self.coordinator.replicas.sync
         served = sync.served()
-        if served is None or sync.desired.asleep or served.version in NOISE:
+        if served is None or sync.desired.orders.asleep or served.version in NOISE:
             return True
         return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
 

@@ -6,8 +6,8 @@ from agentloop.clock import VirtualClock
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.fleet.weight_update import WeightConfig
 from agentloop.types import KVPolicy
 from tests.support.engine.engines import INFO, FakeEngine
 

@@ -20,8 +20,8 @@ from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightUpdateFailed
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
+from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.fleet.weight_update import WeightConfig
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, SamplingParams
