@@ -518,19 +518,23 @@ class ReceiverGroup:
         grace = GraceTimer(grace_s)
         if has_begun:
             grace.restart()
+
+        def reason_to_leave(worker: ReceivingWorker) -> str | None:
+            if worker.loss is None and grace.is_over:
+                return f"{worker.name} had not said {kind.__name__} {grace_s:g} s after the others"
+            return worker.loss
+
         self._awaited = self.left
         while self._awaited:
-            with self._condition:
+            with self._condition:  # a worker that says it and then goes has said it
                 num_before = len(self._awaited)
                 self._awaited = [worker for worker in self._awaited if worker.connection.pop(kind) is None]
                 if len(self._awaited) < num_before:
                     grace.restart()
-                if self._awaited and all(worker.loss is None for worker in self._awaited):
+                leaving = [(worker, reason) for worker in self._awaited if (reason := reason_to_leave(worker))]
+                if self._awaited and not leaving:
                     self.check(f"{self._awaited[0].name} has not said {kind.__name__}")
                     self._condition.wait(CONNECTION_POLL_S)
-            for worker in self._awaited:
-                late = f"{worker.name} had not said {kind.__name__} {grace_s:g} s after the others"
-                reason = worker.loss or (late if grace.is_over else None)
-                if reason is not None:
-                    worker.leave(reason)
+            for worker, reason in leaving:
+                worker.leave(reason)
             self._awaited = [worker for worker in self._awaited if worker.failure is None]

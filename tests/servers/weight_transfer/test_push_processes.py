@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.protocol import Connection, Done
+from agentloop_servers.weight_transfer.sender import ReceiverGroup, ReceivingWorker
 from tests.servers.weight_transfer.pushing import (
     WAIT_S,
     Stage,
@@ -89,6 +93,32 @@ def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at):
         with pytest.raises(CheckpointUnreadable, match="the connection was"):
             one.result(WAIT_S)
     assert time.monotonic() - killed_at < NOTICE_S
+
+
+class Owner:
+    """What a connection asks of those that share its condition."""
+
+    def __init__(self) -> None:
+        self.condition = self.Arriving()
+        self.worker = Connection(self, Mock(get_extra_info=Mock(return_value=None)))
+        self.condition.connection = self.worker
+        self.thread = Mock()
+
+    class Arriving(threading.Condition):
+        """While it is waited for, the worker's last word arrives, and the end of its connection right behind it."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.connection._receive(Done())
+            self.connection.die("the connection was closed")
+            return True
+
+
+def test_a_worker_that_ends_right_after_its_last_word_has_come_through():
+    owner = Owner()
+    group = ReceiverGroup(Mock(cancelled=None), owner, time.monotonic() + WAIT_S, WAIT_S, WAIT_S)
+    group._workers.append(ReceivingWorker(owner.worker, Mock(rank=0)))
+    group._await_each(Done, WAIT_S)
+    assert group.failures == ()
 
 
 def test_strangers_during_a_push_change_nothing(stage):
