@@ -16,8 +16,8 @@ import pytest
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.protocol import Connection, Done
-from agentloop_servers.weight_transfer.sender import ReceiverGroup, ReceivingWorker
+from agentloop_servers.weight_transfer.protocol import Done, EndAttempt, Hello
+from agentloop_servers.weight_transfer.sender import ReceiverGroup
 from tests.servers.weight_transfer.pushing import (
     WAIT_S,
     Stage,
@@ -95,29 +95,37 @@ def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at):
     assert time.monotonic() - killed_at < NOTICE_S
 
 
-class Owner:
-    """What a connection asks of those that share its condition."""
+class LeavingWorker(threading.Condition):
+    """A connection and the condition it shares: during a wait come its `Done` and, right behind it, its end."""
+
+    connection_id, peer_address, death = 1, "a host", ""
 
     def __init__(self) -> None:
-        self.condition = self.Arriving()
-        self.worker = Connection(self, Mock(get_extra_info=Mock(return_value=None)))
-        self.condition.connection = self.worker
-        self.thread = Mock()
+        super().__init__()
+        self.condition, self.known = self, [self]
+        self.messages: list[object] = [Hello("token", 0, "host", "cpu", True, 1)]
 
-    class Arriving(threading.Condition):
-        """While it is waited for, the worker's last word arrives, and the end of its connection right behind it."""
+    def wait(self, timeout: float | None = None) -> bool:
+        self.messages.append(Done())
+        self.death = "the connection was closed"
+        return True
 
-        def wait(self, timeout: float | None = None) -> bool:
-            self.connection._receive(Done())
-            self.connection.die("the connection was closed")
-            return True
+    def peek(self, kind: type) -> object | None:
+        return next((message for message in self.messages if isinstance(message, kind)), None)
+
+    def pop(self, kind: type) -> object | None:
+        found = self.peek(kind)
+        self.messages = [message for message in self.messages if message is not found]
+        return found
+
+    send = forget = close = Mock()
 
 
 def test_a_worker_that_ends_right_after_its_last_word_has_come_through():
-    owner = Owner()
-    group = ReceiverGroup(Mock(cancelled=None), owner, time.monotonic() + WAIT_S, WAIT_S, WAIT_S)
-    group._workers.append(ReceivingWorker(owner.worker, Mock(rank=0)))
-    group._await_each(Done, WAIT_S)
+    offer = Mock(num_expected=1, cancelled=None)
+    group = ReceiverGroup(offer, LeavingWorker(), time.monotonic() + WAIT_S, WAIT_S, WAIT_S)
+    group.gather()
+    group.confirm(EndAttempt(1, ()))
     assert group.failures == ()
 
 
