@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
@@ -30,7 +29,7 @@ from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
-from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.errors import EngineLost, InvalidRequest, NotFound
 from agentloop.fleet.registry import FleetConfig
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
@@ -47,6 +46,18 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
+from agentloop_servers.cluster import (
+    ON_HEAD,
+    announce_coordinator,
+    check_trust,
+    find_coordinator,
+    for_nodes,
+    loopback,
+    node_address,
+    num_nodes,
+    prepare_engine_network,
+    where_the_run_is,
+)
 from agentloop_servers.config import (
     ServiceConfig,
     keep_config,
@@ -138,14 +149,11 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
-        self._server = CoordinatorServer(self._coordinator, secret, private_host(config))
+        self._server = CoordinatorServer(self._coordinator, secret, node_address(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
+        await asyncio.to_thread(announce_coordinator, serve.get_replica_context().app_name, self._server.url)
         freeze_gc()
-
-    async def address(self) -> str:
-        """Return the URL of the private port, which every other call goes to."""
-        return self._server.url
 
     async def check_health(self) -> None:
         await self._coordinator.check_health()
@@ -154,42 +162,31 @@ class CoordinatorDeployment:
         await self._closing.aclose()
 
 
-def coordinator_client(
-    handle: DeploymentHandle, secret: str, command_timeout_s: float = COMMAND_TIMEOUT_S
-) -> CoordinatorClient:
-    """Return the coordinator behind a Serve handle, which is asked for its address alone.
-
-    A handle's call costs the coordinator a millisecond and more, and its answer to a caller whose host has vanished
-    blocks the coordinator's event loop for a minute.
-    """
-
-    async def find() -> str:
-        try:
-            return str(await handle.address.remote())
-        except (RayError, RayServeException) as error:
-            raise ServiceUnavailable(f"the coordinator is not there ({type(error).__name__})") from error
-
-    return CoordinatorClient(find, secret, command_timeout_s=command_timeout_s)
+def coordinator_client(secret: str, command_timeout_s: float = COMMAND_TIMEOUT_S) -> CoordinatorClient:
+    """Return the coordinator of this process's application, wherever it is now."""
+    app_name = serve.get_replica_context().app_name
+    return CoordinatorClient(partial(find_coordinator, app_name), secret, command_timeout_s=command_timeout_s)
 
 
 class EngineReplicaDeployment:
     """One engine and its private port; the Serve handle is never called with tokens."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
+        self, config: ServiceConfig, run_dir: Path, secret: str, entry_index: int
     ) -> None:
         self._closing = _begin(config, run_dir)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
-        client = coordinator_client(coordinator, secret)
+        prepare_engine_network(config)
+        client = coordinator_client(secret)
         self._closing.push_async_callback(client.close)
         self._replica = Replica(
             f"{entry.name}-{context.replica_id.unique_id}",
             build_engine(config, entry),
             client.replicas,
             secret,
-            private_host(config),
+            node_address(config),
             config=replica_config(config, entry),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
@@ -207,12 +204,12 @@ class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
+        self, config: ServiceConfig, run_dir: Path, key: str
     ) -> None:
         self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
-        clients, client = EngineClients(key), coordinator_client(coordinator, key)
+        clients, client = EngineClients(key), coordinator_client(key)
         self._closing.push_async_callback(clients.close)
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
@@ -267,11 +264,10 @@ class IngressDeployment:
         run_dir: Path,
         secret: str,
         keys: Keys,
-        coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
         self._closing = _begin(config, run_dir)
-        client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
+        client = coordinator_client(secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
         self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
@@ -344,7 +340,7 @@ class IngressProcess:
         closing.push_async_callback(tenants.close)
         await tenants.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys)
-        server = DirectServer(app, private_host(config), tls=config.tls_files)
+        server = DirectServer(app, loopback(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(int(lock.text or 0), public)
@@ -385,11 +381,6 @@ def build_app(
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
     )
-
-
-def private_host(config: ServiceConfig) -> str:
-    """Return where the service's own processes listen for each other: they share files, so they are on one host."""
-    return "::1" if ":" in config.host else "127.0.0.1"
 
 
 def build_endpoint(
@@ -475,12 +466,14 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started,
     or written.
     """
-    config = sized(config, run_dir)
+    config = for_nodes(config)
+    config = where_the_run_is(config, sized, config, run_dir, num_nodes=num_nodes())
     if config.users is not None:  # for processes with working directories of their own
         config = config.model_copy(update={"users": str(located(config.users))})
     keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
     if keys.notice is not None:
         _log.warning("open_admin_routes", because=keys.notice)
+    check_trust(config, keys)
     weight_config(config)
     if config.tls is not None:
         config.tls.check()
@@ -488,13 +481,13 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     for entry in config.entries:
         check_entry(config, entry)
     where = (config, run_dir.resolve())  # replicas have working directories of their own
-    secret = run_secret(run_dir)
-    keep_config(config, run_dir)
+    secret = where_the_run_is(config, begun_run, *where)
     common = (*where, secret)
+    home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
         CoordinatorDeployment,
         COORDINATOR_NAME,
-        max_ongoing_requests=1000,  # each asks for the address
+        actor=home,
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
     ).bind(*common)
@@ -505,7 +498,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             entry.replicas,
             actor=engine_actor_options(config, entry),
             ends_within_s=10.0,
-        ).bind(*common, coordinator, index)
+        ).bind(*common, index)
         for index, entry in enumerate(config.entries)
     ]
     workers = processes(
@@ -513,10 +506,18 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         "AgentLoopWorker",
         config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
+        most_per_node=None if config.cluster is None else -(-(config.workers.replicas or 1) // num_nodes()),
     )
-    ingress = processes(IngressDeployment, "Ingress", config.num_ingress, max_ongoing_requests=10_000)
-    # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
-    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
+    ingress = processes(IngressDeployment, "Ingress", config.num_ingress, actor=home, max_ongoing_requests=10_000)
+    # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret)))
+
+
+def begun_run(config: ServiceConfig, run_dir: Path) -> str:
+    """Begin a run in its directory, or go on with it; returns its secret. Raises InvalidRequest."""
+    secret = run_secret(run_dir)
+    keep_config(config, run_dir)
+    return secret
 
 
 def processes(
@@ -525,6 +526,7 @@ def processes(
     num_replicas: int = 1,
     *,
     actor: dict[str, Any] | None = None,
+    most_per_node: int | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
     health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
@@ -541,6 +543,7 @@ def processes(
         num_replicas=num_replicas,
         max_ongoing_requests=max_ongoing_requests,
         ray_actor_options=actor or {"num_cpus": 0},
+        max_replicas_per_node=most_per_node,
         health_check_period_s=health_check_period_s,
         health_check_timeout_s=health_check_timeout_s,
         graceful_shutdown_wait_loop_s=stays_s,

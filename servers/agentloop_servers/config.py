@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import difflib
 import importlib.util
+import ipaddress
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
@@ -260,6 +261,18 @@ class RetentionSettings(_Strict):
         return self.delete_acknowledged, self.max_age_s, None if self.max_mib is None else self.max_mib << 20
 
 
+class ClusterSettings(_Strict):
+    """The nodes of a Ray cluster. See docs/cluster.md."""
+
+    network: str | None = None
+    """The network of the nodes' private ports, as `10.0.0.0/8`; left out: each node's address in Ray."""
+
+    @field_validator("network")
+    @classmethod
+    def _check_network(cls, given: str | None) -> str | None:
+        return None if given is None else str(ipaddress.ip_network(given))
+
+
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
@@ -289,6 +302,8 @@ class ServiceConfig(_Strict):
     """Weight updates."""
     balancer: BalancerSettings = BalancerSettings()
     """What begins, and where."""
+    cluster: ClusterSettings | None = None
+    """The nodes of a Ray cluster; on one node nothing of it counts."""
     host: str = "127.0.0.1"
     """The address of the public port; beyond loopback keys are required."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

@@ -24,8 +24,9 @@ import structlog
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
-from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application, check_resources
+from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
+from agentloop_servers.app import APP_NAME, application, check_resources
+from agentloop_servers.cluster import find_coordinator
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
@@ -60,30 +61,36 @@ async def running_service(
     config: ServiceConfig,
     run_dir: Path,
     *,
+    address: str | None = None,
     waits_for_weights: bool = False,
     begin: Callable[[], object] = _do_nothing,
     say: Say = _say_nothing,
 ) -> AsyncIterator[str]:
     """Start the service, yield its base URL once it is ready, stop everything on the way out.
 
-    With `waits_for_weights` it is ready also if no replica takes traffic before somebody pushes weights. `begin` is
-    called once the config is known to be good and the run directory is made, before anything is started.
+    It runs on a Ray of its own, or on the cluster at `address`, which stays. With `waits_for_weights` it is ready
+    also if no replica takes traffic before somebody pushes weights. `begin` is called once the config is known to
+    be good and the run directory is made, before anything is started.
 
     Raises InvalidRequest for a config that cannot run, here or at all, and ServiceUnavailable if the port is taken
     or the service does not start; the run directory's link to Ray's logs leads to the reason.
     """
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
-    app = application(config, run_dir)
-    begin()
-    hidden = config.keys.hide()  # before anything is started; the application has their digests
-    if config.users is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
+    if address is not None:
+        await _to_its_end(join_ray, address)
+    hidden: dict[str, str] = {}
     url = url_of(config.host, config.port, config.scheme)
     try:
-        say("starting Ray")
-        start = RayStart(say)
-        starting = partial(start_ray, run_dir, start)
-        await _to_its_end(starting, give_up=start.give_up)
+        app = application(config, run_dir)
+        begin()
+        hidden = config.keys.hide()  # before anything is started; the application has their digests
+        if config.users is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
+        if address is None:
+            say("starting Ray")
+            start = RayStart(say)
+            starting = partial(start_ray, run_dir, start)
+            await _to_its_end(starting, give_up=start.give_up)
         check_resources(config, ray.cluster_resources())
         say("starting the service's processes")
         await _to_its_end(_deploy, app)
@@ -117,8 +124,16 @@ def start_ray(run_dir: Path, start: RayStart | None = None) -> None:
     link.symlink_to(Path(context.address_info["session_dir"]) / "logs")
 
 
+def join_ray(address: str) -> None:
+    """Join a Ray cluster that runs; `auto` is this host's. Raises ServiceUnavailable if there is none."""
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError
+        raise ServiceUnavailable(f"no Ray cluster at {address}: {error_line(error)}") from error
+
+
 def stop_ray() -> None:
-    """End the application gracefully, then Ray. Safe to call when neither runs."""
+    """End the application gracefully, then Ray, if it is this process's own. Safe to call when neither runs."""
     if not ray.is_initialized():
         return
     try:
@@ -143,14 +158,7 @@ async def drain(run_dir: Path, grace_s: float) -> int:
     Returns the trajectories that are unfinished then: a resumed service goes on with them.
     """
 
-    def find() -> str:
-        handle = serve.get_deployment_handle(COORDINATOR_NAME, APP_NAME)
-        return str(handle.address.remote().result(timeout_s=10.0))
-
-    async def found() -> str:
-        return await _to_its_end(find)
-
-    client = CoordinatorClient(found, run_secret(run_dir))
+    client = CoordinatorClient(partial(find_coordinator, APP_NAME), run_secret(run_dir))
     loop = asyncio.get_running_loop()
     deadline_at = loop.time() + grace_s
     try:

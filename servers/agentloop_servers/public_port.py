@@ -200,11 +200,12 @@ def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable
     """Return the search for the keeper of an application's port on this node, which is started if there is none."""
 
     def found() -> str | None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        node_id = ray.get_runtime_context().get_node_id()
+        here = NodeAffinitySchedulingStrategy(node_id, soft=False)
         keeper = (
             ray.remote(PortKeeper)
             .options(
-                name=f"agentloop-port-{host}-{port}",
+                name=f"agentloop-port-{host}-{port}-{node_id}",
                 namespace=_NAMESPACE,
                 lifetime="detached",  # it outlives the processes that are replaced in a redeploy
                 get_if_exists=True,

@@ -35,7 +35,7 @@ NODE_TIMEOUT_S = 300.0  # of one try, for Ray's node to appear
 SLOW_AFTER_S = 15.0
 NUM_TRIES = 2
 
-_PATIENCE = {  # settings of what Ray lets be set
+PATIENCE = {  # settings of what Ray lets be set
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
@@ -66,13 +66,13 @@ class RayStart:
 
         Raises ServiceUnavailable, with nothing left, in one line that leads to Ray's logs.
         """
-        for name, value in _PATIENCE.items():
+        for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         # Read from the environment by each process that Ray starts; this one alone goes without the C++ handlers.
         ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
         for number in range(1, NUM_TRIES + 1):
             try:
-                with _made_by(partial(_PatientNode, self)):
+                with nodes_made_by(partial(PatientNode, self)):
                     return ray.init(address="local", **options)
             except Exception as error:  # Ray's are plain ones
                 logs = self._clean_up()
@@ -116,7 +116,7 @@ class RayStart:
         return logs
 
 
-class _PatientNode(ray_node.Node):  # type: ignore[misc] # Ray has no types
+class PatientNode(ray_node.Node):  # type: ignore[misc] # Ray has no types
     """Ray's node, whose agents' ports are told in advance, and which is awaited as long as it takes."""
 
     def __init__(self, start: RayStart, *arguments: Any, **options: Any) -> None:
@@ -133,7 +133,7 @@ class _PatientNode(ray_node.Node):  # type: ignore[misc] # Ray has no types
 
 
 @contextmanager
-def _made_by(make: Callable[..., Any]) -> Iterator[None]:
+def nodes_made_by(make: Callable[..., Any]) -> Iterator[None]:
     """Have `ray.init` make its node by `make`."""
     plain = ray_node.Node
     ray_node.Node = make

@@ -23,6 +23,7 @@ import structlog
 from agentloop.aio import OwnedTasks
 from agentloop.errors import error_line
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop_servers.config import made_run_dir
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
 _LOCK_GRACE_S = 1.0
@@ -44,8 +45,12 @@ class Closing(AsyncExitStack):
 
 
 def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
-    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends."""
+    """Write this process's log into the run directory, which a node has from here on.
+
+    Returns what SIGTERM closes before the process ends.
+    """
     closing = Closing()
+    made_run_dir(run_dir)
     configure_logging(run_dir / LOG_NAME, rotation=rotation)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing

@@ -46,17 +46,18 @@ def processes_for(num_engines: int, num_cpus: int) -> int:
     return max(1, min(spare // _CPUS_OF_EACH, _MOST_OF_AN_ENGINE * num_engines, _MAX_PROCESSES))
 
 
-def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> ServiceConfig:
-    """Return the config with the numbers of its processes. `num_cpus`: of the host; None: this one's.
+def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None, num_nodes: int = 1) -> ServiceConfig:
+    """Return the config with the numbers of its processes. `num_cpus`: of a node; None: this one's.
 
-    Without GPUs there is one of each kind. The number of ingress processes is kept with the run, whose sessions
-    they share. Workers take twice as many trajectories as engines have seats: the others wait for tools. Raises
-    InvalidRequest if the run's own config cannot be read.
+    Without GPUs there is one of each kind, and a worker on each node. The number of ingress processes is kept with
+    the run, whose sessions they share. Workers take twice as many trajectories as engines have seats: the others
+    wait for tools. Raises InvalidRequest if the run's own config cannot be read.
     """
     num_each, workers, first = 1, config.workers, saved_config(run_dir)
     if config.num_gpu_engines:
-        num_each = processes_for(config.num_gpu_engines, usable_cpus() if num_cpus is None else num_cpus)
-    num_workers, capacity = workers.replicas or num_each, 256
+        num_engines = -(-config.num_gpu_engines // num_nodes)
+        num_each = processes_for(num_engines, usable_cpus() if num_cpus is None else num_cpus)
+    num_workers, capacity = workers.replicas or num_each * num_nodes, 256
     if config.num_gpu_engines:
         on_gpu = [entry for entry in config.entries if entry.on_gpu]
         num_seats = sum(entry.num_seats * entry.replicas * entry.data_parallel_size for entry in on_gpu)

@@ -14,6 +14,9 @@ NUM_KEEP_ALIVE_PROBES = 3
 USER_TIMEOUT_MS = 15_000  # for sent data that nobody acknowledges; probes alone do not watch over it
 BACKLOG = 2048
 
+ADDRESS_VARIABLE = "AGENTLOOP_NODE_ADDRESS"
+"""The environment variable by which an engine's own processes know the address at which other nodes reach them."""
+
 
 def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket.socket:
     """Return a socket that listens; port 0 is one that the system chooses. What it accepts inherits its options."""

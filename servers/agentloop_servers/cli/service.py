@@ -48,18 +48,21 @@ def serve(
         str | None,
         typer.Option(help="A run directory, or its id, to go on with: queue, sessions, weights, records."),
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster that runs, HOST:PORT, or auto: this host's. On its head.")
+    ] = None,
     grace_s: Annotated[
         float, typer.Option(min=0.0, help="After SIGTERM, the seconds that running trajectories have to end.")
     ] = 30.0,
 ) -> None:
-    """Run the service on a local Ray of its own, until Ctrl-C, or SIGTERM, which lets running trajectories end."""
+    """Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM: what runs then ends first."""
     with clear_errors():
         run_dir = None if resume is None else store_of(resume).parent
         saved = None if run_dir is None or config is not None else saved_config(run_dir)
         settings = saved or ServiceConfig.load(given("the config", "--config", config or DEFAULT_CONFIG))
         if run_dir is None:
             run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
-        run_to_end(_serve(settings, run_dir, grace_s, is_resumed=(run_dir / STORE_NAME).is_file()))
+        run_to_end(_serve(settings, run_dir, address, grace_s, is_resumed=(run_dir / STORE_NAME).is_file()))
 
 
 @app.command()
@@ -159,7 +162,9 @@ def _limit(
     return None
 
 
-async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_resumed: bool) -> None:
+async def _serve(
+    config: ServiceConfig, run_dir: Path, address: str | None, grace_s: float, *, is_resumed: bool
+) -> None:
     """Raises Conflict if a service runs in the directory."""
     configure_logging(None)  # until there is a run directory
     if is_resumed:
@@ -175,7 +180,9 @@ async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_res
         say(f"{'going on' if is_resumed else 'starting'}; log and trajectories in {run_dir}")
 
     waits_for_weights = is_resumed or config.awaits_weights
-    async with running_service(config, run_dir, waits_for_weights=waits_for_weights, begin=begin, say=say) as url:
+    async with running_service(
+        config, run_dir, address=address, waits_for_weights=waits_for_weights, begin=begin, say=say
+    ) as url:
         stopping = _stop_on_sigterm()
         say(f"ready at {url}   (Ctrl-C stops it)")
         say(f"chat     {url}/v1")

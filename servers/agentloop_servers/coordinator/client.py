@@ -1,6 +1,6 @@
 """The coordinator over its HTTP port: its ports as typed objects over one call, with deadlines.
 
-Whoever constructs the client knows how to find the coordinator. Its URL is asked for once, and again when it cannot
+What constructs the client knows how to find the coordinator. Its URL is asked for once, and again when it cannot
 be reached there: a coordinator that was started again has another port. A call whose connection breaks is sent once
 more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived, or if it is an
 update, whose repeat joins it or gets its report.

@@ -18,6 +18,7 @@ Memory once taken is kept for the next update: what fitted once fits always, and
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import torch
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
+from agentloop_servers.tcp import ADDRESS_VARIABLE
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, prove, trace
@@ -319,7 +321,8 @@ class WeightStager:
             Outgoing(tensor_info(name, tensor), partial(torch.Tensor.detach, tensor))
             for name, tensor in tensors.items()
         ]
-        sender = self._sender = WeightSender(device=self._device)
+        listen_host = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")
+        sender = self._sender = WeightSender(listen_host=listen_host, device=self._device)
         offer = sender.offer(items, names, token)
         self._sending = threading.Thread(target=_send, args=(sender,), name="offer", daemon=True)
         self._sending.start()

@@ -1,0 +1,168 @@
+"""The nodes of a Ray cluster: the addresses of private ports, and the node that has the run.
+
+The head has what a run keeps: its directory, so the coordinator and the ingress processes too. Engines and workers
+are on any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
+service is on one host, and its private ports on loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import psutil
+import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
+from agentloop_servers.config import ClusterSettings, ServiceConfig
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.tcp import ADDRESS_VARIABLE
+
+T = TypeVar("T")
+
+ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+"""What an actor asks of Ray that runs on the head alone."""
+
+_CALL_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 5.0
+_FIND_RETRY_S = 0.2
+_NAMESPACE = b"agentloop"
+
+
+def for_nodes(config: ServiceConfig) -> ServiceConfig:
+    """Return the config as the nodes there are ask for: with `cluster` on several, without it on one."""
+    settings = (config.cluster or ClusterSettings()) if num_nodes() > 1 else None
+    return config.model_copy(update={"cluster": settings})
+
+
+def num_nodes() -> int:
+    """Return the number of live nodes; 1 before Ray is there, which is then one of this host alone."""
+    return len(_nodes()) or 1
+
+
+def check_trust(config: ServiceConfig, keys: Keys) -> None:
+    """Raise InvalidRequest if a service on several nodes would be open to the network between them."""
+    if config.cluster is None:
+        return
+    if keys.is_open or not keys.has_admin:
+        raise InvalidRequest(f"a service on {num_nodes()} nodes needs a user key and an admin key", param="keys")
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise InvalidRequest(
+            "this Ray does not ask for its token: start every node with RAY_AUTH_MODE=token", param="cluster"
+        )
+
+
+def node_address(config: ServiceConfig) -> str:
+    """Return the address of this node that private ports listen on and announce.
+
+    Raises InvalidRequest if the node has none in `cluster.network`.
+    """
+    if config.cluster is None:
+        return loopback(config)
+    own = str(ray.util.get_node_ip_address())
+    if config.cluster.network is None:
+        return own
+    network = ipaddress.ip_network(config.cluster.network)
+    found = [address for _, address in _addresses()]
+    inside = [address for address in found if ipaddress.ip_address(address) in network]
+    if not inside:
+        raise InvalidRequest(
+            f"node {own} has no address in {network}; it has {', '.join(found)}", param="cluster.network"
+        )
+    return inside[0]
+
+
+def loopback(config: ServiceConfig) -> str:
+    """Return the address of private ports that only this host's processes call."""
+    return "::1" if ":" in config.host else "127.0.0.1"
+
+
+def prepare_engine_network(config: ServiceConfig) -> None:
+    """Tell this process's engine, and the processes it starts, which address and interface lead to other nodes."""
+    if config.cluster is None:
+        return
+    address = node_address(config)
+    os.environ[ADDRESS_VARIABLE] = address
+    for name, its_address in _addresses():
+        if its_address == address:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *arguments: object, **named: object) -> T:
+    """Call a function on the node that has the run's directory. Raises what it raises."""
+    if config.cluster is None:
+        return function(*arguments, **named)
+    head = NodeAffinitySchedulingStrategy(_head()["NodeID"], soft=False)
+    called = ray.remote(function).options(num_cpus=0, scheduling_strategy=head).remote(*arguments, **named)
+    try:
+        result: T = ray.get(called, timeout=_CALL_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise ServiceUnavailable(f"the head of the cluster does not answer ({type(error).__name__})") from error
+    return result
+
+
+def announce_coordinator(app_name: str, url: str) -> None:
+    """Keep the coordinator's URL in Ray's key-value store, where every process of the application finds it."""
+    _internal_kv_put(_key(app_name), url.encode(), overwrite=True, namespace=_NAMESPACE)
+
+
+async def find_coordinator(app_name: str) -> str:
+    """Return the coordinator's URL once it listens there: a new coordinator announces another one.
+
+    A Serve handle would say it too, but its answer to a host that has vanished blocks the coordinator's event loop
+    for a minute. Raises ServiceUnavailable if Ray does not answer.
+    """
+    while True:
+        try:
+            found = await asyncio.to_thread(_internal_kv_get, _key(app_name), namespace=_NAMESPACE)
+        except Exception as error:  # Ray's are plain ones
+            raise ServiceUnavailable(f"Ray does not say where the coordinator is: {error_line(error)}") from error
+        if found and await _listens(url := str(found, "ascii")):
+            return url
+        await asyncio.sleep(_FIND_RETRY_S)
+
+
+def _key(app_name: str) -> bytes:
+    return f"coordinator of {app_name}".encode()
+
+
+async def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def _head() -> dict[str, Any]:
+    return next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Return the interfaces of this node with their addresses, those that other nodes may reach."""
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            try:
+                address = ipaddress.ip_address(one.address)
+            except ValueError:  # of another family
+                continue
+            if not address.is_loopback and not address.is_link_local:
+                found.append((name, str(address)))
+    return found

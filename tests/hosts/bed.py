@@ -1,0 +1,225 @@
+"""Hosts on one Linux machine: each has its own network, disk, processes, name and shared memory.
+
+A host is an init process within namespaces of its own, whose end is the end of all that runs there, as that of a
+machine without power. Its `eth0` leads through a `link.py` process to a switch, which is a namespace too: nothing
+of the machine's own network is touched. The checkout and the machine's software are the same files for all hosts;
+`DISK`, where `TMPDIR` is too, and `/dev/shm` are each host's own.
+
+Needs root, `ip`, `unshare`, `nsenter` and `/dev/net/tun`; `why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STATE = Path("/run/agentloop-hosts")
+DISK = Path("/mnt")
+"""Where each host has a disk of its own."""
+
+_NETWORK = "10.77.0"
+_START_S = 20.0
+_UNSHARE = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
+_INIT = "import os, signal; signal.signal(signal.SIGCHLD, lambda *_: None)\nwhile True:\n"
+_INIT += "    try: os.waitpid(-1, 0)\n    except ChildProcessError: signal.pause()\n"
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot have test hosts; None if it can."""
+    if os.geteuid() != 0:
+        return "test hosts need root"
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"test hosts need {', '.join(missing)}"
+    if not Path("/dev/net/tun").exists():
+        return "test hosts need /dev/net/tun"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    return None if probe.returncode == 0 else f"no namespaces: {probe.stderr.decode().strip()}"
+
+
+@dataclass
+class Host:
+    """One host of a bed."""
+
+    number: int
+    namespace: str
+    environment: dict[str, str]
+    link: subprocess.Popen[str]
+    init: subprocess.Popen[bytes]
+    init_pid: int
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"{_NETWORK}.{10 + self.number}"
+
+    def start(self, command: Sequence[str], log: Path | None = None) -> subprocess.Popen[str]:
+        """Start a command there, in the checkout; its output goes to `log`, or to a pipe."""
+        inside = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(command)}"
+        entered = ["nsenter", "-t", str(self.init_pid), "-n", "-p", "-m", "-u", "-i", "--", "bash", "-c", inside]
+        with contextlib.ExitStack() as stack:
+            output = subprocess.PIPE if log is None else stack.enter_context(log.open("a"))
+            process = subprocess.Popen(
+                entered, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, env=self.environment
+            )
+        self.started.append(process)
+        return process
+
+    def run(self, command: Sequence[str], timeout_s: float = 60.0) -> str:
+        """Run a command there and return what it printed. Raises CalledProcessError with all of it."""
+        process = self.start(command)
+        output, errors = process.communicate(timeout=timeout_s)
+        if process.returncode != 0:
+            raise subprocess.CalledProcessError(process.returncode, list(command), output, errors)
+        return output
+
+    def order(self, order: str) -> None:
+        """Change its link: an order of `link.py`."""
+        assert self.link.stdin is not None
+        assert self.link.stdout is not None
+        self.link.stdin.write(order + "\n")
+        self.link.stdin.flush()
+        assert self.link.stdout.readline() == "done\n", f"the link did not {order}"
+
+    def kill(self) -> None:
+        """Power off: all its processes end at once. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.init_pid, 9)
+        self.init.wait(10.0)
+        for process in self.started:
+            process.kill()
+            process.wait(10.0)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        self.started.clear()
+
+
+class Bed:
+    """The hosts that a test has. Use it as a context; `add` a host at any time."""
+
+    def __init__(self) -> None:
+        self._name = f"alh{secrets.token_hex(2)}"
+        self._folder = STATE / self._name
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> Bed:
+        _remove_abandoned()
+        self._folder.mkdir(parents=True)
+        (self._folder / "owner").write_text(str(os.getpid()))
+        try:
+            _ip("netns", "add", self._name)
+            _ip("-n", self._name, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self._name, "addr", "add", f"{_NETWORK}.1/24", "dev", "switch")
+            _ip("-n", self._name, "link", "set", "switch", "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, **environment: str) -> Host:
+        """Start one more host, whose processes have these variables too."""
+        number = len(self.hosts)
+        namespace = f"{self._name}-{number}"
+        _ip("netns", "add", namespace)
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        address = f"{_NETWORK}.{10 + number}/24"
+        link = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.link", self._name, namespace, f"tap{number}", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert link.stdout is not None
+        assert link.stdout.readline() == "up\n", "the link did not come up"
+        names = self._folder / f"names-{number}"
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{_NETWORK}.{10 + n} host{n}\n" for n in range(16)))
+        disks = " && ".join(f"mount -t tmpfs -o size=2g tmpfs {folder}" for folder in ("/dev/shm", DISK))
+        init = shlex.join([sys.executable, "-Ic", _INIT])
+        made = f"hostname host{number} && mount --make-rprivate / && {disks} && mount --bind {names} /etc/hosts"
+        process = subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                *_UNSHARE,
+                "bash",
+                "-c",
+                f"{made} && touch {DISK}/up && exec {init}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        (self._folder / f"init-{number}").write_text(str(process.pid))
+        variables = {**os.environ, "TMPDIR": str(DISK), **environment}
+        host = Host(number, namespace, variables, link, process, _child_of(process.pid))
+        self.hosts.append(host)
+        deadline_at = time.monotonic() + _START_S
+        while not Path(f"/proc/{host.init_pid}/root{DISK}/up").exists():
+            assert time.monotonic() < deadline_at, f"host {number} did not start"
+            time.sleep(0.05)
+        return host
+
+    def close(self) -> None:
+        """Remove all of it. Idempotent."""
+        for host in self.hosts:
+            host.kill()
+            host.link.kill()
+            host.link.wait(10.0)
+            for pipe in (host.link.stdin, host.link.stdout):
+                if pipe is not None:
+                    pipe.close()
+        _remove(self._folder)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _child_of(pid: int) -> int:
+    """Return the process that `unshare` forks, which is the init of its namespace."""
+    deadline_at = time.monotonic() + _START_S
+    while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        assert time.monotonic() < deadline_at, "a host's namespaces were not made"
+        time.sleep(0.02)
+    return int(found[0])
+
+
+def _namespaces_of(name: str) -> Iterator[str]:
+    for path in Path("/run/netns").glob(f"{name}*"):
+        yield path.name
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.glob("init-*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(file.read_text()), 9)
+    for namespace in _namespaces_of(folder.name):
+        found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+        for pid in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned() -> None:
+    """Remove the beds of test runs that have ended without it."""
+    for owner in STATE.glob("*/owner"):
+        if not Path(f"/proc/{owner.read_text()}").exists():
+            _remove(owner.parent)

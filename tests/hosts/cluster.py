@@ -1,0 +1,82 @@
+"""A Ray cluster on test hosts, and a service on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from tests.hosts.bed import DISK, Bed, Host
+
+KEY, ADMIN_KEY = "user-key", "admin-key"
+PORT = 8000
+_RAY_PORT = 6379
+_START_S = 120.0
+
+
+class Cluster:
+    """Hosts of which the first is the head of a Ray cluster. `folder` is no host's own."""
+
+    def __init__(self, bed: Bed, folder: Path) -> None:
+        self._bed = bed
+        self._folder = folder
+        self._variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "AGENTLOOP_KEY": KEY,
+            "AGENTLOOP_ADMIN_KEY": ADMIN_KEY,
+            "PYTHONPATH": ":".join(sys.path),
+        }
+        self.head = self.add()
+
+    @property
+    def hosts(self) -> list[Host]:
+        return self._bed.hosts
+
+    def add(self) -> Host:
+        """Start a host and Ray on it, as one more node."""
+        host = self._bed.add(**self._variables)
+        self.start_ray(host)
+        return host
+
+    def start_ray(self, host: Host) -> None:
+        """Start Ray on a host, as systemd would, and wait until its node is there."""
+        command = [sys.executable, "-m", "tests.hosts.ray_start", "start", f"--node-ip-address={host.address}"]
+        command += ["--num-cpus=2", "--object-store-memory=100000000"]
+        if host.number == 0:
+            command += ["--head", f"--port={_RAY_PORT}", f"--temp-dir={DISK}/ray", "--include-dashboard=false"]
+        else:
+            command += [f"--address={self.head.address}:{_RAY_PORT}"]
+        host.run(command, _START_S)
+
+    def call(self, host: Host, path: str, body: object | None = None, timeout_s: float = 30.0) -> object:
+        """Call the service from a host, with the admin's key. Raises CalledProcessError."""
+        command = ["curl", "-sSf", "-m", f"{timeout_s:g}", "-H", f"Authorization: Bearer {ADMIN_KEY}"]
+        if body is not None:
+            command += ["-H", "content-type: application/json", "-d", json.dumps(body)]
+        return json.loads(host.run([*command, f"http://{self.head.address}:{PORT}{path}"], timeout_s + 10.0))
+
+    @contextlib.contextmanager
+    def service(self, base: str = "servers/simulated.yaml", **args: object) -> Iterator[None]:
+        """The service of a shipped config, with other arguments, ready."""
+        document = yaml.safe_load(Path(base).read_text())
+        document["applications"][0]["args"] |= {"host": "0.0.0.0", "port": PORT, **args}
+        config = self._folder / "config.yaml"
+        config.write_text(yaml.safe_dump(document))
+        log = self._folder / "serve.log"
+        command = [sys.executable, "-m", "agentloop_servers.cli", "serve", "--config", str(config)]
+        process = self.head.start([*command, "--out", f"{DISK}/runs", "--address", "auto"], log)
+        deadline_at = time.monotonic() + _START_S
+        while "ready at" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_at, log.read_text()
+            time.sleep(0.2)
+        yield

@@ -1,0 +1,141 @@
+"""The link of a test host: frames between its `eth0` and the switch, delayed, lost or cut on order.
+
+    python -m tests.hosts.link SWITCH HOST NAME ADDRESS/PREFIX
+
+A TAP device in the host's network namespace and one in the switch's, with this process between them: kernels
+without the netem scheduler have no other way to delay. Orders are lines on stdin, each answered by one on stdout:
+`delay MS` (each way), `loss PERCENT`, `cut`, `cut in`, `cut out` (one way: towards the host, from it) and `heal`.
+Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_CLONE_NEWNET = 0x40000000
+_MAX_FRAME_BYTES = 70_000
+_BATCH = 64  # frames of one side before the other side is looked at
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def in_namespace(name: str) -> None:
+    """Move this process into a network namespace, by its name. Raises OSError."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        if _libc.setns(descriptor, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"no namespace {name}")
+    finally:
+        os.close(descriptor)
+
+
+def tap(name: str) -> int:
+    """Return the descriptor of a new TAP device of the present namespace."""
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
+    return descriptor
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+class Link:
+    """Two TAP devices, and what happens to a frame between them."""
+
+    def __init__(self, outer: int, inner: int) -> None:
+        self._to = {outer: inner, inner: outer}
+        self._outer = outer
+        self._delay_s = 0.0
+        self._loss = 0.0
+        self._cut: frozenset[int] = frozenset()  # the devices whose frames go nowhere
+        self._late: list[tuple[float, int, int, bytes]] = []  # due at, number, where to, frame
+        self._num_frames = 0
+
+    def obey(self, order: str) -> None:
+        """Carry out one order."""
+        match order.split():
+            case ["delay", ms]:
+                self._delay_s = float(ms) / 1000
+            case ["loss", percent]:
+                self._loss = float(percent) / 100
+            case ["heal"]:
+                self._cut = frozenset()
+            case ["cut"]:
+                self._cut = frozenset(self._to)
+            case ["cut", way]:
+                self._cut = frozenset(side for side in self._to if (side == self._outer) == (way == "in"))
+            case _:
+                raise ValueError(f"no order: {order}")
+
+    def take(self, side: int) -> None:
+        """Take what has come on one side."""
+        for _ in range(_BATCH):
+            try:
+                frame = os.read(side, _MAX_FRAME_BYTES)
+            except BlockingIOError:
+                return
+            self._num_frames += 1
+            if side in self._cut or (self._loss and random.random() < self._loss):
+                continue
+            if self._delay_s:
+                due_at = time.monotonic() + self._delay_s
+                heapq.heappush(self._late, (due_at, self._num_frames, self._to[side], frame))
+            else:
+                _send(self._to[side], frame)
+
+    def send_due(self) -> float | None:
+        """Send the frames whose time has come; returns the seconds until the next one's."""
+        now = time.monotonic()
+        while self._late and self._late[0][0] <= now:
+            _, _, side, frame = heapq.heappop(self._late)
+            _send(side, frame)
+        return self._late[0][0] - now if self._late else None
+
+
+def _send(side: int, frame: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full queue drops, as a switch's does
+        os.write(side, frame)
+
+
+def main() -> None:
+    switch, host, name, address = sys.argv[1:]
+    in_namespace(switch)
+    outer = tap(name)
+    run(f"ip link set {name} master switch up")
+    in_namespace(host)
+    inner = tap("eth0")
+    run(f"ip addr add {address} dev eth0")
+    run("ip link set eth0 up")
+    gateway = address.rpartition(".")[0] + ".1"
+    run(f"ip route add default via {gateway}")  # nothing behind it: Ray asks the kernel for the way out
+    link, poll = Link(outer, inner), select.poll()
+    for descriptor in (0, outer, inner):
+        poll.register(descriptor, select.POLLIN)
+    print("up", flush=True)
+    while True:
+        wait_s = link.send_due()
+        for descriptor, _ in poll.poll(None if wait_s is None else max(0.0, wait_s * 1000)):
+            if descriptor != 0:
+                link.take(descriptor)
+                continue
+            order = sys.stdin.readline()
+            if not order:
+                return  # the bed is gone
+            link.obey(order)
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
