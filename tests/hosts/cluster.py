@@ -37,6 +37,8 @@ class Cluster:
         }
         self.head = self.add()
 
+    python = sys.executable
+
     @property
     def hosts(self) -> list[Host]:
         return self._bed.hosts

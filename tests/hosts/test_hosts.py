@@ -1,0 +1,134 @@
+"""One service over three hosts: what a cut, a kill and a join of a host cost, as a client sees it.
+
+`make test-hosts`. Each event strikes a host with a replica and a worker while trajectories run; a record that is
+missing, doubled or incomplete fails the test, and the longest time without a record is bounded widely.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.hosts.bed import Bed, Host, why_not
+from tests.hosts.cluster import PORT, Cluster
+from tests.hosts.load import Arrival
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+
+NUM_HOSTS = 3
+NUM_TASKS, NUM_SAMPLES = 100, 8
+LOAD_S = 400.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Bed() as bed:
+        cluster = Cluster(bed, tmp_path)
+        for _ in range(1, NUM_HOSTS):
+            cluster.add()
+        yield cluster
+
+
+class Load:
+    """A load under way on the head."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._output = folder / "load.jsonl"
+        url = f"http://{cluster.head.address}:{PORT}"
+        command = [cluster.python, "-m", "tests.hosts.load", url, str(NUM_TASKS), str(NUM_SAMPLES)]
+        self._process = cluster.head.start(command, self._output)
+
+    def arrivals(self) -> list[Arrival]:
+        """What has come so far."""
+        lines = self._output.read_text().splitlines(keepends=True)
+        return [msgspec.json.decode(line, type=Arrival) for line in lines if line.startswith("{") and "\n" in line]
+
+    def wait_for(self, num: int, timeout_s: float = 120.0) -> None:
+        """Wait until so many records have come."""
+        deadline_at = time.monotonic() + timeout_s
+        while len(self.arrivals()) < num:
+            assert self._process.poll() is None, self._output.read_text()[-2000:]
+            assert time.monotonic() < deadline_at, f"{len(self.arrivals())} records"
+            time.sleep(0.2)
+
+    def ended(self) -> list[Arrival]:
+        """Wait for the end; each record came, once, and whole."""
+        try:
+            assert self._process.wait(LOAD_S) == 0, self._output.read_text()[-2000:]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"only {len(self.arrivals())} records")
+        found = self.arrivals()
+        assert sorted(one.name for one in found) == sorted(
+            f"t{task}/{sample}" for task in range(NUM_TASKS) for sample in range(NUM_SAMPLES)
+        )
+        assert [one for one in found if not one.is_complete] == []
+        return found
+
+
+def longest_gap_s(arrivals: list[Arrival], since: float) -> float:
+    """The longest time without a record, from the event to the last record."""
+    times = [since, *(one.at for one in arrivals if one.at > since)]
+    return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+
+
+def replicas_of(cluster: Cluster) -> dict[str, str]:
+    """States of replicas by id, as the service tells."""
+    status = cluster.call(cluster.head, "/status")
+    assert isinstance(status, dict)
+    return {one["replica_id"]: one["state"] for one in status["replicas"]}
+
+
+def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0) -> None:
+    """Wait until so many replicas take traffic."""
+    deadline_at = time.monotonic() + timeout_s
+    while list(replicas_of(cluster).values()).count("ready") < num:
+        assert time.monotonic() < deadline_at, replicas_of(cluster)
+        time.sleep(0.5)
+
+
+def report(event: str, arrivals: list[Arrival], since: float) -> None:
+    again = sum(one.attempt > 0 for one in arrivals)
+    print(f"\n{event}: {len(arrivals)} records, {again} begun again, gap {longest_gap_s(arrivals, since):.1f} s")
+
+
+ARGS = {"workers": {"replicas": NUM_HOSTS, "capacity": 64, "allowed_imports": ["tests"]}, "replicas": NUM_HOSTS}
+
+
+def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service(**ARGS):
+        arrivals = Load(cluster, tmp_path).ended()
+        assert len({replica for one in arrivals for replica in one.replica_ids}) == NUM_HOSTS
+        kinds = [host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts]
+        assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
+        assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
+
+
+@pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 30 s"])
+def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_path: Path, event: str) -> None:
+    struck: Host = cluster.hosts[-1]
+    with cluster.service(**ARGS):
+        load = Load(cluster, tmp_path)
+        load.wait_for(NUM_TASKS)
+        since = time.time()
+        match event.split():
+            case ["kill"]:
+                struck.kill()
+            case ["cut"]:
+                struck.order("cut")
+            case ["cut", seconds, _]:
+                struck.order("cut")
+                time.sleep(float(seconds))
+                struck.order("heal")
+        arrivals = load.ended()
+        report(event, arrivals, since)
+        assert longest_gap_s(arrivals, since) < 60.0
+        if event == "cut 5 s":
+            assert all(one.attempt == 0 for one in arrivals)
+            until_ready(cluster, NUM_HOSTS)
