@@ -83,7 +83,7 @@ class CoordinatorConfig:
 
 
 class Replicas:
-    """A ReplicaPort and a FleetPort. Construct, then call `look` now and then, and in the end close `late`."""
+    """A ReplicaPort and a FleetPort. Construct, then call `tick` now and then, and in the end close `late`."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Replicas:
         if self.fleet.deregister(replica_id):
             self._forget(replica_id, reason or "it left")
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Count the silence, and end direct leases that nobody gave back."""
         for replica_id in self.fleet.expire(now):
             self._forget(replica_id, "it fell silent")
@@ -213,15 +213,15 @@ class Replicas:
         now = self._clock.now()
         return tuple(LostReplica(replica_id, reason, now - lost_at) for replica_id, reason, lost_at in self._lost)
 
-    async def prove(self, probe: Probe) -> None:
+    async def probe_suspects(self, probe: Probe) -> None:
         """Ask a generation of every replica whose calls failed; one that answers takes traffic again."""
         if self.sync.desired.orders.is_paused or self.sync.desired.orders.asleep:
             return  # nobody samples now
         async with asyncio.TaskGroup() as group:
-            for replica in self.fleet.to_prove():
-                group.create_task(self._prove(replica, probe), name=f"prove {replica.replica_id}")
+            for replica in self.fleet.to_probe():
+                group.create_task(self._probe_one(replica, probe), name=f"probe {replica.replica_id}")
 
-    async def _prove(self, replica: ReplicaRecord, probe: Probe) -> None:
+    async def _probe_one(self, replica: ReplicaRecord, probe: Probe) -> None:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 await probe(replica.url)
@@ -230,7 +230,7 @@ class Replicas:
         except Exception as error:  # it fails as its calls did
             self._log.info("replica_not_proved", replica=replica.replica_id, error=repr(error))
         else:
-            self.fleet.proved(replica)
+            self.fleet.probe_answered(replica)
             self._log.info("replica_proved", replica=replica.replica_id)
             self._fleet_changed()
 

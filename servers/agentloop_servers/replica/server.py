@@ -80,17 +80,17 @@ class StallWatch:
         self._config = config
         self._num_steps = 0
         self._moved_at: float | None = None
-        self._looked_at: float | None = None
+        self._observed_at: float | None = None
 
-    def look(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
+    def observe(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
         """Return the seconds without a step if they are too many, else None. Call it every `heartbeat_interval_s`.
 
-        A look that comes late says that this process itself stood still: the time is counted anew.
+        An observation that comes late says that this process itself stood still: the time is counted anew.
         """
         was_still = (
-            self._looked_at is not None and now - self._looked_at > 3 * self._config.heartbeat_interval_s + 1
+            self._observed_at is not None and now - self._observed_at > 3 * self._config.heartbeat_interval_s + 1
         )
-        self._looked_at = now
+        self._observed_at = now
         is_idle = is_frozen or load.num_running + load.num_waiting == 0
         if self._moved_at is None or is_idle or was_still or load.num_steps != self._num_steps:
             self._moved_at, self._num_steps = now, load.num_steps
@@ -400,7 +400,7 @@ class Replica:
             now, is_frozen = loop.time(), engine.is_paused or bool(engine.asleep)
             paused_at = (now if paused_at is None else paused_at) if is_frozen else None
             self._server.refuses_paused = paused_at is not None and now - paused_at >= config.max_pause_s
-            stalled_s = stall.look(engine.load(), now, is_frozen=is_frozen)
+            stalled_s = stall.observe(engine.load(), now, is_frozen=is_frozen)
             if stalled_s is not None:
                 await self._end_hung(stalled_s)
         await asyncio.Event().wait()  # until it is closed: an ended watch is a failure of its own

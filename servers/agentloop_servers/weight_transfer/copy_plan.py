@@ -9,7 +9,7 @@ doing it. The model is as it was afterwards, also when the trace is refused.
 A plan is exact or it is refused: every element of every parameter is written by one copy or one fill, and every
 copy takes a strided view of one checkpoint tensor, with at most a float cast. What a layer derives from its weights
 after loading (packed, quantised or shuffled weights) is outside any plan: models with such layers are refused.
-What only values can show, such as rows in another order, `prove` finds.
+What only values can show, such as rows in another order, `check_plan` finds.
 
 A plan describes one model object: layers that are replaced later, or experts that are rebalanced, need a new one.
 """
@@ -159,7 +159,7 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
     return CopyPlan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
 
 
-def prove(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
+def check_plan(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
     """Compare three spots of every copy's target with the checkpoint, bit for bit; returns the number of copies.
 
     Raises PlanRefused on the first difference. One synchronisation for each pair of dtypes.

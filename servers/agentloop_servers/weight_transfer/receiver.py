@@ -7,7 +7,7 @@ elsewhere. Every way in which weights cannot be had raises CheckpointUnreadable.
     incoming = receiver.open(source, can_hold=True, timeout_s=60)
     while True:
         try:
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 ...
             incoming.finish()
             break
@@ -60,7 +60,7 @@ RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTrans
 
 
 class AttemptRestarted(Exception):
-    """The sender starts again from bucket 0, because another worker was lost: iterate `buckets` once more."""
+    """The sender begins again at bucket 0, because another worker was lost: call `receive_attempt` again."""
 
 
 @dataclass(slots=True)
@@ -195,11 +195,11 @@ class Incoming:
         self._transport = transport
         self._condition = condition
         self._timeout_s = timeout_s
-        self._deadline_at: float | None = None  # from the first `buckets` on
+        self._deadline_at: float | None = None  # from the first `receive_attempt` on
         self._aborted = False
         self._sums: list[torch.Tensor] = []  # one a bucket of this attempt
 
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def receive_attempt(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield every bucket in order: its index and its bytes (uint8) on the device.
 
         The bytes are valid until the next iteration; work on them that is on the current stream by then is ordered
@@ -314,7 +314,7 @@ def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None]) -> No
     """
     while True:
         try:
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 for place in incoming.layout.in_bucket(bucket):
                     take(place.name, view(data, place))
             incoming.finish()

@@ -46,6 +46,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     SchedulerAnswers,
     SchedulerCall,
     StagingSetup,
+    WorkerMethod,
     from_text,
     to_text,
 )
@@ -55,25 +56,6 @@ SWITCH_INTERVAL_S = 0.0005
 FAILED_EXIT_CODE = 70
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The layers that SGLang's decoders fuse, with their parts' names in checkpoints; its models do not say it."""
-
-CALLS = frozenset(
-    {
-        "scheduler_extend",
-        "requests_pause",
-        "requests_resume",
-        "requests_end",
-        "memory_release",
-        "memory_resume",
-        "weights_prepare",
-        "weights_stage",
-        "weights_poll",
-        "weights_drop",
-        "weights_commit",
-        "weights_offer",
-        "weights_release",
-    }
-)
-"""The methods that a `SchedulerCall` may name."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -314,7 +296,7 @@ class SchedulerExtension(StagingCalls):
 
     def _run_call(self, call: SchedulerCall) -> tuple[bytes | int | None, str]:
         """Return the answer, and a sentence on what went wrong."""
-        if call.method not in CALLS:
+        if call.method not in frozenset(WorkerMethod):
             return None, f"the scheduler has no call {call.method}"
         try:
             with contextlib.ExitStack() as stack:

@@ -138,7 +138,7 @@ class StagedCheckpoint:
         model.reload(iter(self.tensors.items()))
         model.synchronize()
         swapped_at = time.perf_counter()
-        compared = _prove_load(model, list(self.tensors), self.tensors.__getitem__)
+        compared = _compare_load(model, list(self.tensors), self.tensors.__getitem__)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
@@ -160,7 +160,7 @@ class StagedFiles:
             model.reload(checkpoint.tensors())
             model.synchronize()
             swapped_at = time.perf_counter()
-            compared = _prove_load(model, list(self.info.tensors), checkpoint.read)
+            compared = _compare_load(model, list(self.info.tensors), checkpoint.read)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
@@ -209,7 +209,7 @@ class StreamedWeights:
         kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
 
         def arriving() -> Tensors:
-            for bucket, data in self._incoming.buckets():
+            for bucket, data in self._incoming.receive_attempt():
                 for place in self._incoming.layout.in_bucket(bucket):
                     tensor = view(data, place).clone()  # the loader may keep it beyond this bucket
                     kept[place.name] = tensor.cpu()
@@ -219,7 +219,7 @@ class StreamedWeights:
         self._incoming.finish()
         model.synchronize()
         loaded_at = time.perf_counter()
-        compared = _prove_load(model, names, kept.__getitem__)
+        compared = _compare_load(model, names, kept.__getitem__)
         self.loaded = kept
         return CommitReport(0.0, _ms(loaded_at), *compared)
 
@@ -283,7 +283,7 @@ def _load_copy_kernels(tensors: Sequence[torch.Tensor]) -> None:
     torch._foreach_copy_(small, [one.clone() for one in small])
 
 
-def _prove_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
+def _compare_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
     """Prove what an engine's own loader has made of a checkpoint; returns what `ServedModel.compare` does."""
     compared = model.compare(names, read)
     _require_numbers(first_not_finite(model.parameters))

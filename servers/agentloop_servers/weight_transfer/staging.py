@@ -32,7 +32,7 @@ from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, Tens
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
-from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, prove, trace
+from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
@@ -79,12 +79,12 @@ class _Stage:
 class _KnownPlan:
     """A copy plan for tensors of these names and shapes, in whatever order and dtype they come.
 
-    `is_proved` once it agreed with what the engine loaded by itself.
+    `is_checked` once it agreed with what the engine loaded by itself.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: CopyPlan
-    is_proved: bool = False
+    is_checked: bool = False
 
 
 class WeightStager:
@@ -127,7 +127,7 @@ class WeightStager:
         known = self._plan_for(loaded.tensors)
         if known is not None:
             with OpenCheckpoint(inspect_checkpoint(loaded.directory)) as checkpoint:
-                self._prove(known, checkpoint.read)
+                self._check_plan(known, checkpoint.read)
 
     def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
         """Return the plan for these tensors, if there is one.
@@ -144,17 +144,17 @@ class WeightStager:
                 self._refused = shapes
                 return None
             # Tensors that nothing takes, such as a tied output head, may be in one list and not in the other.
-            is_proved = self._known is not None and self._known.is_proved and _is_same(self._known.plan, plan)
-            self._known = _KnownPlan(shapes, plan, is_proved)
+            is_checked = self._known is not None and self._known.is_checked and _is_same(self._known.plan, plan)
+            self._known = _KnownPlan(shapes, plan, is_checked)
         return self._known
 
-    def _prove(self, known: _KnownPlan, read: Any) -> None:
+    def _check_plan(self, known: _KnownPlan, read: Any) -> None:
         try:
-            prove(known.plan, self._model.parameters, read)
+            check_plan(known.plan, self._model.parameters, read)
         except PlanRefused:
             self._refused, self._known = known.shapes, None
         else:
-            known.is_proved = True
+            known.is_checked = True
 
     # --- staging ------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class WeightStager:
             plan: CopyPlan | None = self._plan_of_parameters()
         else:
             known = self._plan_for(source.tensors)
-            plan = known.plan if known is not None and known.is_proved else None
+            plan = known.plan if known is not None and known.is_checked else None
         stage.thread = threading.Thread(
             target=self._run, args=(stage, source, plan), name=f"stage-{number}", daemon=True
         )
@@ -296,8 +296,8 @@ class WeightStager:
             if stage.incoming is not None:
                 stage.incoming.fail(str(error) or type(error).__name__)
             raise
-        if staged.loaded and self._known is not None and not self._known.is_proved:
-            self._prove(self._known, staged.loaded.__getitem__)
+        if staged.loaded and self._known is not None and not self._known.is_checked:
+            self._check_plan(self._known, staged.loaded.__getitem__)
             self._memory.release()  # what the next update needs has another form
         elif isinstance(staged, StagedCheckpoint):
             self._served = staged

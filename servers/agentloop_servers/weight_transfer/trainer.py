@@ -297,7 +297,7 @@ class TensorPusher:
             lambda: sender.run(options.timeout_s, before_attempt, late_grace_s=options.late_grace_s)
         )
         sending = asyncio.ensure_future(_in_thread(run))
-        asking = asyncio.ensure_future(self._target.announce(source, options))
+        asking = asyncio.ensure_future(self._target.update_from(source, options))
         watching = asyncio.ensure_future(self._watch(sender, options.version))
         try:
             await asyncio.wait((sending, asking), return_when=asyncio.FIRST_COMPLETED)

@@ -6,7 +6,7 @@ rest stands here once: the gate, the ways of pausing, commits, sleep, load.
 - A gate holds new requests while the engine is not serving (`calls.py`).
 - The process is only ever frozen in place. ABORT first ends what is in flight, WAIT first lets it end.
 - A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
-- The first step under new weights has a fixed prompt in it, whose answer all outputs wait for (`_look`).
+- The first step under new weights has a fixed prompt in it, whose answer all outputs wait for (`_look_at_weights`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
 _LOOK_POLL_S = 0.004
-_NUM_LOOKED_AT = 4  # requests in each poll
+_NUM_POLLED = 4  # requests in each poll
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
@@ -172,11 +172,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         told = SampledTokens(self._config.logprobs_mode)
         with self._registered(request) as call:
 
-            def look(start: int) -> Delta:
+            def tokens_from(start: int) -> Delta:
                 self.add_so_far(told, call)
                 return told.since(start)
 
-            with self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch:
+            with self._watched(request, on_progress, tokens_from, partial(self.abort, request.request_id)) as watch:
                 async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
                     output = await watch.in_time(anext(outputs, None))
         return watch.finished(self.finished(call, output, SampledTokens(self._config.logprobs_mode)))
@@ -187,14 +187,14 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._num_streams += 1
         try:
             is_paced = self.stream_pace.wait_s(self._num_streams) > 0
-            pieces = (self._looked_at if is_paced else self._as_they_come)(request, on_progress)
+            pieces = (self._stream_by_polling if is_paced else self._stream_each_output)(request, on_progress)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece
         finally:
             self._num_streams -= 1
 
-    async def _looked_at(
+    async def _stream_by_polling(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request of which the process makes one output: its tokens are looked at meanwhile."""
@@ -207,7 +207,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     await watch.in_time(asyncio.wait([ending], timeout=wait_s))
                     if ending.done():
                         break
-                    await watch.in_time(self._lifecycle.until_proved())
+                    await watch.in_time(self._lifecycle.until_output_released())
                     self.add_so_far(told, call)
                     if len(told) > num_sent:
                         delta, num_sent = told.since(num_sent), len(told)
@@ -226,7 +226,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
             return await anext(outputs, None)
 
-    async def _as_they_come(
+    async def _stream_each_output(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request with a piece for each output of the process."""
@@ -251,10 +251,12 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self,
         request: GenerateRequest,
         on_progress: OnProgress | None,
-        look: Callable[[int], Delta] | None = None,
+        tokens_from: Callable[[int], Delta] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
     ) -> RequestWatch:
-        return RequestWatch(request, self._lifecycle, self._config.pace, on_progress, look=look, end=end)
+        return RequestWatch(
+            request, self._lifecycle, self._config.pace, on_progress, tokens_from=tokens_from, end=end
+        )
 
     @contextlib.contextmanager
     def _registered(self, request: GenerateRequest) -> Iterator[Call]:
@@ -276,7 +278,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             try:
                 async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
                     async for output in outputs:
-                        await self._lifecycle.until_proved()
+                        await self._lifecycle.until_output_released()
                         if call.verdict is not None:
                             raise call.verdict
                         if call.is_recalled:
@@ -295,13 +297,13 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         lifecycle = self._lifecycle
         lifecycle.require_alive()
         if mode is not PauseMode.KEEP:
-            lifecycle.shut()
+            lifecycle.begin_drain()
         if mode is PauseMode.ABORT:
             await self._calls.abort(self._calls.all())
         if mode is PauseMode.WAIT:
             try:
                 async with asyncio.timeout(self._config.drain_timeout_s):
-                    await lifecycle.drained()
+                    await lifecycle.until_drained()
             except TimeoutError as error:
                 raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
         async with lifecycle.control:
@@ -311,7 +313,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     async def _freeze(self, *, is_cache_cleared: bool) -> None:
         if not self.is_paused:
-            self._lifecycle.freezing()
+            self._lifecycle.begin_freeze()
             await self._process.pause(is_cache_cleared=is_cache_cleared)
         elif is_cache_cleared and not self.asleep:
             await self._process.clear_cache()
@@ -320,11 +322,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with self._lifecycle.control:
             self._lifecycle.check_resume()
             if self._lifecycle.begin_look():
-                return await self._look(self._lifecycle.require_usable())
-            await self._go_on()
+                return await self._look_at_weights(self._lifecycle.require_usable())
+            await self._unfreeze()
             return 0.0
 
-    async def _go_on(self) -> None:
+    async def _unfreeze(self) -> None:
         if self._lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
             await self._process.resume()
         self._lifecycle.resumed()
@@ -332,19 +334,19 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     # --- the look at new weights --------------------------------------------------------------------------
 
-    async def _look(self, version: int) -> float:
+    async def _look_at_weights(self, version: int) -> float:
         """Go on with a fixed prompt in the first step, and judge the weights by its answer. Returns its seconds."""
         loop, request = asyncio.get_running_loop(), look_request(self.info)
         asking = asyncio.create_task(self._asked(request), name="look")
         try:
             await asyncio.sleep(0)  # the process has it before it goes on
-            await self._go_on()
+            await self._unfreeze()
             began_at = loop.time()
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 problem = await self._problem(asking, version)
             if problem is not None:
                 raise WeightsRefused(f"version {version}: {problem}")
-            self._lifecycle.proved()
+            self._lifecycle.release_output()
             return loop.time() - began_at
         except Exception as error:
             await self._refuse()
@@ -370,9 +372,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         token of another one can tell that they have none."""
         while not asking.done():
             await asyncio.wait([asking], timeout=_LOOK_POLL_S)
-            if not asking.done() and any(
-                self._is_sane(call, version) for call in self._calls.all()[:_NUM_LOOKED_AT]
-            ):
+            if not asking.done() and any(self._is_sane(call, version) for call in self._calls.all()[:_NUM_POLLED]):
                 return None
         try:
             return noise_problem(asking.result(), self.info.vocab_size)
@@ -407,7 +407,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._served_weights.staged_version)
-            if not self._lifecycle.is_proved:  # what was sampled last was never looked at
+            if self._lifecycle.is_output_held:  # what was sampled last was never looked at
                 await self._refuse()
             staged = self._served_weights.take_staged()
             try:

@@ -44,6 +44,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
+    WorkerMethod,
     from_text,
     to_text,
 )
@@ -97,7 +98,7 @@ class SglangProcess:
             setup = SchedulerSetup(
                 facts_path, self._config.logprobs_mode, self._config.seed, self._config.can_constrain
             )
-            await self.on_workers("scheduler_extend", INSTALL, setup.to_text())
+            await self.on_workers(WorkerMethod.EXTEND_SCHEDULER, INSTALL, setup.to_text())
         except BaseException as error:
             if self._launched is None:
                 # The thread cannot be stopped, and what it starts must not outlive us.
@@ -207,7 +208,7 @@ class SglangProcess:
         known = tuple(request_id for request_id in request_ids if request_id in manager.rid_to_state)
         if known and self._is_paused:
             async with sglang_call("abort", self._config.control_timeout_s):
-                await self.on_workers("requests_end", codec.encode(known))
+                await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(known))
             return
         for request_id in known:
             manager.abort_request(request_id)
@@ -245,21 +246,21 @@ class SglangProcess:
         ended = tuple(key for key in live if key not in states or states[key].abort_requested)
         if ended:
             async with sglang_call("pause", self._config.control_timeout_s):
-                await self.on_workers("requests_end", codec.encode(ended))
+                await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(ended))
 
     async def clear_cache(self) -> None:
         await self._pause(is_cache_cleared=True)
 
     async def _pause(self, *, is_cache_cleared: bool) -> RequestCounts:
         async with sglang_call("pause", self._config.control_timeout_s):
-            answers = await self.on_workers("requests_pause", is_cache_cleared)
+            answers = await self.on_workers(WorkerMethod.PAUSE_REQUESTS, is_cache_cleared)
         self._counts = codec.decode(answers[0], RequestCounts)
         return self._counts
 
     async def resume(self) -> None:
         self._is_paused = False  # what is aborted from now on comes after the resume
         async with sglang_call("resume", self._config.control_timeout_s):
-            await self.on_workers("requests_resume")
+            await self.on_workers(WorkerMethod.RESUME_REQUESTS)
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
         """As the protocol says. Level 2 keeps a copy in host memory too: SGLang decides that at its start."""
@@ -268,11 +269,11 @@ class SglangProcess:
             return
         async with sglang_call("sleep", self._config.commit_timeout_s):
             await self._pause(is_cache_cleared=True)
-            await self.on_workers("memory_release", ",".join(awake))
+            await self.on_workers(WorkerMethod.RELEASE_MEMORY, ",".join(awake))
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         async with sglang_call("wake", self._config.commit_timeout_s):
-            await self.on_workers("memory_resume", ",".join(sorted(tag.value for tag in tags)))
+            await self.on_workers(WorkerMethod.RESUME_MEMORY, ",".join(sorted(tag.value for tag in tags)))
 
     # --- inside -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
+from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 
@@ -71,7 +72,7 @@ class VllmProcess:
             self.llm = await asyncio.shield(construction)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
-                await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)
+                await self.on_workers(WorkerMethod.EXTEND_RUNNER, RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
             if self.llm is None:
                 # The thread cannot be stopped, and what it starts must not outlive us.

@@ -26,6 +26,7 @@ from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.weight_transfer.lora import ADAPTER_ID
+from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
 ADAPTER_NAME = "adapter"
 
@@ -66,7 +67,7 @@ class LoraAdapters:
         self._folder.point_to(directory)
         await self._load()
         loaded_at = time.perf_counter()
-        counts = await self._process.on_workers("weights_verify_adapter", self._folder.path)
+        counts = await self._process.on_workers(WorkerMethod.VERIFY_ADAPTER, self._folder.path)
         verified_at = time.perf_counter()
         return CommitReport(
             swap_ms=(loaded_at - started_at) * 1e3,

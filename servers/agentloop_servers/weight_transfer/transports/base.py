@@ -6,9 +6,9 @@ and lives as long as the `WeightSender`; on the receiver there is one a connecti
 a transport may keep what is dear to make (an NCCL communicator, mapped memory) from one attempt to the next, if the
 connections are the same.
 
-Threads: everything but `abort` is called from one thread (the one in `WeightSender.run`, or the one that iterates
-`Incoming.buckets`). `abort` comes from any thread, at any moment, more than once. A transport never waits without
-calling `Peer.check` (or `Peer.take`, which does) at least every 50 ms: that is how it learns that a peer died, that
+Threads: everything but `abort` is called from one thread (that of `WeightSender.run`, or of
+`Incoming.receive_attempt`). `abort` comes from any thread, at any moment, more than once. A transport never waits
+without calling `Peer.check` (or `Peer.take`, which does) at least every 50 ms: so it learns that a peer died, that
 the attempt was given up, or that time is over.
 """
 
