@@ -201,10 +201,8 @@ class EngineLifecycle:
 
     @contextmanager
     def committing(self, version: int, *, is_forced: bool = False) -> Iterator[None]:
-        """Set `version` if the block succeeds; else the weights are of unknown state.
-
-        The new weights need a look unless the update `is_forced`.
-        """
+        """Set `version` if the block succeeds; else the weights are of unknown state. The new ones need a look
+        unless the update `is_forced`."""
         try:
             yield
             self.require_alive()
@@ -237,10 +235,8 @@ class EngineLifecycle:
         return self._output_release is not None
 
     def begin_look(self) -> bool:
-        """Hold back all sampled tokens if the weights still need a look. Returns if they do.
-
-        Call before anything can be sampled under new weights.
-        """
+        """Hold back all sampled tokens if the weights still need a look; returns if they do. Call before anything
+        can be sampled under new weights."""
         if not self._needs_look:
             self.release_output()
         elif self._output_release is None or self._output_release.done():
@@ -279,9 +275,9 @@ class EngineLifecycle:
             raise InvalidRequest("this engine was started without sleep: only modes hybrid and colocated have it")
 
     def has_to_sleep(self, level: int) -> bool:
-        """Tell if a `sleep(level)` changes anything: False if the engine already sleeps at this level or deeper.
+        """Tell if the paused engine has memory to give back for this level, or weights to discard.
 
-        Raises Conflict if a sleep(2) has discarded the weights and their memory was woken since.
+        Raises Conflict if discarded weights are awake.
         """
         self.require_alive()
         if self.asleep == ALL_MEMORY and (level == 1 or self.version is None):

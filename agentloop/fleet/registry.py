@@ -159,10 +159,8 @@ class Fleet:
         return frozenset(name for name, info in self._engines.items() if info.can.suits(bounded))
 
     def may_serve(self, needs: Needs) -> bool:
-        """Tell if an engine of the service meets these needs, whether or not it takes traffic now.
-
-        True while a kind of replicas has not joined yet: its abilities are unknown.
-        """
+        """Tell if an engine of the service meets these needs, in traffic or not. True while a kind of replicas has
+        not joined yet: its abilities are unknown."""
         if not self._engines or not self._config.entries <= self._engines.keys():
             return True
         return bool(self.able(needs))
@@ -186,10 +184,8 @@ class Fleet:
     # --- what replicas say ---
 
     def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
-        """Record a replica's registration. A repeated one changes no state.
-
-        Another url, or another version than is known of a READY replica, means a new process, which joins anew.
-        """
+        """Record a replica's registration. A repeated one changes no state. Another url, or another version than is
+        known of a READY replica, means a new process, which joins anew."""
         known = self._replicas.get(registration.replica_id)
         self._engines[registration.entry] = registration.info
         self._longest_tokens = max(info.max_context_tokens for info in self._engines.values())
@@ -332,9 +328,9 @@ class Fleet:
         self.quarantine(replica, error)
 
     def admit(self, replica: ReplicaRecord) -> bool:
-        """Move a replica from UPDATING to READY. False if it is gone or was replaced.
+        """Move a replica from UPDATING to READY, or to JOINING if the fleet serves another version by now.
 
-        False too if the fleet serves another version by now: the replica is JOINING then.
+        Returns if it is READY; also False if it is gone or was replaced.
         """
         current = self._same(replica)
         if current is None or current.state is not ReplicaState.UPDATING:
@@ -394,10 +390,8 @@ class Fleet:
         self._serve(version)
 
     def pin_version(self) -> None:
-        """Serve the present version, if there is one, until an update brings another.
-
-        Registrations no longer set it: a failed update may still end on a replica, which then brings its version.
-        """
+        """Serve the present version, if there is one, until an update brings another. Registrations no longer set
+        it: a failed update may still end on a replica, which then brings its version."""
         self._is_version_pinned = self._is_version_pinned or self._weight_version is not None
 
     def withhold_version(self) -> None:

@@ -478,10 +478,8 @@ class ReplicaSync:
         return self._fleet.admit(replica)
 
     async def _resume(self, replica: ReplicaRecord) -> None:
-        """Resume a replica, and keep traffic from it until it has answered.
-
-        It may take its look only now, at weights that were committed in a pause, and refuse them.
-        """
+        """Resume a replica, and keep traffic from it until it has answered: it may take its look only now, at
+        weights that were committed in a pause, and refuse them."""
         self._fleet.hold(replica, True)
         try:
             await self.steps.resume(replica)

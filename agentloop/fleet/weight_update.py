@@ -24,7 +24,7 @@ deadline, which counts for that replica only. Invariant: no replica is resumed o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -127,7 +127,7 @@ class FleetUpdate:
                 raise kind(failures(failed), param="push" if is_push else "directory")
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 
-    async def switch(self, orders: StandingOrders, publish: Callable[[], Awaitable[None]]) -> None:
+    async def switch(self, orders: StandingOrders, publish: Callable[[], Coroutine[None, None, None]]) -> None:
         """Switch all replicas that have staged: one first, then each by itself; or all together.
 
         `publish` is awaited once, as soon as the first replica holds the version; no replica takes traffic before
@@ -140,17 +140,13 @@ class FleetUpdate:
 
             def publish_once() -> asyncio.Task[None]:
                 if not publishing:
-                    publishing.append(group.create_task(_awaited(publish()), name="publish the new version"))
+                    publishing.append(group.create_task(publish(), name="publish the new version"))
                 return publishing[0]
 
             self._publish_once = publish_once
             if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
-                for step in (
-                    self._take_out_of_traffic,
-                    self._pause,
-                    self._commit,
-                    self._resume_and_admit,
-                ):  # each waits for all others
+                # Each step waits for all replicas.
+                for step in (self._begin_update, self._pause, self._commit, self._resume_and_admit):
                     await self._on_all(unfailed(self.replicas), step)
             else:
                 # First the replicas in service, by the time of their stages.
@@ -186,10 +182,8 @@ class FleetUpdate:
         return UpdateProgress(self._source.version, self._state, num_receivers, failed)
 
     async def _switch_in_turn(self, one: ReplicaProgress) -> None:
-        """Switch one replica: as the first, or after the first has resumed.
-
-        If the first fails, or takes a straggler's time, the next one becomes the first; a refusal ends the update.
-        """
+        """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a
+        straggler's time, the next one becomes the first; a refusal ends the update."""
         one.verb = _WAIT
         async with self._turn:
             is_first = not self._has_first_switched
@@ -209,10 +203,10 @@ class FleetUpdate:
         await self._admit(one)
 
     async def _switch_one(self, one: ReplicaProgress) -> None:
-        for step in (self._take_out_of_traffic, self._pause, self._commit, self._wake_and_resume):
+        for step in (self._begin_update, self._pause, self._commit, self._wake_and_resume):
             await step(one)
 
-    async def _take_out_of_traffic(self, one: ReplicaProgress) -> None:
+    async def _begin_update(self, one: ReplicaProgress) -> None:
         one.verb = "switch"
         if self._fleet.begin_update(one.replica) is None:
             raise EngineLost("it left the fleet during the update")
@@ -303,7 +297,3 @@ def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
 def _may_sleep(one: ReplicaProgress, asleep: frozenset[MemoryTag]) -> bool:
     """Tell if a replica may be asleep: the fleet sleeps, or the replica is not in service."""
     return bool(asleep) or one.replica.state is not ReplicaState.READY
-
-
-async def _awaited(call: Awaitable[None]) -> None:
-    await call

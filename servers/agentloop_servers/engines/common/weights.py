@@ -102,16 +102,15 @@ class EngineWeights:
 
     async def start(self) -> None:
         """Prepare the workers of a started engine, and label its initial version."""
-        loaded = None
-        if self._config.initial_version is not None:
-            loaded = CheckedFolder(self._config.model, self._served_form().tensors)
+        version = self._config.initial_version
+        loaded = None if version is None else CheckedFolder(self._config.model, self._served_form().tensors)
         setup = StagingSetup(loaded, self._config.weight_staging, self._config.stage_timeout_s)
         await self._workers.on_workers(WorkerMethod.PREPARE, codec.encode(setup))
         if self._adapter is not None:
             await self._adapter.start()
-        if self._config.initial_version is not None:
-            await self._label(self._config.initial_version)
-            self._committed = self._config.initial_version
+        if version is not None:
+            await self._label(version)
+            self._committed = version
 
     def close(self) -> None:
         """Remove the adapter's files, if there are any. Idempotent; the engine may be gone."""
@@ -144,10 +143,8 @@ class EngineWeights:
         return staged
 
     async def commit(self, staged: Staged) -> CommitReport:
-        """Swap in a staged update, and label its version; the engine must be paused.
-
-        After an error the weights are of unknown state.
-        """
+        """Swap in a staged update, and label its version; the engine must be paused. After an error the weights are
+        of unknown state."""
         number, update = staged
         version = update.version
         async with asyncio.timeout(self._config.commit_timeout_s):
