@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -59,7 +60,11 @@ class Cluster:
             command += [f"--address={self.head.address}:{_RAY_PORT}"]
         host.run(command, _START_S)
 
-    def call(self, host: Host, path: str, body: object | None = None, timeout_s: float = 30.0) -> object:
+    def status(self) -> dict[str, Any]:
+        """The service's status."""
+        return self.call(self.head, "/status")
+
+    def call(self, host: Host, path: str, body: object | None = None, timeout_s: float = 30.0) -> Any:
         """Call the service from a host, with the admin's key. Raises CalledProcessError."""
         command = ["curl", "-sSf", "-m", f"{timeout_s:g}", "-H", f"Authorization: Bearer {ADMIN_KEY}"]
         if body is not None:

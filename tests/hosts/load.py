@@ -1,6 +1,6 @@
-"""The load of a test: trajectories of some seconds, submitted from a host; one line of JSON for each that comes back.
+"""The load of a test: trajectories of some seconds, submitted from a host; a line of JSON for each record.
 
-    python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES
+python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ async def main(url: str, num_tasks: int, num_samples: int) -> None:
     limits = Limits(max_turns=NUM_TURNS, max_tokens_per_turn=TURN_TOKENS)
     asked = (Message("user", "Begin."),)
     tasks = [
-        RolloutTask(f"t{number}", asked, loop="tests.hosts.load:Paced", limits=limits) for number in range(num_tasks)
+        RolloutTask(f"t{number}", asked, loop="tests.hosts.load:Paced", limits=limits)
+        for number in range(num_tasks)
     ]
     async with RolloutClient(url, api_key=KEY, retry_timeout_s=300.0) as client:
         print("begun", flush=True)

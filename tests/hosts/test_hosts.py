@@ -6,10 +6,12 @@ missing, doubled or incomplete fails the test, and the longest time without a re
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,14 +77,12 @@ class Load:
 def longest_gap_s(arrivals: list[Arrival], since: float) -> float:
     """The longest time without a record, from the event to the last record."""
     times = [since, *(one.at for one in arrivals if one.at > since)]
-    return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def replicas_of(cluster: Cluster) -> dict[str, str]:
     """States of replicas by id, as the service tells."""
-    status = cluster.call(cluster.head, "/status")
-    assert isinstance(status, dict)
-    return {one["replica_id"]: one["state"] for one in status["replicas"]}
+    return {one["replica_id"]: one["state"] for one in cluster.status()["replicas"]}
 
 
 def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0) -> None:
@@ -91,6 +91,11 @@ def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0) -> None:
     while list(replicas_of(cluster).values()).count("ready") < num:
         assert time.monotonic() < deadline_at, replicas_of(cluster)
         time.sleep(0.5)
+
+
+def versions_of(cluster: Cluster) -> set[int | None]:
+    """The weight versions that replicas serve."""
+    return {one["weight_version"] for one in cluster.status()["replicas"]}
 
 
 def report(event: str, arrivals: list[Arrival], since: float) -> None:
@@ -132,3 +137,29 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
         if event == "cut 5 s":
             assert all(one.attempt == 0 for one in arrivals)
             until_ready(cluster, NUM_HOSTS)
+
+
+def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:
+    """Push a tensor from the head; returns the report."""
+    url = f"http://{cluster.head.address}:{PORT}"
+    command = [cluster.python, "-m", "tests.hosts.push", url, str(version), str(mib)]
+    return msgspec.json.decode(cluster.head.run(command, LOAD_S), type=dict[str, Any])
+
+
+def test_tensors_of_a_cpu_reach_the_replicas_of_every_host(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service(mode="standalone", **ARGS):
+        load = Load(cluster, tmp_path)
+        load.wait_for(NUM_TASKS)
+        report = pushed(cluster, 1, 64)
+        transports = sorted(one["transport"] for one in report["replicas"])
+        assert transports == ["shm", "tcp", "tcp"]
+        assert [one["error"] for one in report["replicas"]] == [None] * NUM_HOSTS
+        load.ended()
+        struck = cluster.hosts[-1]
+        struck.order("cut")
+        report = pushed(cluster, 2, 1)
+        assert sum(one["error"] is None for one in report["replicas"]) == NUM_HOSTS - 1
+        struck.order("heal")
+        pushed(cluster, 3, 1)  # a simulated engine gives nothing on, so it waits for the next push
+        until_ready(cluster, NUM_HOSTS)
+        assert versions_of(cluster) == {3}

@@ -29,6 +29,10 @@ def hello(device: str, host: str = "here") -> Hello:
         ("gpu-0", CPU, "here", TransportKind.SHM),
         (CPU, "gpu-0", "here", TransportKind.SHM),
         (CPU, CPU, "here", TransportKind.SHM),
+        (CPU, CPU, "there", TransportKind.TCP),
+        (CPU, "gpu-1", "there", TransportKind.TCP),
+        ("gpu-0", CPU, "there", TransportKind.TCP),
+        ("gpu-0", "gpu-0", "there", TransportKind.TCP),
     ],
 )
 def test_auto_takes_the_shortest_way(sender, worker, host, chosen):
@@ -39,10 +43,7 @@ def test_auto_takes_the_shortest_way(sender, worker, host, chosen):
 @pytest.mark.parametrize(
     ("asked", "sender", "worker", "host", "reason"),
     [
-        (TransportKind.AUTO, CPU, CPU, "there", "another host"),
-        (TransportKind.AUTO, CPU, "gpu-1", "there", "another host"),
-        (TransportKind.AUTO, "gpu-0", CPU, "there", "another host"),
-        (TransportKind.AUTO, "gpu-0", "gpu-0", "there", "another container"),
+        (TransportKind.IPC, "gpu-0", "gpu-0", "there", "would need the transport tcp, not ipc"),
         (TransportKind.NCCL, CPU, "gpu-1", "here", "would need the transport shm, not nccl"),
         (TransportKind.NCCL, "gpu-0", "gpu-0", "here", "would need the transport ipc, not nccl"),
         (TransportKind.IPC, "gpu-0", "gpu-1", "here", "would need the transport nccl, not ipc"),
@@ -50,12 +51,13 @@ def test_auto_takes_the_shortest_way(sender, worker, host, chosen):
     ],
 )
 def test_what_cannot_be_reached_is_named(asked, sender, worker, host, reason):
-    with pytest.raises(Unreachable, match=f"worker 3 .*{reason}.*write a directory instead"):
+    with pytest.raises(Unreachable, match=f"worker 3 .*{reason}"):
         choose(asked, sender, "here", hello(worker, host))
 
 
-def test_host_memory_may_be_asked_for_between_gpus():
-    assert choose(TransportKind.SHM, "gpu-0", "here", hello("gpu-1")) is TransportKind.SHM
+@pytest.mark.parametrize("asked", [TransportKind.SHM, TransportKind.TCP])
+def test_memory_and_sockets_of_the_host_may_be_asked_for_between_gpus(asked):
+    assert choose(asked, "gpu-0", "here", hello("gpu-1")) is asked
 
 
 def test_names_are_the_same_each_time():

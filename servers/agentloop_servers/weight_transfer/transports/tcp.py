@@ -1,0 +1,230 @@
+"""The `tcp` transport: buckets travel over sockets of their own, to workers on other hosts.
+
+For each attempt the sender listens at the address by which a worker has reached it. The worker opens NUM_STREAMS
+connections with a token that came over the control connection, and reads stripe i of every bucket from connection
+i. The sender has a thread for each connection, so a bucket travels while the next one is packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import secrets
+import selectors
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import cast
+
+import msgspec
+import torch
+
+from agentloop_servers.tcp import keep_alive, listening_socket
+from agentloop_servers.weight_transfer.layout import Layout
+from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
+from agentloop_servers.weight_transfer.transports.handshake import post, take
+
+NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
+POLL_S = 0.05
+CONNECT_TIMEOUT_S = 10.0
+TOKEN_BYTES = 16
+
+
+class Connect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sender's word that it listens. Connection i begins with the token and the byte i."""
+
+    port: int
+    token: bytes
+
+
+def stripes(size: int) -> list[slice]:
+    """Return the parts of a bucket, one for each connection."""
+    bounds = [size * number // NUM_STREAMS for number in range(NUM_STREAMS + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+class _Stream:
+    """One connection of the sender, and the thread that writes to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        keep_alive(connection)
+        connection.settimeout(None)
+        self._connection = connection
+        self._thread = ThreadPoolExecutor(1, "weights-tcp")
+
+    def send(self, data: memoryview) -> Future[None]:
+        return self._thread.submit(self._connection.sendall, data)
+
+    def close(self) -> None:
+        """Close the connection, which ends a write that waits. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._connection.close()
+
+
+class TcpSendTransport:
+    """The sending half; see `SendTransport`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peers: Sequence[Peer] = ()
+        self._streams: list[list[_Stream]] = []  # of each peer
+        self._buffers: list[torch.Tensor] = []  # of host memory
+        self._packed: Sequence[Buffer] = ()
+        self._sizes: tuple[int, ...] = ()  # of the buckets
+        self._sending: dict[int, list[Future[None]]] = {}  # by buffer
+
+    def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
+        self.abort()
+        self._peers, self._packed, self._sizes = peers, buffers, layout.bucket_sizes
+        if self._device.type == "cpu":
+            self._buffers = [buffer.data for buffer in buffers]
+        elif not self._buffers or self._buffers[0].numel() != buffers[0].data.numel():
+            self._buffers = [torch.empty_like(buffer.data, device="cpu", pin_memory=True) for buffer in buffers]
+        with contextlib.ExitStack() as listening:
+            waiting = []
+            for peer in peers:
+                listener = listening.enter_context(listening_socket(peer.own_host))
+                listener.settimeout(POLL_S)
+                token = secrets.token_bytes(TOKEN_BYTES)
+                post(peer, Connect(listener.getsockname()[1], token))
+                waiting.append((peer, listener, token))
+            for one in waiting:
+                self._streams.append(_accepted(*one))
+
+    def send(self, bucket: int, buffer: int) -> None:
+        size = self._sizes[bucket]
+        if self._device.type != "cpu":
+            self._buffers[buffer][:size].copy_(self._packed[buffer].data[:size])
+        data = memoryview(self._buffers[buffer].numpy())
+        try:
+            self._sending[buffer] = [
+                stream.send(data[stripe])
+                for streams in self._streams
+                for stream, stripe in zip(streams, stripes(size), strict=True)
+            ]
+        except RuntimeError as error:  # its thread has ended
+            raise TransportBroken("the attempt was given up") from error
+
+    def wait_free(self, buffer: int) -> None:
+        sending = self._sending.get(buffer, [])
+        while wait(sending, timeout=POLL_S).not_done:
+            for peer in self._peers:
+                peer.check()
+        try:
+            for one in sending:
+                one.result()
+        except OSError as error:
+            raise TransportBroken(f"a connection to a worker broke: {error}") from error
+
+    def finish(self) -> None:
+        for buffer in list(self._sending):
+            self.wait_free(buffer)
+        self.abort()
+
+    def abort(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in (one for of_peer in streams for one in of_peer):
+            stream.close()
+        self._sending = {}
+
+    def close(self) -> None:
+        self.abort()
+        self._buffers, self._packed, self._peers = [], (), ()
+
+
+def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream]:
+    """Return a worker's connections in order; strangers' are closed. Raises TransportBroken."""
+    found: dict[int, _Stream] = {}
+    try:
+        while len(found) < NUM_STREAMS:
+            peer.check()
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.settimeout(POLL_S)
+                with contextlib.suppress(OSError):
+                    said = connection.recv(TOKEN_BYTES + 1, socket.MSG_WAITALL)
+                    number = said[-1] if said else NUM_STREAMS
+                    is_known = len(said) > TOKEN_BYTES and hmac.compare_digest(said[:-1], token)
+                    if is_known and number < NUM_STREAMS and number not in found:
+                        found[number] = _Stream(connection)
+                        continue
+                connection.close()
+    except BaseException:
+        for stream in found.values():
+            stream.close()
+        raise
+    return [found[number] for number in range(NUM_STREAMS)]
+
+
+class TcpReceiveTransport:
+    """The receiving half; see `ReceiveTransport`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._attempt: tuple[Peer, Layout] | None = None
+        self._connections: list[socket.socket] = []
+
+    def begin(self, peer: Peer, layout: Layout) -> None:
+        self.abort()
+        told = take(peer, Connect)
+        try:
+            for number in range(NUM_STREAMS):
+                connection = socket.create_connection((peer.peer_host, told.port), CONNECT_TIMEOUT_S)
+                self._connections.append(connection)
+                keep_alive(connection)
+                connection.sendall(told.token + bytes([number]))
+                connection.setblocking(False)
+        except OSError as error:
+            raise TransportBroken(f"the sender's port {told.port} does not answer: {error}") from error
+        self._attempt = peer, layout
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._attempt is None:
+            raise TransportBroken("the attempt was given up")
+        peer, layout = self._attempt
+        is_copied = self._device.type != "cpu"
+        memory = torch.empty(layout.largest_bucket, dtype=torch.uint8, pin_memory=is_copied)
+        held = torch.empty_like(memory, device=self._device) if is_copied else memory
+        for bucket, size in enumerate(layout.bucket_sizes):
+            _read(peer, self._connections, memoryview(memory.numpy())[:size])
+            if is_copied:
+                held[:size].copy_(memory[:size])
+            yield bucket, held[:size]
+
+    def finish(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._attempt = None
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
+
+    def close(self) -> None:
+        self.abort()
+
+
+def _read(peer: Peer, connections: Sequence[socket.socket], data: memoryview) -> None:
+    """Fill `data`, a bucket, with the stripes of all connections. Raises TransportBroken."""
+    with selectors.DefaultSelector() as ready:
+        for one, stripe in zip(connections, stripes(len(data)), strict=True):
+            if stripe.start < stripe.stop:
+                ready.register(one, selectors.EVENT_READ, data[stripe])
+        try:
+            while ready.get_map():
+                peer.check()
+                for key, _ in ready.select(POLL_S):
+                    connection, left = cast(socket.socket, key.fileobj), key.data
+                    num_bytes = connection.recv_into(left)
+                    if num_bytes == 0:
+                        raise TransportBroken("the sender closed a connection")
+                    if num_bytes == len(left):
+                        ready.unregister(connection)
+                    else:
+                        ready.modify(connection, selectors.EVENT_READ, left[num_bytes:])
+        except (OSError, ValueError) as error:  # closed by `abort`
+            raise TransportBroken(f"a connection to the sender broke: {error}") from error

@@ -1,0 +1,125 @@
+"""The `tcp` transport: connections of strangers, and attempts that break in the middle."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from agentloop.engine import TensorInfo
+from agentloop_servers.weight_transfer.layout import lay_out
+from agentloop_servers.weight_transfer.protocol import TransportBroken
+from agentloop_servers.weight_transfer.transports.base import Buffer
+from agentloop_servers.weight_transfer.transports.tcp import (
+    NUM_STREAMS,
+    Connect,
+    TcpReceiveTransport,
+    TcpSendTransport,
+    stripes,
+)
+
+CPU = torch.device("cpu")
+LAYOUT = lay_out([TensorInfo("a", "uint8", (2**22,)), TensorInfo("b", "uint8", (3,))], bucket_bytes=2**22)
+
+
+class LoopPeer:
+    """A peer on this host, whose message waits for the other side."""
+
+    connection_id = 1
+    own_host = peer_host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.posted = threading.Event()
+        self.is_over = False
+        self.body = b""
+
+    def post(self, body: bytes) -> None:
+        self.body = body
+        self.posted.set()
+
+    def take(self) -> bytes:
+        assert self.posted.wait(10.0)
+        return self.body
+
+    def check(self) -> None:
+        if self.is_over:
+            raise TransportBroken("another worker was lost")
+
+
+@pytest.fixture
+def peer():
+    return LoopPeer()
+
+
+@pytest.fixture
+def begun(peer):
+    """A sender and a receiver that have begun an attempt, with a stranger in between; and the sender's buffers."""
+    sender, receiver = TcpSendTransport(CPU), TcpReceiveTransport(CPU)
+    buffers = [Buffer(torch.from_numpy(_noise(2**22)), b"") for _ in range(2)]
+    beginning = threading.Thread(target=sender.begin, args=([peer], LAYOUT, buffers))
+    beginning.start()
+    port = msgspec.msgpack.decode(peer.take(), type=Connect).port
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    strangers[0].sendall(os.urandom(17))
+    receiver.begin(peer, LAYOUT)
+    beginning.join(10.0)
+    assert not beginning.is_alive()
+    yield sender, receiver, buffers
+    for one in (sender, receiver, *strangers):
+        one.close()
+
+
+def send_for_ever(sender):
+    for _ in range(100):
+        sender.send(0, 0)
+        sender.wait_free(0)
+
+
+def _noise(size):
+    return torch.randint(0, 256, (size,), dtype=torch.uint8).numpy()
+
+
+def test_a_bucket_arrives_whole_and_small_ones_too(begun):
+    sender, receiver, buffers = begun
+    arriving = receiver.buckets()
+    for bucket in range(2):
+        sender.send(bucket, bucket)
+        number, data = next(arriving)
+        assert number == bucket
+        assert torch.equal(data, buffers[bucket].data[: LAYOUT.bucket_sizes[bucket]])
+    sender.finish()
+    receiver.finish()
+
+
+def test_a_receiver_that_hangs_up_breaks_the_attempt(begun):
+    sender, receiver, _ = begun
+    receiver.abort()
+    with pytest.raises(TransportBroken, match="connection"):
+        send_for_ever(sender)
+
+
+def test_a_sender_that_gives_up_breaks_what_waits(begun):
+    sender, receiver, _ = begun
+    sender.abort()
+    with pytest.raises(TransportBroken, match="connection"):
+        next(receiver.buckets())
+    with pytest.raises(TransportBroken, match="given up"):
+        next(TcpReceiveTransport(CPU).buckets())
+
+
+def test_a_wait_ends_when_another_worker_is_lost(begun, peer):
+    sender, receiver, _ = begun
+    peer.is_over = True
+    with pytest.raises(TransportBroken, match="another worker"):
+        next(receiver.buckets())
+    with pytest.raises(TransportBroken, match="another worker"):  # nobody reads: the kernel's buffers are full
+        send_for_ever(sender)
+
+
+def test_stripes_cover_a_bucket_of_any_size():
+    for size in (0, 1, NUM_STREAMS - 1, NUM_STREAMS, 1001):
+        assert [number for part in stripes(size) for number in range(size)[part]] == list(range(size))
