@@ -109,7 +109,7 @@ ROWS: tuple[Row, ...] = (
         (f"{_DISCONNECTS}08_comments_keep_a_stream_alive_through_a_pause",),
     ),
     Row(
-        "a pause that nobody ends",
+        "a pause without a resume",
         "after a while new calls get 503, health says so, held calls are bounded",
         (f"{_REPLICA}a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_has",),
     ),
@@ -274,7 +274,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "the event loop is blocked for seconds",
-        "what blocks it is named in the log; nobody is judged by the time in which it stood still",
+        "the log names the cause; the time in which it stood still counts against no process",
         (
             f"{_USER_CODE}what_blocks_the_event_loop_is_named",
             f"{_REPLICA}the_time_in_which_the_replica_itself_stood_still_does_not_count",
@@ -369,7 +369,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a catastrophic pattern, grammar or schema",
-        "refused, or compiled where it holds up nobody",
+        "refused, or compiled where other calls do not wait",
         (
             f"{_BAD_INPUT}48_a_pattern_that_is_catastrophic_to_match_does_not_hold_up_others",
             "sessions/test_refusals.py::test_what_cannot_be_constrained_is_refused",
