@@ -56,7 +56,7 @@ class EngineInfo:
 
     @property
     def can(self) -> Capabilities:
-        """The engine's abilities, as placement and leases know them."""
+        """The engine's features and context length, as placement compares them with a request's needs."""
         return Capabilities(bits_of(self.features), self.max_context_tokens)
 
     @property
@@ -94,17 +94,16 @@ class PushSource:
     names: TensorNames = TensorNames.CHECKPOINT
     num_receivers: int = 0  # workers that it waits for; this and what follows is filled in by `ReplicaSync`
     num_optional: int = 0  # workers that may come beside these, and are not waited for
-    is_optional: bool = False  # whoever is told this is one of those
+    is_optional: bool = False  # the receiver of this value is one of those
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights on offer, from exactly one source. Raises InvalidRequest for none or several, and for a version
-    that is none of 63 bits.
+    """New weights for an engine, from exactly one source.
 
-    `directory` holds safetensors files in checkpoint names, and is a new one for every version; `adapter` is a
-    directory with a LoRA adapter in the PEFT format, for the base weights that are served. Weights that are
-    `is_forced` are served whatever they make of the model.
+    `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
+    directory with a LoRA adapter in the PEFT format, for the served base weights. `is_forced` weights are served
+    even if they sample noise. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
     """
 
     version: int
@@ -121,7 +120,7 @@ class WeightUpdate:
 
     @property
     def is_repeatable(self) -> bool:
-        """True if its source is still there for an engine that comes late."""
+        """True if an engine can still stage the update later: any but a push."""
         return self.push is None
 
 
@@ -136,7 +135,7 @@ class HeldIn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The result of a stage. `transfer_ms` is from the first byte to the last, 0 where the commit transfers."""
+    """The result of a stage. `transfer_ms`: from the first byte to the last, 0 if the commit transfers."""
 
     held_in: HeldIn
     transport: str  # "directory", "nccl", "ipc", "shm", "adapter"
@@ -146,7 +145,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """The result of a commit, all of it while generation was frozen. Times are the slowest worker's."""
+    """The result of a commit, which ran while generation was frozen. Times are the slowest worker's."""
 
     swap_ms: float = 0.0
     verify_ms: float = 0.0
@@ -167,7 +166,7 @@ ALL_MEMORY = frozenset(MemoryTag)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a streamed generation; the pieces' ids and logprobs concatenate to the `Generation`'s."""
+    """A piece of a streamed generation: all pieces, concatenated, have the `Generation`'s ids and logprobs."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -179,19 +178,21 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A report on a request under way: its tokens since the last report, and the seconds of it in all in which its
-    engine was frozen."""
+    """A report on a request under way: its tokens since the last report.
+
+    `standstill_s`: the seconds since the request's start in which its engine was frozen.
+    """
 
     tokens: Delta
     standstill_s: float = 0.0
 
 
 OnProgress = Callable[[Progress], None]
-"""A caller's ear. What it raises ends the request, and is raised."""
+"""A caller's function for reports. An exception of it ends the request, and is raised by the call."""
 
 
 class TokenEngine(Protocol):
-    """Token ids in, token ids out."""
+    """An engine as generation uses it: token ids in, token ids out."""
 
     @property
     def info(self) -> EngineInfo:
@@ -206,34 +207,34 @@ class TokenEngine(Protocol):
         """False while weights are dummy, discarded by a sleep(2), or of unknown state after a failed commit."""
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
-        """Return what the model reads for each image: the same for the same file, whatever stands beside it.
+        """Return each image's tokens, which depend on its file alone.
 
-        Works while paused. Raises UnsupportedParameter if the engine takes no images, InvalidRequest for one that
-        it cannot read.
+        Works while paused. Raises UnsupportedParameter if the engine takes no images, InvalidRequest for a file
+        that it cannot read.
         """
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Sample to a stop. Waits out a pause.
+        """Sample until the request stops. Waits out a pause.
 
-        `on_progress` hears every few seconds what is new, nothing too: not before the first interval, nor after the
-        end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one token), EngineUnusable,
-        EngineLost, EnginePaused, DeadlineExceeded. Cancelling the call aborts the request in the engine.
+        `on_progress` is called every few seconds with the new tokens, which may be none: not before the first
+        interval, nor after the end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one
+        token), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded. A cancelled call aborts the request.
         """
 
     def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
-        """As `generate`, in pieces; the last item is the whole `Generation`. `on_progress` hears of no tokens."""
+        """Sample as `generate` does, in pieces, the last one the whole `Generation`. Reports have no tokens."""
 
     async def abort(self, request_id: str) -> None:
-        """End a request now: its `generate` returns what it has with FinishReason.ABORT. Unknown ids: no-op."""
+        """End a request now: its call returns the tokens so far and FinishReason.ABORT. Unknown id: no-op."""
 
     def load(self) -> Load:
         """Return the load now. Never blocks."""
 
 
 class EngineControl(Protocol):
-    """Pauses, weight updates and sleep."""
+    """An engine as the weight controller uses it: pauses, weight updates and sleep."""
 
     @property
     def is_paused(self) -> bool:
@@ -246,63 +247,63 @@ class EngineControl(Protocol):
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         """Freeze generation; returns once no token can be sampled any more. Idempotent.
 
-        A second pause may tighten the first: ABORT ends what KEEP froze, RECOMPUTE drops KV; WAIT after a completed
+        A second pause may tighten the first: ABORT ends frozen requests, RECOMPUTE drops KV; WAIT after a completed
         pause changes nothing. Raises Conflict if a resume ends a WAIT. Under RECOMPUTE the KV of requests in flight
         and the prefix cache are dropped. After a commit under FRESH or RECOMPUTE no request that begins uses older
         KV, whatever its `kv_version` says.
         """
 
     async def resume(self) -> float:
-        """Go on. Idempotent. Raises Conflict while memory is asleep.
+        """End a pause. Idempotent. Raises Conflict while memory is asleep.
 
-        The first resume after a commit looks at a fixed prompt, and gives out no token before its answer: returns
-        the seconds that took, else 0. Raises WeightsRefused if the new weights make the model noise,
-        WeightUpdateFailed without an answer; the engine is then as after a failed commit.
+        The first resume after a commit takes a look: the engine answers a fixed prompt before it gives out any
+        token. Returns the seconds of the look, else 0. Raises WeightsRefused if the answer is noise,
+        WeightUpdateFailed without one; the engine is then as after a failed commit.
         """
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Receive and check new weights beside the old ones, decoding goes on. Its weights must be awake.
+        """Receive and check new weights beside the served ones, while decoding goes on.
 
-        Raises CheckpointUnreadable (they do not fit, or cannot be had) or Conflict (asleep); the engine then goes
-        on as before, and what was staged before is dropped. A cancelled stage leaves nothing running.
+        Drops what was staged before. Raises CheckpointUnreadable (the new weights do not fit, or do not arrive) or
+        Conflict (the served ones are asleep); the engine then serves on. A cancelled stage leaves nothing running.
         """
 
     async def commit(self, version: int) -> CommitReport:
-        """Swap in the staged weights, prove that they arrived, and stamp `version`. Must be paused.
+        """Swap in the staged weights, verify them, and set `version`. The engine must be paused.
 
         Raises Conflict (not paused, asleep, or another version staged) or WeightUpdateFailed, after which the
         engine is not usable until a later commit succeeds.
         """
 
     async def offer(self) -> PushSource | None:
-        """Offer the served weights for another engine to stage; None if this engine cannot give them.
+        """Offer the served weights for another engine to stage; None if this engine cannot send them.
 
         The offer ends with the next commit, or after a few minutes.
         """
 
     async def sleep(self, level: int) -> None:
-        """Freeze as `pause(KEEP)` does and give memory back. Idempotent; raises InvalidRequest if it cannot.
+        """Freeze as `pause(KEEP)` does and give memory back. Idempotent.
 
         Level 1 keeps the weights in host memory; level 2 discards them: the engine is unusable until a commit.
-        The KV of all requests is dropped, and computed again after the resume. Raises Conflict if discarded weights
-        are awake: they are committed first.
+        The KV of all requests is dropped, and computed again after the resume. Raises InvalidRequest if the engine
+        cannot sleep, Conflict if discarded weights are awake: a commit comes first.
         """
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
         """Take memory back; the engine stays paused. Idempotent.
 
-        Raises Conflict for the KV cache while the weights are of unknown version: nothing could fill it.
+        Raises Conflict for the KV cache while the weights, which fill it, are of unknown version.
         """
 
 
 class Engine(TokenEngine, EngineControl, Protocol):
-    """One engine: a tensor-parallel group or an expert-parallel gang behind one front door."""
+    """One engine, of one or many GPUs: a tensor-parallel or an expert-parallel group behind one interface."""
 
     async def start(self) -> None:
-        """Load and get ready. Call once, on the loop that will call the other methods."""
+        """Load the model and serve. Call once, on the event loop of all later calls."""
 
     async def close(self) -> None:
-        """Stop and free everything; requests in flight raise `EngineLost`. Idempotent."""
+        """Stop the engine and free everything; requests in flight raise `EngineLost`. Idempotent."""
 
     async def check_health(self) -> None:
-        """Raises EngineLost if the engine is dead; works while paused."""
+        """Raise EngineLost if the engine is dead; works while paused."""

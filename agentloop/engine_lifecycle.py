@@ -2,8 +2,8 @@
 
 Ownership: an engine makes one of these, on the event loop it lives on. It alone says which phase the engine is in,
 which weight version it serves, what memory sleeps, and how old the KV may be that a request uses. Methods decide at
-once, without an await (but `drained`); the engine does the work between two of them. It holds `control` from the
-check that allows a step to the method that says it is done.
+once; only the two `until_...` await. The engine does the work between two methods, and holds `control` from the
+check that allows a step to the method that records its end.
 
 Invariants: nothing is admitted outside SERVING; memory sleeps, and weights change, only while PAUSED; a commit that
 does not succeed leaves no version; what is sampled under new weights is given out once they were looked at.
@@ -22,7 +22,7 @@ from agentloop.types import KVPolicy
 
 
 class EnginePhase(StrEnum):
-    """The way an engine treats requests."""
+    """The phases of an engine, by what it does with requests."""
 
     NEW = "new"
     SERVING = "serving"
@@ -43,7 +43,7 @@ _MOVES = {
 
 
 class _Stopwatch:
-    """Seconds of the event loop's time for which something was true."""
+    """A sum of the event loop's seconds in which it was running."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -54,7 +54,7 @@ class _Stopwatch:
         return self._total_s + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
 
     def run(self, is_running: bool) -> None:
-        """Go on, or stand. No-op if it does already."""
+        """Start or stop counting. No-op if the stopwatch does so already."""
         if is_running is (self._since is None):
             self._total_s, self._since = self.total_s, asyncio.get_running_loop().time() if is_running else None
 
@@ -63,7 +63,7 @@ class EngineLifecycle:
     """One engine's phase, weight version, sleeping memory and minimum KV version."""
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
-        """`has_begun` tells whether a request that was admitted has not ended."""
+        """`has_begun` tells if an admitted request has not ended yet."""
         self.phase = EnginePhase.NEW
         self.version: int | None = None  # None: dummy, discarded, or of unknown state after a failed commit
         self.asleep: frozenset[MemoryTag] = frozenset()
@@ -73,19 +73,19 @@ class EngineLifecycle:
         self._end_reason = ""
         self._min_kv_version: int | None = None
         self._ends_older_kv = False
-        self._is_unproved = False  # the weights were committed, and not looked at
-        self._proof: asyncio.Future[None] | None = None  # of the look that tokens wait for; failed: they are void
-        self._frozen, self._shut = _Stopwatch(), _Stopwatch()
+        self._needs_look = False  # the committed weights were not looked at yet
+        self._output_release: asyncio.Future[None] | None = None  # at the look's end; an error: discarded
+        self._frozen, self._not_admitting = _Stopwatch(), _Stopwatch()
 
     @property
     def frozen_s(self) -> float:
-        """Seconds so far in which nothing was sampled because the engine was frozen, or was to be."""
+        """Seconds so far in phases FREEZING and PAUSED."""
         return self._frozen.total_s
 
     @property
-    def shut_s(self) -> float:
-        """Seconds so far in which nothing new was admitted: those of `frozen_s`, and those of drains."""
-        return self._shut.total_s
+    def not_admitting_s(self) -> float:
+        """Seconds so far in which no request was admitted: those of `frozen_s`, and those of drains."""
+        return self._not_admitting.total_s
 
     @property
     def is_serving(self) -> bool:
@@ -102,21 +102,21 @@ class EngineLifecycle:
     # --- start and end ------------------------------------------------------------------------------------
 
     def started(self, version: int | None) -> None:
-        """Serve from now on, under `version`. Raises Conflict for an engine that was started before."""
+        """Enter SERVING under `version`. Raises Conflict for an engine that was started before."""
         self._move(EnginePhase.SERVING)
         self.version = version
 
     def close(self, reason: str) -> bool:
-        """End: `require_alive` raises EngineLost with `reason` from now on. False if it had ended before."""
+        """Enter CLOSED: `require_alive` then raises EngineLost with `reason`. False if it was closed before."""
         if self.phase is EnginePhase.CLOSED:
             return False
         self._end_reason = reason
-        self._void(EngineLost(reason))
+        self._discard_output(EngineLost(reason))
         self._move(EnginePhase.CLOSED)
         return True
 
     def require_alive(self) -> None:
-        """Raises EngineLost before the start and after the end."""
+        """Raise EngineLost before the start and after the end."""
         if self.phase is EnginePhase.NEW:
             raise EngineLost("the engine is not started")
         if self.phase is EnginePhase.CLOSED:
@@ -130,15 +130,15 @@ class EngineLifecycle:
 
     # --- pause and resume ---------------------------------------------------------------------------------
 
-    def shut(self) -> None:
-        """Admit nothing new; what began runs on."""
+    def begin_drain(self) -> None:
+        """Stop admitting requests; those that were admitted run on."""
         if self.is_serving:
             self._move(EnginePhase.DRAINING)
 
-    async def drained(self) -> None:
-        """Wait until all that began before a `shut` has ended, or something else has frozen the engine.
+    async def until_drained(self) -> None:
+        """Wait until all admitted requests have ended, or the engine was frozen meanwhile.
 
-        Raises Conflict if a resume comes meanwhile, EngineLost if the engine ends.
+        Raises Conflict if a resume ends the drain, EngineLost if the engine ends.
         """
         if self.phase is EnginePhase.DRAINING:
             await self._drain_over.wait()
@@ -147,21 +147,21 @@ class EngineLifecycle:
                 raise Conflict("a resume came while the pause waited for requests to end")
 
     def refresh(self) -> None:
-        """Look again whether a drain is over; the engine calls it whenever a request has ended."""
+        """End a drain if no admitted request is left. The engine calls this whenever a request has ended."""
         if self.phase is EnginePhase.DRAINING and self._has_begun():
             self._drain_over.clear()
         else:
             self._drain_over.set()
 
-    def freezing(self) -> None:
-        """Note that the engine was asked to freeze, for one that takes time to do so."""
+    def begin_freeze(self) -> None:
+        """Enter FREEZING, in engines that take time to freeze; `paused` follows."""
         if self.phase is not EnginePhase.FREEZING:
             self._move(EnginePhase.FREEZING)
 
     def paused(self, kv_policy: KVPolicy) -> None:
-        """Note that no token can be sampled any more. Raises EngineLost.
+        """Enter PAUSED: no token can be sampled any more. Raises EngineLost.
 
-        Of several pauses before a resume the strictest policy counts.
+        Of several pauses before a resume, the strictest KV policy counts.
         """
         self.require_alive()
         if not self.is_paused:
@@ -169,14 +169,14 @@ class EngineLifecycle:
         self._ends_older_kv = self._ends_older_kv or kv_policy is not KVPolicy.KEEP
 
     def check_resume(self) -> None:
-        """Raises Conflict while memory is asleep, or EngineLost."""
+        """Raise Conflict while memory is asleep, or EngineLost."""
         self.require_alive()
         if self.asleep:
             names = ", ".join(sorted(self.asleep))
             raise Conflict(f"the engine cannot go on while its memory is asleep: {names}")
 
     def resumed(self) -> None:
-        """Serve again. A KV policy that no commit has used is void. Raises EngineLost."""
+        """Enter SERVING, and drop a KV policy that no commit has used. Raises EngineLost."""
         self.require_alive()
         self._ends_older_kv = False
         if not self.is_serving:
@@ -185,13 +185,13 @@ class EngineLifecycle:
     # --- weights ------------------------------------------------------------------------------------------
 
     def check_stage(self) -> None:
-        """Raises Conflict while the weights' memory is asleep, or EngineLost."""
+        """Raise Conflict while the weights' memory is asleep, or EngineLost."""
         self.require_alive()
         if MemoryTag.WEIGHTS in self.asleep:
             raise Conflict("the memory of the weights is asleep")
 
     def check_commit(self, version: int, staged_version: int | None) -> None:
-        """Raises Conflict unless the engine is paused, its weights awake, and `version` staged; or EngineLost."""
+        """Raise Conflict unless the engine is paused, its weights awake and `version` staged; or EngineLost."""
         self.check_stage()
         if not self.is_paused:
             raise Conflict("weights are committed to a paused engine only")
@@ -201,8 +201,8 @@ class EngineLifecycle:
 
     @contextmanager
     def committing(self, version: int, *, is_forced: bool = False) -> Iterator[None]:
-        """Stamp `version` if the block succeeds, to be looked at unless it `is_forced`. If the block fails or is
-        cancelled, the weights are of unknown state."""
+        """Set `version` if the block succeeds; else the weights are of unknown state. The new ones need a look
+        unless the update `is_forced`."""
         try:
             yield
             self.require_alive()
@@ -210,19 +210,19 @@ class EngineLifecycle:
             self.refuse()
             raise
         self.version = version
-        self._is_unproved = not is_forced
+        self._needs_look = not is_forced
         if self._ends_older_kv:
             self._min_kv_version = version
 
     @property
     def ends_older_kv(self) -> bool:
-        """True if a commit during this pause ends the use of older KV."""
+        """True if a commit in this pause forbids KV of older versions."""
         return self._ends_older_kv
 
     def kv_version(self, asked: int | None, served: int) -> int:
-        """Return the version whose KV a request uses that asked for `asked` (None: for the served one).
+        """Return the KV version for a request that asked for `asked`; None asks for the served version.
 
-        A version newer than the served one is of weights that were taken back: its number will name others.
+        A version above `served` names weights that were rolled back, and will name others: it counts as `served`.
         """
         version = served if asked is None else min(asked, served)
         return version if self._min_kv_version is None else min(max(version, self._min_kv_version), served)
@@ -230,44 +230,44 @@ class EngineLifecycle:
     # --- the look at new weights --------------------------------------------------------------------------
 
     @property
-    def is_proved(self) -> bool:
-        """False while what is sampled is held back, or was refused."""
-        return self._proof is None
+    def is_output_held(self) -> bool:
+        """True from `begin_look` to the end of the look; after a refusal, to the next look."""
+        return self._output_release is not None
 
     def begin_look(self) -> bool:
-        """Hold back what is sampled from now on, if it is of weights that were not looked at: True then. Call
-        before anything can be sampled under new weights."""
-        if not self._is_unproved:
-            self.proved()
-        elif self._proof is None or self._proof.done():
-            self._proof = asyncio.get_running_loop().create_future()
-        return self._is_unproved
+        """Hold back all sampled tokens if the weights still need a look; returns if they do. Call before anything
+        can be sampled under new weights."""
+        if not self._needs_look:
+            self.release_output()
+        elif self._output_release is None or self._output_release.done():
+            self._output_release = asyncio.get_running_loop().create_future()
+        return self._needs_look
 
-    def proved(self) -> None:
-        """Give out what was held back."""
-        proof, self._proof, self._is_unproved = self._proof, None, False
-        if proof is not None and not proof.done():
-            proof.set_result(None)
+    def release_output(self) -> None:
+        """End a look that found no fault: tokens that were held back are given out."""
+        release, self._output_release, self._needs_look = self._output_release, None, False
+        if release is not None and not release.done():
+            release.set_result(None)
 
     def refuse(self) -> None:
-        """Give out nothing of what was held back: the weights are of unknown state."""
+        """Discard all tokens that were held back: the weights are of unknown state."""
         self.version = None
-        self._void(EngineUnusable("its weights are of unknown state"))
+        self._discard_output(EngineUnusable("its weights are of unknown state"))
 
-    async def until_proved(self) -> None:
-        """Wait until new weights were looked at. Raises EngineUnusable if they were refused, or EngineLost."""
-        if self._proof is not None:
-            await asyncio.shield(self._proof)
+    async def until_output_released(self) -> None:
+        """Wait for the end of a look. Raises EngineUnusable if the weights were refused, or EngineLost."""
+        if self._output_release is not None:
+            await asyncio.shield(self._output_release)
 
-    def _void(self, error: AgentLoopError) -> None:
-        if self._proof is not None and not self._proof.done():
-            self._proof.set_exception(error)
-            self._proof.exception()  # marks it as seen: there may be no token that waits
+    def _discard_output(self, error: AgentLoopError) -> None:
+        if self._output_release is not None and not self._output_release.done():
+            self._output_release.set_exception(error)
+            self._output_release.exception()  # marks it as seen: no token may be waiting
 
     # --- sleep --------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, *, can_sleep: bool) -> None:
-        """Raises InvalidRequest for a level that is not 1 or 2, or an engine that cannot sleep; or EngineLost."""
+        """Raise InvalidRequest for a level other than 1 and 2 or an engine without sleep, or EngineLost."""
         self.require_alive()
         if level not in (1, 2):
             raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
@@ -275,7 +275,10 @@ class EngineLifecycle:
             raise InvalidRequest("this engine was started without sleep: only modes hybrid and colocated have it")
 
     def has_to_sleep(self, level: int) -> bool:
-        """False if the paused engine sleeps as deep already. Raises Conflict if discarded weights are awake."""
+        """Tell if the paused engine has memory to give back for this level, or weights to discard.
+
+        Raises Conflict if discarded weights are awake.
+        """
         self.require_alive()
         if self.asleep == ALL_MEMORY and (level == 1 or self.version is None):
             return False
@@ -284,14 +287,16 @@ class EngineLifecycle:
         return True
 
     def slept(self, level: int) -> None:
-        """Note that all memory was given back; level 2 has discarded the weights."""
+        """Record that all memory was given back; level 2 has discarded the weights."""
         self.asleep = ALL_MEMORY
         if level == 2:
-            self.version, self._is_unproved = None, False
+            self.version, self._needs_look = None, False
 
     def wakeable(self, tags: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
-        """Return those of `tags` that are asleep. Raises Conflict for the KV cache while nobody knows the weights,
-        which would have to fill it; or EngineLost."""
+        """Return those of `tags` that are asleep.
+
+        Raises Conflict for the KV cache while the weights, which fill it, are of unknown version; or EngineLost.
+        """
         self.require_alive()
         wanted = self.asleep & tags
         if MemoryTag.KV_CACHE in wanted and self.version is None:
@@ -299,7 +304,7 @@ class EngineLifecycle:
         return wanted
 
     def woken(self, tags: frozenset[MemoryTag]) -> None:
-        """Note that memory was taken back."""
+        """Record that memory was taken back."""
         self.asleep -= tags
 
     def _move(self, phase: EnginePhase) -> None:
@@ -308,5 +313,5 @@ class EngineLifecycle:
         self.phase = phase
         is_frozen = phase in (EnginePhase.FREEZING, EnginePhase.PAUSED)
         self._frozen.run(is_frozen)
-        self._shut.run(is_frozen or phase is EnginePhase.DRAINING)
+        self._not_admitting.run(is_frozen or phase is EnginePhase.DRAINING)
         self.refresh()

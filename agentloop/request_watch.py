@@ -24,7 +24,7 @@ T = TypeVar("T")
 LATE_GRACE_S = 5.0
 """How long an engine may take to end a request that is late."""
 
-_MIN_PAUSE_S = 0.05  # between two looks at a deadline that a frozen engine moves
+_MIN_PAUSE_S = 0.05  # between two checks of a deadline that a frozen engine moves
 _MIN_INTERVAL_S = 0.1  # between two reports
 
 
@@ -70,16 +70,16 @@ class RequestWatch:
         pace: ReportPace,
         on_progress: OnProgress | None,
         *,
-        look: Callable[[int], Delta] | None = None,
+        tokens_from: Callable[[int], Delta] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`look` returns the tokens from a place on, None where the caller gets them in another way. `end` aborts
-        the request: one that `keeps_late` is then given out as it is."""
+        """`tokens_from` returns the tokens from an index on; None if the caller gets tokens in another way. `end`
+        aborts the request: one that `keeps_late` is then given out as it is."""
         self._request = request
         self._lifecycle = lifecycle
         self._pace = pace
         self._on_progress = on_progress
-        self._tokens_from = look
+        self._tokens_from = tokens_from
         self._end = end
         self._loop = asyncio.get_running_loop()
         self._is_held = lifecycle.phase is EnginePhase.DRAINING  # until the resume, whatever else comes
@@ -89,10 +89,10 @@ class RequestWatch:
         self._scope: asyncio.Timeout | None = None
         self._error: Exception | None = None  # raised by whatever is awaited next
         self._ending: asyncio.Task[None] | None = None
-        self._late_at = self._began_at + request.timeout_s  # when to look at the deadline
+        self._late_at = self._began_at + request.timeout_s  # of the next check of the deadline
         self._report_at = math.inf if on_progress is None else self._began_at + pace.interval_s
         self._timer: asyncio.TimerHandle | None = None
-        self._look_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
+        self._tick_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
 
     @property
     def standstill_s(self) -> float:
@@ -133,15 +133,15 @@ class RequestWatch:
 
     @property
     def _all_standstill_s(self) -> float:
-        return self._lifecycle.shut_s if self._is_held else self._lifecycle.frozen_s
+        return self._lifecycle.not_admitting_s if self._is_held else self._lifecycle.frozen_s
 
     def _set_timer(self) -> None:
-        """Look at what comes next, if anything does."""
-        self._look_at = min(self._late_at, self._report_at)
-        self._timer = None if math.isinf(self._look_at) else self._loop.call_at(self._look_at, self._look)
+        """Set the timer for the deadline or the next report, whichever comes first."""
+        self._tick_at = min(self._late_at, self._report_at)
+        self._timer = None if math.isinf(self._tick_at) else self._loop.call_at(self._tick_at, self._tick)
 
-    def _look(self) -> None:
-        due_at = self._look_at
+    def _tick(self) -> None:
+        due_at = self._tick_at
         if self._late_at <= due_at:
             self._late_at = self._watch_deadline()
         if self._report_at <= due_at:
@@ -149,7 +149,7 @@ class RequestWatch:
         self._set_timer()
 
     def _watch_deadline(self) -> float:
-        """Return when to look again; infinity: the request has failed."""
+        """Check the deadline. Returns the time of the next check; infinity: the request has failed."""
         request, now = self._request, self._loop.time()
         left_s = request.timeout_s - (now - self._began_at - self.standstill_s)
         if left_s > 0 and self._ending is None:
@@ -164,8 +164,8 @@ class RequestWatch:
         """Return when to report again; infinity: the request has failed."""
         now = self._loop.time()
         try:
-            look = self._tokens_from if self._lifecycle.is_proved else None
-            tokens = Delta((), (), ()) if look is None else look(self._num_told)
+            read = None if self._lifecycle.is_output_held else self._tokens_from
+            tokens = Delta((), (), ()) if read is None else read(self._num_told)
             if self._on_progress is not None:
                 self._on_progress(Progress(tokens, self.standstill_s))
         except Exception as error:  # of a timer nobody would hear

@@ -48,8 +48,8 @@ def test_it_lives_once() -> None:
 async def test_a_pause_that_failed_is_paused_again_or_resumed() -> None:
     for again in (True, False):
         lifecycle = serving()
-        lifecycle.freezing()
-        lifecycle.freezing()
+        lifecycle.begin_freeze()
+        lifecycle.begin_freeze()
         if again:
             lifecycle.paused(KVPolicy.KEEP)
             assert lifecycle.is_paused
@@ -62,14 +62,14 @@ async def test_a_drain_ends_with_what_had_begun_or_with_a_freeze() -> None:
     begun = ["one"]
     for end in (EnginePhase.DRAINING, EnginePhase.FREEZING):
         lifecycle = serving(has_begun=lambda: bool(begun))
-        lifecycle.shut()
-        drained = asyncio.create_task(lifecycle.drained())
+        lifecycle.begin_drain()
+        drained = asyncio.create_task(lifecycle.until_drained())
         await asyncio.sleep(0)
         lifecycle.refresh()
         await asyncio.sleep(0)
         assert not drained.done()
         if end is EnginePhase.FREEZING:
-            lifecycle.freezing()
+            lifecycle.begin_freeze()
         else:
             begun.clear()
             lifecycle.refresh()
@@ -81,8 +81,8 @@ async def test_a_drain_ends_with_what_had_begun_or_with_a_freeze() -> None:
 @pytest.mark.parametrize(("ending", "error"), [("resumed", Conflict), ("close", EngineLost)])
 async def test_a_drain_is_told_of_a_resume_and_of_the_end(ending: str, error: type[Exception]) -> None:
     lifecycle = serving(has_begun=lambda: True)
-    lifecycle.shut()
-    drained = asyncio.create_task(lifecycle.drained())
+    lifecycle.begin_drain()
+    drained = asyncio.create_task(lifecycle.until_drained())
     await asyncio.sleep(0)
     if ending == "resumed":
         lifecycle.resumed()

@@ -310,12 +310,12 @@ class RolloutClient:
         options = PushOptions(version, kv_policy, timeout_s=timeout_s, force=force)
         return await self._update({"adapter": _absolute(directory)}, options)
 
-    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
+    async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
         """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""
-        push = _with_lists(codec.to_builtins(source))
+        body = _with_lists(codec.to_builtins(push))
         for name in ("num_receivers", "num_optional", "is_optional"):  # the service counts
-            del push[name]
-        return await self._update({"push": push}, options)
+            del body[name]
+        return await self._update({"push": body}, options)
 
     async def sleep(self, level: int = 1, *, reason: str = "", timeout_s: float = 900.0) -> None:
         """Freeze every replica and give its memory back: level 1 keeps the weights in host memory, 2 discards them.

@@ -1,6 +1,6 @@
-"""The port to what pushes this process's tensors; torch is behind it, so that a client installs without.
+"""The port to the pusher of this process's tensors; a client that pushes none needs no torch.
 
-`agentloop_servers/weight_transfer/trainer.py` is what stands behind it.
+The pusher is `agentloop_servers/weight_transfer/trainer.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights: TypeAlias = str | Path | NamedTensors
 
 @dataclass(frozen=True, slots=True)
 class PushOptions:
-    """The options under which tensors become version `version`. `dtype` None means what the fleet computes in."""
+    """The options of one push, as version `version`. `dtype` None: the dtype that the fleet computes in."""
 
     version: int
     kv_policy: KVPolicy | None = None
@@ -47,33 +47,33 @@ class PushOptions:
 
 
 class PushTarget(Protocol):
-    """The service, as a pusher needs it."""
+    """The service, as a pusher uses it."""
 
     @property
     def url(self) -> str:
-        """The service's URL: the pusher listens where that host can reach it."""
+        """The service's URL: the pusher listens on an address that this host can reach."""
 
-    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
-        """Have the fleet take the weights from `source`. Raises what the service raises."""
+    async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
+        """Update the fleet with the weights that `push` sends. Raises what the service raises."""
 
     async def status(self) -> ServiceStatus:
-        """Return the service's state at this moment."""
+        """Return the service's status at this moment."""
 
 
 class Pusher(Protocol):
-    """A sender of this process's tensors to every replica. Keeps its connections between updates; close it."""
+    """A sender of this process's tensors to every replica, with connections that last until `close`."""
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        """Make one update. The tensors must not change until it returns."""
+        """Update the fleet once. The tensors must not change until this returns."""
 
     async def close(self) -> None:
-        """Let go of the connections. Idempotent."""
+        """Close the connections. Idempotent."""
 
 
 def precision_gap(status: ServiceStatus, dtype: str) -> str | None:
-    """Say that engines compute in another type than the trainer; None: they are alike, or none says its own.
+    """Describe a difference between the trainer's dtype and the engines'; None if none is known.
 
-    `dtype` is a name as torch has it: "bfloat16", "torch.float32".
+    `dtype` is torch's name: "bfloat16", "torch.float32".
     """
     own = dtype.removeprefix("torch.")
     others = {replica.weight_dtype for replica in status.replicas} - {None, own}
@@ -86,6 +86,6 @@ def precision_gap(status: ServiceStatus, dtype: str) -> str | None:
 
 
 def open_pusher(target: PushTarget, listen_host: str | None) -> Pusher:
-    """Make the shipped pusher. Raises InvalidRequest where torch is missing."""
+    """Make the pusher of this distribution. Raises InvalidRequest if torch is missing."""
     make = cast(Callable[[PushTarget, str | None], Pusher], resolve(PUSHER, param="weights"))
     return make(target, listen_host)

@@ -40,16 +40,16 @@ class StandingOrders:
         return self.pause is not None
 
     def paused(self, mode: PauseMode, reason: str, now: float) -> StandingOrders:
-        """Pause in `mode`; a pause that goes on began when it began."""
+        """Pause in `mode`; a second pause keeps the time of the first."""
         paused_at = self.paused_at if self.is_paused else now
         return replace(self, pause=mode, pause_reason=reason or self.pause_reason, paused_at=paused_at)
 
     def resumed(self) -> StandingOrders:
-        """Take the pause back."""
+        """End the pause."""
         return replace(self, pause=None, pause_reason="", paused_at=0.0)
 
     def put_to_sleep(self, level: int, reason: str, now: float) -> StandingOrders:
-        """Give all memory back; a lighter sleep does not bring back weights that a deeper one has discarded."""
+        """Give all memory back. Level 1 after level 2 stays level 2: the weights were discarded."""
         has_weights = MemoryTag.WEIGHTS not in self.asleep
         return replace(
             self,
@@ -60,11 +60,11 @@ class StandingOrders:
         )
 
     def awake_to_stage(self) -> StandingOrders:
-        """Take back the memory of the weights; what was in it may still be discarded."""
+        """Take back the memory of the weights; their values may still be discarded."""
         return replace(self, asleep=self.asleep - WEIGHTS)
 
     def woken(self, tags: frozenset[MemoryTag]) -> StandingOrders:
-        """Take memory back."""
+        """Take the memory of these tags back."""
         if asleep := self.asleep - tags:
             return replace(self, asleep=asleep)
         return replace(self, asleep=asleep, sleep_level=0, sleep_reason="", asleep_at=0.0)
@@ -72,7 +72,7 @@ class StandingOrders:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSource:
-    """An update, and the KV policy under which it is committed. `digest` names its source, a secret's too."""
+    """An update, and the KV policy of its commit. `digest` identifies version and source, a push by its token."""
 
     update: WeightUpdate
     kv_policy: KVPolicy
@@ -84,13 +84,13 @@ class UpdateSource:
 
     @classmethod
     def of(cls, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateSource:
-        """Return the source with its digest: equal for a repeat of the same update."""
+        """Make the value with its digest, which is equal for a repeat of the same update."""
         token = "" if update.push is None else update.push.token
         names = (str(update.version), update.directory or "", update.adapter or "", token)
         return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
 
     def without_secret(self) -> UpdateSource:
-        """Return what may be stored: of a push only that it was one, because its process is gone by then."""
+        """Return the form to store: a push is stored without address and token, as its process will be gone."""
         if self.update.push is None:
             return self
         return replace(self, update=replace(self.update, push=PushSource((), "", ())))
@@ -98,12 +98,12 @@ class UpdateSource:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """The weights of the fleet, as they outlive a coordinator.
+    """The weights of the fleet, as they are stored for the next coordinator.
 
-    `served` is the outcome of the last update that succeeded, `pending` the intent of the one under way: a failed
-    one is taken back, and what a coordinator's death cut short is settled by what replicas hold. `report` is the
-    answer to the update that made `served`. An outcome may be told before a slow disk has it, but never before
-    its intent is stored: so the next coordinator tells no version until an intent that it finds is settled.
+    `served` is the last update that succeeded, `report` its answer. `pending` is the update under way: a failure
+    removes it, and after a coordinator's death the versions that replicas hold decide. A slow disk may store an
+    outcome after it was told, but `pending` is stored before: so a coordinator that finds one tells no version
+    until it is resolved.
     """
 
     served: UpdateSource | None = None
@@ -116,15 +116,15 @@ class FleetWeights:
         return None if self.served is None else self.served.version
 
     def now_serving(self, source: UpdateSource) -> FleetWeights:
-        """End the intent by this outcome; its report is still to come."""
+        """Record that `source` is served; its report follows."""
         return FleetWeights(served=source)
 
     def rolled_back(self) -> FleetWeights:
-        """Take the intent back: nothing has come of it."""
+        """Remove `pending`: its update has failed."""
         return replace(self, pending=None)
 
     def without_secrets(self) -> FleetWeights:
-        """Return what may be stored."""
+        """Return the form to store."""
         served, pending = self.served, self.pending
         return replace(
             self,
@@ -135,36 +135,38 @@ class FleetWeights:
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The state that every replica is brought to. The version is the registry's: `Fleet.weight_version`."""
+    """The state that every replica is brought to. `Fleet.weight_version` has the version."""
 
     weights: FleetWeights = FleetWeights()
     orders: StandingOrders = StandingOrders()
 
 
 class SavedValue(Generic[T]):
-    """A value in the store. It is owed until a save of it has ended that no other one can come after: a save whose
-    caller gave up may still reach the disk."""
+    """A value that is kept in the store. It is owed until the last save that was begun has succeeded.
+
+    An earlier save does not count: after a timeout it may still reach the disk, and be the later one there.
+    """
 
     def __init__(self, value: T, save: Callable[[T], Awaitable[None]] | None) -> None:
-        """`save` writes a value; writes reach the store in the order of their calls. None: nothing is kept."""
+        """`save` writes a value; writes reach the store in the order of their calls. None: nothing is stored."""
         self._value = value
         self._save = save
         self._is_owed = False
         self._num_begun = 0
-        self.has_failed = False  # the last save that ended; one that the disk still has is none of them
+        self.has_failed = False  # the last save that has ended
 
     @property
     def is_owed(self) -> bool:
-        """Tell if the store does not have the value."""
+        """True while the store may not have the value."""
         return self._is_owed
 
     def owe(self, value: T) -> None:
-        """Have a value stand in place of the last; `save_owed` writes it."""
+        """Replace the value; the next `save_owed` writes it."""
         self._value = value
         self._is_owed = True
 
     async def save_owed(self) -> None:
-        """Write the value, if it is owed. Raises what the store raises; it stays owed then."""
+        """Write the value if it is owed. Raises what the store raises; the value then stays owed."""
         if not self._is_owed:
             return
         self._num_begun += 1

@@ -1,8 +1,8 @@
-"""Late replicas: each one that is behind is brought to the fleet's weights and into traffic, in the background.
+"""Late replicas: those behind the fleet are brought to its weights and into traffic, in the background.
 
-Its weights come from where the fleet's came from, or, if that is gone (a push that is over, a directory that was
-deleted), from another replica that holds them. In a sleeping fleet it is put to sleep as it is, and brought up when
-the fleet has woken: until then its memory is used by others.
+A late replica stages from the fleet's own source or, if that is gone (a push that is over, a deleted directory),
+from another replica. In a sleeping fleet it is put to sleep as it is, and brought up when the fleet has woken:
+until then other processes use its memory.
 
 Ownership: one object beside the `ReplicaSync`, with one task for each replica that is behind; that replica is
 claimed from the stage to the end. Invariant: a quarantined replica comes back through a commit of the fleet's
@@ -31,7 +31,7 @@ _MORE_PATIENCE = 4.0  # with each attempt: a stage that needs its whole timeout 
 
 
 class LateReplicas:
-    """The replicas that are behind. Call `start` whenever something has changed, and `close` at the end."""
+    """The tasks that bring late replicas up. Call `start` after every change, and `close` at the end."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class LateReplicas:
         self._steps = sync.steps
         self._config = sync.config
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
+        self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (attempt key, next round at)
 
     def check_health(self) -> None:
-        """Raises what ended a task that only a bug can end."""
+        """Raise the error of a task that has ended by one: only a bug does that."""
         for task in self._tasks.values():
             if task.done():
                 task.result()
@@ -67,7 +67,7 @@ class LateReplicas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def start(self) -> None:
-        """Begin to bring up every replica that is behind, unless nothing has changed since it could not be."""
+        """Begin to bring up every late replica. After a failed round, the same attempt waits for its back-off."""
         now = self._clock.now()
         for replica in self._fleet.behind():
             replica_id = replica.replica_id
@@ -77,15 +77,15 @@ class LateReplicas:
             self._tasks[replica_id] = asyncio.create_task(self._run(replica_id), name=f"bring up {replica_id}")
 
     def forget(self, replica_id: str) -> None:
-        """Drop what was tried on a replica that has registered, or is gone."""
+        """Drop the back-off of a replica that has registered, or is gone."""
         self._not_before.pop(replica_id, None)
 
     async def bring_up(self, replica_id: str) -> bool:
         """Bring a JOINING or QUARANTINED replica to the fleet's weights and into traffic, with retries.
 
         A replica that already holds them is only resumed (or paused, if the operator has paused the fleet). False
-        if it is gone or asleep with all others, or if nothing can give it the weights (its `error` then says so):
-        the next update will. Raises the last attempt's error.
+        if it is gone, if the fleet sleeps, or if the weights have no source left: its `error` then says so, and the
+        next update brings others. Raises the last attempt's error.
         """
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(Exception),
@@ -124,14 +124,16 @@ class LateReplicas:
             self._fleet.note(replica, f"not brought up: {error or type(error).__name__}")
 
     def _tried(self, replica: ReplicaRecord) -> object:
-        """Return what an attempt to bring it up depends on: if that changes, it is worth trying at once."""
+        """Return all that decides whether an attempt succeeds: after a change, the next one begins at once."""
         of_replica = (replica.incarnation, replica.weight_version)
         has_peers = bool(self._fleet.placeable())
         return of_replica, self._fleet.weight_version, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
-        """Return the time that a stage has in an attempt: first a straggler's beside the fleet's own stage, then
-        more each time, since its source may be slower than the fleet's was."""
+        """Return the seconds for a stage: a straggler's in the fleet's update, then more with each attempt.
+
+        The source of a late replica may be slower than the fleet's was.
+        """
         report, config = self._sync.desired.weights.report, self._config
         fleets_s = max((one.stage_ms / 1000.0 for one in report.replicas), default=0.0) if report else 0.0
         patience_s = config.straggler_grace_s + READ_SLOWNESS * fleets_s
@@ -154,7 +156,7 @@ class LateReplicas:
         return True
 
     async def _update(self, replica: ReplicaRecord, stage_timeout_s: float) -> bool | None:
-        """Return whether it takes traffic now; None if there is nothing to be done for it yet."""
+        """Make one attempt. Returns if the replica takes traffic now; None: nothing can be done for it yet."""
         is_asleep = bool(self._sync.desired.orders.asleep)
         is_quarantined = replica.state is ReplicaState.QUARANTINED
         if is_asleep and is_quarantined:
@@ -168,7 +170,7 @@ class LateReplicas:
         if self._fleet.begin_update(replica) is None:
             return False
         if source is not None:
-            await self._steps.freeze(replica, source.kv_policy)
+            await self._steps.pause_for_commit(replica, source.kv_policy)
             await self._steps.commit(replica, source.version)
         return await self._sync.apply(replica)
 
@@ -179,12 +181,12 @@ class LateReplicas:
     # --- where its weights come from ---
 
     async def _staged(self, replica: ReplicaRecord, timeout_s: float) -> UpdateSource | None:
-        """Have it stage the fleet's weights from a source that is there; None if there is none now.
+        """Stage the fleet's weights on a replica, and return their source; None if no source is left.
 
-        Their directory may be gone by now, or the trainer that pushed them: another replica then gives what it
-        holds. The record's `error` says what was tried. Raises what the last stage raised.
+        If their directory or the trainer that pushed them is gone, another replica sends its own. The record's
+        `error` lists the sources that failed. Raises the last stage's error.
         """
-        served = self._sync.served()
+        served = self._sync.served_source()
         if served is None:
             return None
         refusals, failure = [], None
@@ -203,17 +205,17 @@ class LateReplicas:
                 continue
             await self._stage(replica, relayed, timeout_s)
             return replace(served, update=relayed)
-        if self._sync.served() != served:
+        if self._sync.served_source() != served:
             raise Conflict("the fleet has moved on while its replicas were asked for their weights")
         tried = "; ".join(refusals) or "no peer"
         origin = "cannot be read" if served.update.is_repeatable else "was pushed"
-        self._fleet.note(replica, f"version {served.version} {origin}, and nobody can give it on ({tried})")
+        self._fleet.note(replica, f"version {served.version} {origin}, and no replica can send it ({tried})")
         if failure is not None:
             raise failure
         return None
 
     def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:
-        """Return the replicas that hold the fleet's weights in the form in which `replica` needs them."""
+        """Return the replicas with the fleet's weights and the engine and parallelism of `replica`."""
         info = replica.registration.info
         return [
             peer
@@ -225,7 +227,7 @@ class LateReplicas:
         ]
 
     async def _relayed(self, served: WeightUpdate, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
-        """Raises Conflict if the peer cannot give these weights, or what the call raised."""
+        """Make an update that `replica` stages from `peer`. Raises Conflict if it cannot, or the call's error."""
         offer = await self._steps.offer(peer)
         if offer is None:
             raise Conflict("it cannot")

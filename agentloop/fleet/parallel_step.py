@@ -1,6 +1,6 @@
 """One step on many replicas at once, each with a deadline, each failure kept beside its replica.
 
-A step waits for its stragglers a grace of seconds only, once others are through: whoever is later has failed.
+Once other replicas are through a step, it waits for stragglers a grace of seconds only: a later replica has failed.
 
 Ownership: a `ReplicaProgress` belongs to the procedure that made it; the first failure ends it.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ReplicaProgress:
-    """One replica in a procedure. `error` is set once a step failed on it; `failure` says with what."""
+    """One replica in a procedure. `failure` is the exception of the step that failed, `error` its text."""
 
     replica: ReplicaRecord
     verb: str = ""  # the step under way
@@ -36,12 +36,12 @@ class ReplicaProgress:
     error: str | None = None
 
     def end_stall(self, now: float) -> None:
-        """Record that sampling goes on, or never will: the first call counts."""
+        """Set `stall_s`, at the resume or at the failure: the first call counts."""
         if self.paused_at is not None:
             self.stall_s, self.paused_at = now - self.paused_at, None
 
     def report(self) -> ReplicaUpdate:
-        """Return what the update meant for it. In one phase the commit transferred, else the stage did."""
+        """Make the replica's part of the update's report. In one phase the commit transferred, else the stage."""
         staged, committed = self.staged, self.committed or CommitReport()
         return ReplicaUpdate(
             replica_id=self.replica.replica_id,
@@ -61,10 +61,10 @@ class ReplicaProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The time for one step on one replica, and the time that the others leave it.
+    """The deadline of one step on one replica, and the earlier one of stragglers.
 
-    Once a `share` of the replicas is through, and one at least, a straggler has `grace_s` and `slowness` times what
-    the slowest of these took.
+    Once a `share` of the replicas is through, and one at least, stragglers have `grace_s` plus `slowness` times the
+    slowest one's time.
     """
 
     timeout_s: float
@@ -80,10 +80,9 @@ async def on_all(
     limits: StepLimits | None = None,
     on_failed: Callable[[ReplicaProgress], None] = lambda one: None,
 ) -> None:
-    """Take one step on all replicas at once; `on_failed` is called for each at its failure.
+    """Take one step on all replicas at once; `on_failed` is called for each replica that fails.
 
-    Without `limits` the deadlines are those of the step itself, and stragglers have all of that.
-    Raises InvariantBroken only.
+    Without `limits` only the step's own deadlines hold, for stragglers too. Raises InvariantBroken only.
     """
     loop = asyncio.get_running_loop()
     started_at = loop.time()
@@ -130,7 +129,7 @@ async def on_all(
 
 
 async def within(timeout_s: float, call: Awaitable[T]) -> T:
-    """Await a call under a deadline. Raises TimeoutError saying how long that was."""
+    """Await a call under a deadline. Raises TimeoutError, whose text has the seconds."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -142,12 +141,12 @@ async def within(timeout_s: float, call: Awaitable[T]) -> T:
 
 
 def unfailed(progress: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
-    """Return those on which no step has failed."""
+    """Return the replicas on which no step has failed."""
     return [one for one in progress if one.error is None]
 
 
 def failures(progress: Sequence[ReplicaProgress]) -> str:
-    """Name the replicas and their errors in one line."""
+    """List the replicas and their errors in one line."""
     return "; ".join(f"{one.replica.replica_id}: {one.error}" for one in progress)
 
 

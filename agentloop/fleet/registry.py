@@ -11,14 +11,14 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
 - a QUARANTINED replica leaves that state only through UPDATING and a finished commit of the fleet's version;
 - an ASLEEP replica has given memory back: it keeps its leases, takes no traffic, and what it says of its weights
   counts for nothing until it has been woken;
-- until the first update, the newest version that a replica brought along is the fleet's, unless it is not
-  known what an update has left.
+- until the first update, the newest version that a replica brought along is the fleet's; not while an interrupted
+  update is unresolved.
 
 SUSPECT has two reasons, and each its own way back:
 - silence: `suspect_after_s` without a report. The next report ends it, and `dead_after_s` of silence make it GONE.
 - failures: `max_failures` calls without an answer, told by their callers, within `failure_window_s` of the
-  coordinator's clock. Reports do not end it (a front end may live beside an engine that hangs): only a generation
-  does, `proved`. The coordinator asks for one every few seconds, on a clock of its own. The replica then takes
+  coordinator's clock. Reports do not end it (a front end may live beside an engine that hangs): only a probe
+  does, a generation that the coordinator asks for every few seconds (`probe_answered`). The replica then takes
   traffic on probation: the next failure makes it SUSPECT again. Generations that callers got (`num_answered`) end
   the probation and clear the failures of a READY replica; nothing else does.
 An engine that hangs is ended by its own replica, whose process Serve starts again.
@@ -87,9 +87,9 @@ class ReplicaRecord:
     weight_version: int | None
     seen_at: float
     report: ReplicaReport  # its last one
-    error: str | None = None  # why it takes no traffic, if something went wrong
-    failed_at: tuple[tuple[float, str], ...] = ()  # the latest calls without an answer, and the processes of these
-    needs_proof: bool = False  # it takes no traffic before a generation has proved it good
+    error: str | None = None  # the last thing that went wrong, which keeps it out of traffic
+    failed_at: tuple[tuple[float, str], ...] = ()  # times and processes of the latest calls without an answer
+    needs_probe: bool = False  # it takes no traffic before it has answered a probe
     num_contradictions: int = 0
     is_held: bool = False  # it takes no traffic before the resume under way has ended
 
@@ -103,12 +103,12 @@ class ReplicaRecord:
 
     @property
     def capacity_tokens(self) -> int:
-        """KV tokens it can hold; 1 if the engine does not say, so that equal engines compare equally."""
+        """The KV tokens that it can hold; 1 if the engine tells none, so that equal engines compare equally."""
         return max(1, self.registration.info.kv_capacity_tokens)
 
 
 class Fleet:
-    """The registry and its state machine."""
+    """The registry of all replicas, with their state machine."""
 
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config or FleetConfig()
@@ -118,7 +118,7 @@ class Fleet:
         self._is_version_pinned = False  # by an update: registrations do not set it
         self._engines: dict[str, EngineInfo] = {}  # of each entry, the engine that joined last
         self._longest_tokens = 0  # of their contexts
-        self.num_placement_changes = 0  # it grows whenever `placeable` may answer otherwise than before
+        self.num_placement_changes = 0  # grows with every change that `placeable` may show
 
     @property
     def weight_version(self) -> int | None:
@@ -127,7 +127,7 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[ReplicaRecord, ...]:
-        """All of them, in order of arrival."""
+        """All replicas, in order of arrival."""
         return tuple(self._replicas.values())
 
     def get(self, replica_id: str) -> ReplicaRecord | None:
@@ -143,30 +143,30 @@ class Fleet:
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
 
     def is_current(self, replica: ReplicaRecord) -> bool:
-        """Return whether it holds the fleet's weights, as far as is known."""
+        """Tell if the replica is known to hold the fleet's weights."""
         return replica.weight_version is not None and replica.weight_version == self._weight_version
 
     # --- what engines can do ---
 
     def bounded(self, needs: Needs) -> Needs:
-        """Return the needs as the fleet can meet them at best: no longer context than its longest."""
+        """Cut the needed context to the longest of the fleet's engines."""
         longest = self._longest_tokens
         return needs if needs.context_tokens <= longest else Needs(needs.features, longest)
 
     def able(self, needs: Needs) -> frozenset[str]:
-        """Return the kinds of replicas that could serve this, of those that have joined once."""
+        """Return the kinds of replicas that meet these needs, of those that have joined once."""
         bounded = self.bounded(needs)
         return frozenset(name for name, info in self._engines.items() if info.can.suits(bounded))
 
     def may_serve(self, needs: Needs) -> bool:
-        """Tell if an engine of the service can serve this, whether or not it takes traffic now. Of a kind that has
-        not joined yet nobody knows, so it may."""
+        """Tell if an engine of the service meets these needs, in traffic or not. True while a kind of replicas has
+        not joined yet: its abilities are unknown."""
         if not self._engines or not self._config.entries <= self._engines.keys():
             return True
         return bool(self.able(needs))
 
     def check_needs(self, needs: Needs) -> None:
-        """Raise UnsupportedParameter, naming the field and which engines could, unless `may_serve`."""
+        """Raise UnsupportedParameter unless `may_serve`; it names the field, and the engines that could."""
         if self.may_serve(needs):
             return
         could = {one: self._having(one) for one in features_of(needs.features)}
@@ -184,8 +184,8 @@ class Fleet:
     # --- what replicas say ---
 
     def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
-        """Take in the introduction of a replica. The same one again changes no state; another url, or another
-        version than we hold of a READY replica, means a new process, which joins anew."""
+        """Record a replica's registration. A repeated one changes no state. Another url, or another version than is
+        known of a READY replica, means a new process, which joins anew."""
         known = self._replicas.get(registration.replica_id)
         self._engines[registration.entry] = registration.info
         self._longest_tokens = max(info.max_context_tokens for info in self._engines.values())
@@ -218,14 +218,14 @@ class Fleet:
         return joined
 
     def heartbeat(self, replica_id: str, report: ReplicaReport, now: float, is_paused: bool | None = None) -> bool:
-        """Take in the report of a replica. False: unknown, it has to register.
+        """Record a replica's report. False: the replica is unknown and has to register.
 
-        `is_paused` is what replicas that serve were ordered to be; None while an order is on its way.
+        `is_paused`: the pause that serving replicas were ordered to; None while an order is on its way.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
-        if report.num_answered > replica.report.num_answered and not replica.needs_proof:
+        if report.num_answered > replica.report.num_answered and not replica.needs_probe:
             replica = replace(replica, failed_at=())
         replica = self._put(replace(replica, report=report, seen_at=now))
         version = report.load.weight_version
@@ -237,9 +237,9 @@ class Fleet:
         return True
 
     def report_failure(self, replica_id: str, now: float, process_id: str = "", *, is_shared: bool = False) -> None:
-        """Count a call without an answer. Enough of these within the window make a replica SUSPECT.
+        """Count a call without an answer. `max_failures` within the window make a replica SUSPECT.
 
-        Where it `is_shared`, they are of two processes or more: the link of one alone may be what fails.
+        If the replica `is_shared`, they must come from two processes or more: one process's link may be at fault.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -254,30 +254,30 @@ class Fleet:
         is_of_one = is_shared and not others
         if replica.state is ReplicaState.READY and len(failed_at) >= config.max_failures and not is_of_one:
             error = f"{config.max_failures} calls without an answer within {config.failure_window_s:g} s"
-            self._move(replace(replica, needs_proof=True, error=error), ReplicaState.SUSPECT)
+            self._move(replace(replica, needs_probe=True, error=error), ReplicaState.SUSPECT)
 
-    def to_prove(self) -> tuple[ReplicaRecord, ...]:
-        """Return the replicas of which a generation is to be asked before they take traffic again."""
+    def to_probe(self) -> tuple[ReplicaRecord, ...]:
+        """Return the SUSPECT replicas that take traffic again only after an answered probe."""
         return tuple(
             replica
             for replica in self._replicas.values()
-            if replica.needs_proof and replica.state is ReplicaState.SUSPECT
+            if replica.needs_probe and replica.state is ReplicaState.SUSPECT
         )
 
-    def proved(self, replica: ReplicaRecord) -> None:
-        """Take in that it has generated: it takes traffic again, on probation."""
+    def probe_answered(self, replica: ReplicaRecord) -> None:
+        """Record an answered probe: the replica takes traffic again, on probation."""
         current = self._same(replica)
-        if current is None or not current.needs_proof:
+        if current is None or not current.needs_probe:
             return
         failed_at = current.failed_at[len(current.failed_at) - self._config.max_failures + 1 :]
-        current = self._put(replace(current, needs_proof=False, failed_at=failed_at, error=None))
+        current = self._put(replace(current, needs_probe=False, failed_at=failed_at, error=None))
         if current.state is ReplicaState.SUSPECT:
             self._compare(current)
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Count the silence: READY becomes SUSPECT, and later every state GONE. Returns the ids of those forgotten.
+        """Make silent READY replicas SUSPECT, and later all silent ones GONE. Returns the ids of these.
 
-        An UPDATING replica is busy, and every step on it has a deadline.
+        An UPDATING replica is exempt: it is busy, and every step on it has a deadline.
         """
         dead: list[str] = []
         for replica in self.replicas:
@@ -292,7 +292,7 @@ class Fleet:
         return tuple(dead)
 
     def deregister(self, replica_id: str) -> bool:
-        """Forget a replica. False: it was unknown."""
+        """Remove a replica. False: it was unknown."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
@@ -304,50 +304,52 @@ class Fleet:
     # --- decisions of updates and of the fleet's orders ---
 
     def begin_update(self, replica: ReplicaRecord) -> ReplicaRecord | None:
-        """Take it out of traffic for an update; None if it is gone or was replaced."""
+        """Take a replica out of traffic for an update; None if it is gone or was replaced."""
         current = self._same(replica)
         if current is None or current.state is ReplicaState.UPDATING:
             return current
         return self._move(current, ReplicaState.UPDATING)
 
     def forget_version(self, replica: ReplicaRecord) -> None:
-        """Record that a commit begins: until it has finished, the weights are unknown."""
+        """Record the begin of a commit: until it has finished, the replica's weights are unknown."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=None))
 
     def committed(self, replica: ReplicaRecord, version: int) -> None:
-        """Record that a commit has finished on it."""
+        """Record a commit that has finished on a replica."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=version))
 
     def refuse(self, replica: ReplicaRecord, error: str) -> None:
-        """Quarantine a replica that does not serve the weights it was given."""
+        """Quarantine a replica that refuses its new weights: their version counts as unknown."""
         self.forget_version(replica)
         self.quarantine(replica, error)
 
     def admit(self, replica: ReplicaRecord) -> bool:
-        """Move it from UPDATING to READY. False if it is gone, was replaced, or the fleet has moved on meanwhile:
-        the replica then is JOINING again."""
+        """Move a replica from UPDATING to READY, or to JOINING if the fleet serves another version by now.
+
+        True if its weights are the fleet's; False also if it is gone or was replaced.
+        """
         current = self._same(replica)
         if current is None or current.state is not ReplicaState.UPDATING:
             return False
         is_current = self.is_current(current)
         current = self._put(replace(current, error=None, num_contradictions=0))
         current = self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
-        if is_current and current.needs_proof:
+        if is_current and current.needs_probe:
             self._move(current, ReplicaState.SUSPECT)
         return is_current
 
     def fall_asleep(self, replica: ReplicaRecord) -> None:
-        """Move it from UPDATING to ASLEEP: it has given memory back."""
+        """Move a replica from UPDATING to ASLEEP: it has given memory back."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(replace(current, error=None, num_contradictions=0), ReplicaState.ASLEEP)
 
     def rejoin(self, replica: ReplicaRecord, error: str) -> None:
-        """Have it join anew: it did not do what all others did, and its weights are as we know them."""
+        """Make a replica JOINING again: it failed to follow an order, but the version of its weights is known."""
         current = self._same(replica)
         if current is None:
             return
@@ -356,25 +358,25 @@ class Fleet:
             self._move(current, ReplicaState.JOINING)
 
     def note(self, replica: ReplicaRecord, error: str) -> None:
-        """Say why it takes no traffic; its state stays."""
+        """Set the reason why a replica takes no traffic; its state stays."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, error=error))
 
     def hold(self, replica: ReplicaRecord, is_held: bool) -> None:
-        """Have it take no traffic for a while, in the state that it is in."""
+        """Keep a replica out of traffic, or end that, without a change of its state."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, is_held=is_held))
 
     def put_back(self, replica: ReplicaRecord) -> None:
-        """Give an UPDATING replica its state back: the attempt on it ended before its weights were touched."""
+        """Give an UPDATING replica the state of `replica` back: its weights were not touched."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(current, replica.state)
 
     def quarantine(self, replica: ReplicaRecord, error: str) -> None:
-        """Give it no traffic, and no resume, until a commit of the fleet's version has finished on it."""
+        """Bar a replica from traffic and resumes until a commit of the fleet's version has finished on it."""
         current = self._same(replica)
         if current is None:
             return
@@ -383,23 +385,23 @@ class Fleet:
             self._move(current, ReplicaState.QUARANTINED)
 
     def set_weight_version(self, version: int) -> None:
-        """Serve `version`, because an update finished. READY replicas of another one rejoin."""
+        """Serve `version` after an update. READY replicas of another version join anew."""
         self._is_version_pinned = True
         self._serve(version)
 
     def pin_version(self) -> None:
-        """Serve the present version, if there is one, until an update brings another. An update that failed may end
-        on a replica after all, which then brings its version along."""
+        """Serve the present version, if there is one, until an update brings another. Registrations no longer set
+        it: a failed update may still end on a replica, which then brings its version."""
         self._is_version_pinned = self._is_version_pinned or self._weight_version is not None
 
     def withhold_version(self) -> None:
-        """Serve nothing and say no version, because it is not known, until `set_weight_version` or `stay_at`."""
+        """Serve no version until `set_weight_version` or `stay_at`: it is not known which one is held."""
         self._is_version_pinned = True
         self._weight_version = None
         self.num_placement_changes += 1
 
     def stay_at(self, version: int | None) -> None:
-        """Serve `version` again, that of the last update; None: the newest one that a replica brought along."""
+        """Serve `version` again, that of the last update; None: the newest version of the replicas' own."""
         if version is not None:
             self.set_weight_version(version)
             return
@@ -432,7 +434,7 @@ class Fleet:
         is_known, is_as_ordered = reported in (None, replica.weight_version), is_paused in (None, report.is_paused)
         if is_usable and is_known and is_as_ordered:
             replica = self._put(replace(replica, num_contradictions=0))
-            if replica.state is ReplicaState.SUSPECT and not replica.needs_proof:
+            if replica.state is ReplicaState.SUSPECT and not replica.needs_probe:
                 is_current = self.is_current(replica)
                 self._move(replica, ReplicaState.READY if is_current else ReplicaState.JOINING)
             return

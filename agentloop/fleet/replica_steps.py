@@ -1,9 +1,9 @@
-"""The steps that change one replica: stage, freeze, commit, wake, resume, pause, sleep; each with its deadline.
+"""The steps that change one replica: stage, pause, commit, wake, resume, sleep; each with its deadline.
 
-Ownership: one object of the `ReplicaSync`; no other code of the service calls these on an engine. A step takes no
-replica out of traffic and puts none in: its caller does, on the `Fleet`. Only what a step means for a replica's
-weights is recorded here: unknown from the beginning of a commit, or of a sleep that discards them, to the end of
-the next commit. Every step raises TimeoutError after its deadline, and what the engine raises.
+Ownership: one object of the `ReplicaSync`; no other code of the service calls these on an engine. The callers of a
+step take the replica out of traffic and back, on the `Fleet`. The steps record only the version of its weights:
+unknown from the beginning of a commit, or of a sleep that discards them, to the end of the next commit. Every step
+raises TimeoutError after its deadline, and what the engine raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Connect = Callable[[str], EngineControl]
 
 @dataclass(frozen=True, slots=True)
 class WeightConfig:
-    """Deadlines of each step on one replica, and how often a late one is tried."""
+    """The deadlines of each step on one replica, and the attempts for a late one."""
 
     stage_timeout_s: float = 600.0
     pause_timeout_s: float = 60.0
@@ -40,7 +40,7 @@ class WeightConfig:
     sleep_timeout_s: float = 120.0
     wake_timeout_s: float = 120.0
     offer_timeout_s: float = 30.0
-    save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys also one that is not saved
+    save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys it also unsaved
     operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
     settle_s: float = 5.0  # after a restart within an update: the time for replicas to say what they hold
     max_catch_up_attempts: int = 5
@@ -61,7 +61,7 @@ class WeightConfig:
 
 
 class ReplicaSteps:
-    """Each step on one replica's engine, which `connect` gives for its URL."""
+    """The steps on a replica's engine, each under its deadline. `connect` returns the engine at a URL."""
 
     def __init__(self, fleet: Fleet, connect: Connect, config: WeightConfig) -> None:
         self._fleet = fleet
@@ -75,19 +75,19 @@ class ReplicaSteps:
         timeout_s = self.config.stage_timeout_s if timeout_s is None else timeout_s
         return await within(timeout_s, self._engine(replica).stage(update))
 
-    async def freeze(self, replica: ReplicaRecord, kv_policy: KVPolicy) -> None:
-        """Keep requests where they are, for a commit."""
+    async def pause_for_commit(self, replica: ReplicaRecord, kv_policy: KVPolicy) -> None:
+        """Freeze requests where they are, for the commit that follows."""
         await within(self.config.pause_timeout_s, self._engine(replica).pause(PauseMode.KEEP, kv_policy))
 
     async def commit(self, replica: ReplicaRecord, version: int) -> CommitReport:
-        """Swap in what was staged. Until this has ended, the replica's weights are unknown."""
+        """Swap in the staged weights. Until this has ended, the replica's weights are unknown."""
         self._fleet.forget_version(replica)
         report = await within(self.config.commit_timeout_s, self._engine(replica).commit(version))
         self._fleet.committed(replica, version)
         return report
 
     async def wake(self, replica: ReplicaRecord, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back, of an engine that can sleep: the KV cache only for weights that are known."""
+        """Take memory back if the engine can sleep: the KV cache only while its weight version is known."""
         now = self._fleet.get(replica.replica_id)
         if now is None or now.weight_version is None:
             tags = tags - {MemoryTag.KV_CACHE}
@@ -95,22 +95,22 @@ class ReplicaSteps:
             await within(self.config.wake_timeout_s, self._engine(replica).wake(tags))
 
     async def resume(self, replica: ReplicaRecord) -> float:
-        """Let it sample. Returns the seconds of the look at its first step, the first after a commit."""
+        """End a pause. Returns the seconds of the look at new weights; 0 if no commit came before."""
         return await within(self.config.resume_timeout_s, self._engine(replica).resume())
 
-    async def pause(self, replica: ReplicaRecord, mode: PauseMode) -> None:
-        """Have it sample nothing, as an operator has ordered."""
+    async def pause_for_operator(self, replica: ReplicaRecord, mode: PauseMode) -> None:
+        """Pause the engine in the mode of an operator's order."""
         await within(self.config.operator_pause_timeout_s, self._engine(replica).pause(mode))
 
     async def sleep(self, replica: ReplicaRecord, orders: StandingOrders) -> None:
-        """Give back the memory that the fleet has given back, and no other: an update may stage by now."""
+        """Give back the memory that sleeps by `orders`, and no other: an update under way may stage into it."""
         if orders.sleep_level == 2:
             self._fleet.forget_version(replica)
         await within(self.config.sleep_timeout_s, self._engine(replica).sleep(orders.sleep_level))
         await self.wake(replica, ALL_MEMORY - orders.asleep)
 
     async def offer(self, replica: ReplicaRecord) -> PushSource | None:
-        """Offer the weights that it serves for another replica to stage; None if it cannot."""
+        """Offer a replica's weights for another replica to stage; None if its engine cannot send them."""
         return await within(self.config.offer_timeout_s, self._engine(replica).offer())
 
     def _engine(self, replica: ReplicaRecord) -> EngineControl:

@@ -1,7 +1,7 @@
-"""The desired state of the fleet, and its owner, which brings every replica to it.
+"""The owner of the fleet's desired state, which brings every replica to it.
 
-`DesiredState` names the weights and their source, the operator's pause, and the memory that is given back. Orders
-hold over a restart: they are saved before a replica hears of them (`on_orders`), and `restore` takes them up again.
+`DesiredState` has the weights and their source, the operator's pause, and the memory that is given back. Orders
+hold over a restart: they are saved before a replica is told (`on_orders`), and `restore` takes them up again.
 Fleet-wide orders (an update, pause and resume, sleep and wake) change it and reach all replicas at once. Replicas
 that came late, failed a step or did not follow an order are brought to it one by one (`LateReplicas`).
 
@@ -9,10 +9,9 @@ Ownership: one object, in the coordinator's event loop. It alone writes the desi
 `connect`, which gives the same one for the same URL; every call to one has a deadline. Three rules keep the
 procedures apart:
 - fleet-wide: one update, sleep or wake at a time; bringing a replica up begins only while there is none;
-- claimed: the replicas that a procedure has, from its first step to its end; no other procedure touches these;
-- gate: held over every stretch in which engines freeze or go on, so that the desired state read when it is taken is
-  still true when it is left. Taken after fleet-wide, never before. Only the memory to stage into is taken back
-  without it.
+- claimed: the replicas of a procedure, from its first step to its end; no other procedure touches these;
+- gate: a lock held while engines pause or resume, so that the desired state does not change in between. Taken after
+  fleet-wide, never before. Only the memory to stage into is woken without it.
 Invariants:
 - a procedure that is cut short leaves no replica in UPDATING;
 - a replica that did not follow an order joins anew and gets the order again, so none is forgotten frozen or asleep.
@@ -73,10 +72,10 @@ class ReplicaSync:
         log: FilteringBoundLogger | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """`initial` is what engines load at their start. `on_weights` and `on_orders` make weights and standing
-        orders durable; what they raise is logged, and `save_owed` tries again, but an update whose intent cannot be
-        saved does not begin. `on_change` is called after every order, also one that failed. `wall_time` is what
-        status shows the beginning of an order by."""
+        """`initial`: the weights that engines load at their start. `on_weights` and `on_orders` store weights and
+        standing orders; their errors are logged, and `save_owed` tries again, but an update that cannot be stored
+        before it begins is refused. `on_change` is called after every order, also one that failed. `wall_time`
+        dates the orders that status shows."""
         self._fleet = fleet
         self.steps = ReplicaSteps(fleet, connect, config or WeightConfig())
         self._clock = clock
@@ -86,7 +85,7 @@ class ReplicaSync:
         self._wall_time = wall_time
         self._log = structlog.get_logger("fleet") if log is None else log
         self._desired = DesiredState(FleetWeights(None if initial is None else UpdateSource.of(*initial)))
-        self._settles_at: float | None = None  # until then replicas say what an update that was cut short came to
+        self._resolves_at: float | None = None  # of an interrupted update; None: there is none
         self._ongoing: str | None = None  # the fleet-wide procedure
         self._gate = asyncio.Lock()
         self._claimed: set[str] = set()
@@ -105,23 +104,23 @@ class ReplicaSync:
 
     @property
     def ordered_pause(self) -> bool | None:
-        """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
+        """True if serving replicas are ordered to be paused; None while an order is on its way to them."""
         return None if self._gate.locked() else self._desired.orders.is_paused
 
     @property
     def progress(self) -> UpdateProgress | None:
-        """The update under way, if there is one."""
-        return None if self._update is None else self._update.status
+        """The progress of the update under way; None if there is none."""
+        return None if self._update is None else self._update.progress
 
     @property
     def reports(self) -> tuple[UpdateReport, ...]:
-        """The latest updates, oldest first."""
+        """The reports of the latest updates, oldest first."""
         return tuple(self._reports)
 
     def restore(self, weights: FleetWeights | None, orders: StandingOrders | None) -> None:
-        """Take up what an earlier coordinator left, before replicas join.
+        """Take up the state that an earlier coordinator has stored. Call before replicas join.
 
-        Where it died within an update, replicas say first what they hold: until `settle` no version is told.
+        If it died within an update, no version is told until `resolve_interrupted_update` has ended that.
         """
         if orders is not None:
             self._desired = replace(self._desired, orders=orders)
@@ -131,25 +130,25 @@ class ReplicaSync:
         if weights.report is not None:
             self._reports.append(weights.report)
         if weights.pending is not None:
-            self._settles_at = self._clock.now() + self.config.settle_s
+            self._resolves_at = self._clock.now() + self.config.settle_s
             self._ongoing = "finding out what replicas hold"
             self._fleet.withhold_version()
         elif weights.served is not None:
             self._fleet.set_weight_version(weights.served.version)
 
-    async def settle(self) -> None:
-        """End an update that a coordinator's death cut short, once that can be told; call it now and then.
+    async def resolve_interrupted_update(self) -> None:
+        """End an update that a coordinator's death has interrupted, once its outcome is known. Call repeatedly.
 
-        If one replica holds the new version, the fleet is brought to it. If none says so in time, nothing has come
-        of the update, and the fleet stays where it was.
+        If a replica holds the new version, the fleet serves it. If none has reported it after `settle_s`, the fleet
+        keeps its old version.
         """
         weights = self._desired.weights
-        if self._settles_at is None or (pending := weights.pending) is None:
+        if self._resolves_at is None or (pending := weights.pending) is None:
             return
         is_held = any(one.weight_version == pending.version for one in self._fleet.replicas)
-        if not is_held and self._clock.now() < self._settles_at:
+        if not is_held and self._clock.now() < self._resolves_at:
             return
-        self._settles_at = None
+        self._resolves_at = None
         self._log.info("update_settled", version=pending.version, is_served=is_held)
         if is_held:
             report = UpdateReport(pending.version, weights.served_version, pending.kv_policy, (), 0.0)
@@ -158,16 +157,16 @@ class ReplicaSync:
         else:
             await self._record(weights.rolled_back())
             self._fleet.stay_at(weights.served_version)
-        self._end()
+        self._end_fleet_wide()
         self._on_change()
 
     async def save_owed(self) -> None:
-        """Save what could not be saved when it became so. Raises what the store raises."""
+        """Save weights and orders whose first save has failed. Raises what the store raises."""
         await self._saved_weights.save_owed()
         await self._saved_orders.save_owed()
 
     async def _record(self, weights: FleetWeights) -> None:
-        """Have these weights be the fleet's. A store that fails does not keep the fleet from serving them."""
+        """Set and save the fleet's weights. If the store fails, the fleet serves them all the same."""
         self._desired = replace(self._desired, weights=weights)
         self._saved_weights.owe(weights.without_secrets())
         await self._save(self._saved_weights, "weights_not_saved")
@@ -177,30 +176,33 @@ class ReplicaSync:
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
         """Pause every replica until `resume`; replicas that join or update meanwhile end paused. Idempotent.
 
-        Raises EngineLost naming those that did not follow; the pause holds for all others.
+        Raises EngineLost naming the replicas that did not follow; the pause holds for all others.
         """
         with self._order(f"pause {mode}"):
             async with self._gate:
                 await self._ordered(self._desired.orders.paused(mode, reason, self._wall_time()))
 
                 async def pause(replica: ReplicaRecord) -> None:
-                    await self.steps.pause(replica, mode)
+                    await self.steps.pause_for_operator(replica, mode)
 
                 await self._order_all("pause", pause)
 
     async def resume(self) -> None:
-        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow, or WeightsRefused if these
-        refuse what they were given in the pause."""
+        """End a `pause`. Idempotent.
+
+        Raises EngineLost naming the replicas that did not follow, or WeightsRefused if these refuse weights that
+        were committed in the pause.
+        """
         with self._order("resume"):
             async with self._gate:
                 await self._ordered(self._desired.orders.resumed())
                 await self._order_all("resume", self._resume)
 
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
+        """Freeze every replica and give its memory back; replicas that join meanwhile follow. Idempotent.
 
-        Raises, with nothing touched, InvalidRequest if a replica cannot sleep, StorageFull if what it would discard
-        is not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
+        Waits for a weight update to end. Raises InvalidRequest if a replica cannot sleep, or StorageFull if the
+        weights to discard are not saved, both before any step; EngineLost naming the replicas that did not follow.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
@@ -217,11 +219,11 @@ class ReplicaSync:
                     await self._sleep_all()
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back; once all of it is, go on. Idempotent. Waits for a weight update to end.
+        """Take memory back, and resume once all of it is awake. Idempotent. Waits for a weight update to end.
 
         After a sleep(2) the weights are staged and committed again. Replicas of unknown weights keep their KV cache
-        asleep until a commit has ended that. Raises Conflict if the weights cannot be had again, EngineLost naming
-        the replicas that did not follow (all others are awake), or what an update raises.
+        asleep until a commit. Raises Conflict if the weights have no source left, EngineLost naming the replicas
+        that did not follow (all others are awake), or an update's errors.
         """
         with self._order(f"wake {', '.join(sorted(tags))}"):
             await self.until_idle()
@@ -234,13 +236,13 @@ class ReplicaSync:
                     return
                 if MemoryTag.WEIGHTS not in tags:
                     raise Conflict("the weights were discarded: wake them before the KV cache")
-                source = self.served()
+                source = self.served_source()
                 if source is None or not source.update.is_repeatable:
                     raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
-                await self._run_update(replicas, source, tags)
+                await self._stage_and_switch(replicas, source, tags)
 
     async def _ordered(self, orders: StandingOrders) -> None:
-        """Have these orders hold. A store that fails does not keep the fleet from obeying."""
+        """Set and save the standing orders. If the store fails, the fleet obeys them all the same."""
         self._desired = replace(self._desired, orders=orders)
         self._saved_orders.owe(orders)
         await self._save(self._saved_orders, "orders_not_saved")
@@ -259,7 +261,7 @@ class ReplicaSync:
             await order(one.replica)
 
         def failed(one: ReplicaProgress) -> None:
-            # One that a procedure took meanwhile gets the order at its end; only there is it known what it holds.
+            # A replica that a procedure took meanwhile gets the order at its end, when its weights are known.
             now = self._fleet.get(one.replica.replica_id)
             is_taken = now is not None and now.state is ReplicaState.UPDATING
             if not is_taken or isinstance(one.failure, WeightUpdateFailed):
@@ -284,15 +286,15 @@ class ReplicaSync:
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
-        """Wake all replicas that sleep, and have them go on once all memory is awake."""
+        """Wake all replicas that sleep, and resume them once all memory is awake."""
         replicas = self._unclaimed(ReplicaState.ASLEEP)
         progress = [ReplicaProgress(one) for one in replicas]
 
         async def wake(one: ReplicaProgress) -> None:
             await self.steps.wake(one.replica, tags)
 
-        async def go_on(one: ReplicaProgress) -> None:
-            await self._go_on(one.replica)
+        async def resume(one: ReplicaProgress) -> None:
+            await self._resume_or_pause(one.replica)
 
         with self.claim(replicas, "the wake was cut short"):
             await on_all(progress, "wake", wake, on_failed=self._fell_behind)
@@ -300,16 +302,16 @@ class ReplicaSync:
                 woken = unfailed(progress)
                 for one in woken:
                     self._fleet.begin_update(one.replica)
-                await on_all(woken, "resume", go_on, on_failed=self._fell_behind)
+                await on_all(woken, "resume", resume, on_failed=self._fell_behind)
             self._raise_failed(progress)
 
     def _fell_behind(self, one: ReplicaProgress) -> None:
-        """Have a replica that did not follow join anew; one that refuses its weights is quarantined."""
+        """Make a replica that did not follow join anew; quarantine one that refuses its weights."""
         left = self._fleet.refuse if isinstance(one.failure, WeightUpdateFailed) else self._fleet.rejoin
         left(one.replica, one.error or "")
 
     def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Raises EngineLost naming those that did not follow, or WeightsRefused if they refuse their weights."""
+        """Raise WeightsRefused if all failures are refusals, else EngineLost, if any replica did not follow."""
         if failed := [one for one in progress if one.error is not None]:
             is_refused = all(isinstance(one.failure, WeightsRefused) for one in failed)
             raise (WeightsRefused if is_refused else EngineLost)(failures(failed))
@@ -317,17 +319,17 @@ class ReplicaSync:
     # --- updates ---
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool = False) -> UpdateReport:
-        """Bring all replicas to `update`, and wake them. Those that fail are named in the report.
+        """Bring all replicas to `update`, and wake them. The report names the replicas that failed.
 
-        The same update again (its version from the same source) joins the one under way, or gets its report. With
-        `force` the version need not grow (all KV is then computed anew), and no replica refuses noise. Raises
-        InvalidRequest (a version that does not grow, a source that engines do not know), Conflict (another update,
-        a sleep or a wake is going on, or the version is served already), NoHealthyReplica, ServiceUnavailable (it
-        cannot be recorded), CheckpointUnreadable (no replica can read it; nothing has changed), WeightUpdateFailed
-        (no replica took it; the fleet serves what it served) or WeightsRefused (because the model is noise then).
+        A repeated update (same version and source) joins the one under way, or gets its report. With `force` the
+        version need not grow (all KV is then computed anew), and no replica refuses noise. Raises InvalidRequest
+        (a version that does not grow, a source that engines do not know), Conflict (another update, a sleep or a
+        wake is going on, or the version is served already), NoHealthyReplica, ServiceUnavailable (the update cannot
+        be recorded), CheckpointUnreadable (no replica can read it), WeightUpdateFailed (no replica took it) or
+        WeightsRefused (the model samples noise under it). After each of these the fleet serves its old version.
         """
-        if self._settles_at is not None:
-            await self._until_settled()
+        if self._resolves_at is not None:
+            await self._until_resolved()
         digest = UpdateSource.of(update, kv_policy).digest
         if self._answer is not None and self._answer[0] == digest:
             return await asyncio.shield(self._answer[1])
@@ -337,11 +339,11 @@ class ReplicaSync:
             outcome: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
             self._answer = digest, outcome
             try:
-                report = await self._update_to(update, kv_policy, force)
+                report = await self._update_fleet(update, kv_policy, force)
             except BaseException as error:
                 if isinstance(error, Exception):
                     outcome.set_exception(error)
-                    outcome.exception()  # whoever joined hears it; nobody has to
+                    outcome.exception()  # marks it as seen: there may be no repeated call
                 raise
             else:
                 outcome.set_result(report)
@@ -351,7 +353,7 @@ class ReplicaSync:
                 self._answer = None
 
     def _report_of(self, digest: str) -> UpdateReport | None:
-        """Return the report of the update that made what is served, if it is that one and a replica holds it."""
+        """Return the report of the update with this digest if the fleet serves it and a replica holds it."""
         weights = self._desired.weights
         served = weights.served
         if served is None or served.digest != digest or not self._is_held(self._fleet.weight_version):
@@ -361,7 +363,7 @@ class ReplicaSync:
         return report if report.replicas else replace(report, replicas=self._outcomes(served.version))
 
     def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
-        """Return what a settled update meant for each replica of now: what it took is not known."""
+        """Report a resolved update for each present replica: its times are not known."""
         told = {one: one.error or f"{one.state}: the version is still to come" for one in self._fleet.replicas}
         told |= dict.fromkeys((one for one in told if one.weight_version == version), "")
         return tuple(ReplicaUpdate(one.replica_id, 0.0, 0.0, error or None) for one, error in told.items())
@@ -369,19 +371,19 @@ class ReplicaSync:
     def _is_held(self, version: int | None) -> bool:
         return any(self._fleet.is_current(one) for one in self._fleet.replicas if one.weight_version == version)
 
-    async def _update_to(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool) -> UpdateReport:
+    async def _update_fleet(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool) -> UpdateReport:
         started_at, previous_version = self._clock.now(), self._fleet.weight_version
         self._check_version(update.version, force)
         if previous_version is not None and update.version <= previous_version:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
         source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
-        run = await self._run_update(self._takers(), source, ALL_MEMORY)
+        run = await self._stage_and_switch(self._takers(), source, ALL_MEMORY)
         report = UpdateReport(
             version=update.version,
             previous_version=previous_version,
             kv_policy=kv_policy,
-            replicas=tuple(one.report() for one in run.progress),
+            replicas=tuple(one.report() for one in run.replicas),
             total_ms=(self._clock.now() - started_at) * 1000.0,
         )
         self._reports.append(report)
@@ -407,13 +409,13 @@ class ReplicaSync:
             raise NoHealthyReplica("no replica can take new weights now")
         return replicas
 
-    async def _run_update(
+    async def _stage_and_switch(
         self, replicas: Sequence[ReplicaRecord], source: UpdateSource, tags: frozenset[MemoryTag]
     ) -> FleetUpdate:
-        """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
+        """Take these replicas through all steps of an update, and wake the memory of `tags`."""
         run = self._update = FleetUpdate(self._fleet, self.steps, self._clock, replicas, source, tags)
 
-        async def serve() -> None:
+        async def publish_version() -> None:
             await self._record(self._desired.weights.now_serving(source))
             self._fleet.set_weight_version(source.version)
             if self._desired.orders.asleep:
@@ -427,16 +429,16 @@ class ReplicaSync:
                 self._fleet.pin_version()
                 await self._intend(source)
                 async with self._gate:
-                    await run.switch(self._desired.orders, serve)
+                    await run.switch(self._desired.orders, publish_version)
             except WeightUpdateFailed:
                 await self._record(self._desired.weights.rolled_back())
                 raise
             finally:
-                run.end()
+                run.mark_over()
         return run
 
     async def _intend(self, source: UpdateSource) -> None:
-        """Record what an update is to bring. Raises ServiceUnavailable: no replica was touched then."""
+        """Store an update before any replica is touched. Raises ServiceUnavailable if the store fails."""
         weights = self._desired.weights
         intended = replace(weights, pending=source)
         self._desired = replace(self._desired, weights=intended)
@@ -451,9 +453,9 @@ class ReplicaSync:
     # --- one replica to the desired state ---
 
     async def apply(self, replica: ReplicaRecord) -> bool:
-        """Make a replica what all others are: asleep, paused or serving. True if it takes traffic now.
+        """Bring a replica to the standing orders: asleep, paused or serving. True if it takes traffic now.
 
-        One in quarantine gives its memory back and takes it back, no more.
+        A quarantined replica only gives its memory back or takes it back.
         """
         async with self._gate:
             if self._desired.orders.asleep:
@@ -461,23 +463,25 @@ class ReplicaSync:
                 self._fleet.fall_asleep(replica)
                 return False
             await self.steps.wake(replica, ALL_MEMORY)
-            return await self._go_on(replica)
+            return await self._resume_or_pause(replica)
 
-    async def _go_on(self, replica: ReplicaRecord) -> bool:
-        """Have it sample again, unless its weights are not the fleet's: it then stays frozen until brought up."""
+    async def _resume_or_pause(self, replica: ReplicaRecord) -> bool:
+        """Resume or pause a replica as ordered, and admit it; one without the fleet's weights stays frozen."""
         mode = self._desired.orders.pause
         now = self._fleet.get(replica.replica_id)
         if now is not None and now.state is ReplicaState.UPDATING and self._fleet.is_current(now):
             try:
-                await (self._resume(replica) if mode is None else self.steps.pause(replica, mode))
+                await (self._resume(replica) if mode is None else self.steps.pause_for_operator(replica, mode))
             except (WeightUpdateFailed, EngineUnusable) as error:
                 self._fleet.refuse(replica, error.message)
                 raise
         return self._fleet.admit(replica)
 
     async def _resume(self, replica: ReplicaRecord) -> None:
-        """Resume it, and place nothing there before it has answered: it may look only now at the weights that it
-        was given in a pause, and refuse them."""
+        """Resume a replica, and keep traffic from it until it has answered.
+
+        It may take its look only now, at weights that were committed in a pause, and refuse them.
+        """
         self._fleet.hold(replica, True)
         try:
             await self.steps.resume(replica)
@@ -488,7 +492,7 @@ class ReplicaSync:
 
     @contextmanager
     def _order(self, name: str | None = None) -> Iterator[None]:
-        """Tell of a change at the end, and log an order with a name. Raises StorageFull if it is not saved."""
+        """Call `on_change` after the block, and log an order with a name. Raises StorageFull if it is not saved."""
         try:
             yield
         finally:
@@ -500,26 +504,26 @@ class ReplicaSync:
 
     @contextmanager
     def _fleet_wide(self, name: str) -> Iterator[None]:
-        """One at a time. Raises Conflict naming the one that is going on."""
+        """Run one fleet-wide procedure. Raises Conflict, naming the other, while another one runs."""
         if self._ongoing is not None:
             raise Conflict(f"{self._ongoing} is going on")
         self._ongoing = name
         try:
             yield
         finally:
-            self._end()
+            self._end_fleet_wide()
 
-    def _end(self) -> None:
+    def _end_fleet_wide(self) -> None:
         self._ongoing = None
         self._released.notify()
 
     async def until_idle(self) -> None:
-        """Wait until nothing fleet-wide goes on; bounded, because all its steps have deadlines."""
+        """Wait until no fleet-wide procedure runs; bounded, because all its steps have deadlines."""
         while self._ongoing is not None:
             await self._released.wait_until(deadline_after(self.config.update_timeout_s))
 
-    async def _until_settled(self) -> None:
-        """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""
+    async def _until_resolved(self) -> None:
+        """Wait until an interrupted update is resolved, and late replicas have had time to serve its version."""
         await self.until_idle()
         give_up_at = deadline_after(self.config.straggler_grace_s)
         while self._claimed and await self._released.wait_until(give_up_at):
@@ -527,7 +531,7 @@ class ReplicaSync:
 
     @contextmanager
     def claim(self, replicas: Sequence[ReplicaRecord], error: str) -> Iterator[None]:
-        """Keep other procedures away from these replicas, and leave none of them in UPDATING. Raises Conflict."""
+        """Claim replicas for one procedure; at its end none is UPDATING. Raises Conflict if one is claimed."""
         replica_ids = {replica.replica_id for replica in replicas}
         if taken := replica_ids & self._claimed:
             raise Conflict(f"replica {', '.join(sorted(taken))} is being brought up already")
@@ -536,15 +540,15 @@ class ReplicaSync:
             yield
         finally:
             for replica in replicas:
-                self._settle(replica, error)
+                self._release_claimed(replica, error)
             self._claimed -= replica_ids
             self._released.notify()
 
-    def _settle(self, replica: ReplicaRecord, error: str) -> None:
-        """End a procedure on `replica`: with weights as they were it gets its state back."""
+    def _release_claimed(self, replica: ReplicaRecord, error: str) -> None:
+        """Take a replica out of UPDATING: back to its old state if its weights are the same, else to quarantine."""
         now = self._fleet.get(replica.replica_id)
         if now is not None and now.incarnation != replica.incarnation and now.url == replica.url:
-            self._fleet.forget_version(now)  # it left and came back meanwhile: what it said may precede our commit
+            self._fleet.forget_version(now)  # it left and came back: its report may be older than our commit
         if now is None or now.state is not ReplicaState.UPDATING:
             return
         is_untouched = now.weight_version == replica.weight_version and now.weight_version is not None
@@ -556,7 +560,7 @@ class ReplicaSync:
     def _unclaimed(self, *states: ReplicaState) -> list[ReplicaRecord]:
         return [one for one in self._fleet.replicas if one.state in states and one.replica_id not in self._claimed]
 
-    def served(self) -> UpdateSource | None:
-        """Return the update that made what the fleet serves, if we know it."""
+    def served_source(self) -> UpdateSource | None:
+        """Return the update whose weights the fleet serves; None if it is not known."""
         source = self._desired.weights.served
         return source if source is not None and source.version == self._fleet.weight_version else None

@@ -22,13 +22,13 @@ class _Start:
 
 
 class Starts:
-    """The replicas that have asked to start, and have not joined yet."""
+    """The replicas that have asked to start and have not joined yet."""
 
     def __init__(self) -> None:
         self._starts: dict[str, _Start] = {}
 
     def ask(self, replica_id: str, now: float, *, is_asleep: bool) -> bool:
-        """Return whether the replica may take memory, now and until it joins."""
+        """Tell if the replica may take memory now. A yes holds until it joins."""
         start = self._starts.setdefault(replica_id, _Start(now, now))
         start.seen_at, start.is_let = now, start.is_let or not is_asleep
         return start.is_let
@@ -38,16 +38,16 @@ class Starts:
         self._starts.pop(replica_id, None)
 
     def expire(self, now: float) -> None:
-        """Forget the silent ones."""
+        """Forget replicas that have not asked for `SILENT_AFTER_S`."""
         self._starts = {name: one for name, one in self._starts.items() if now - one.seen_at < SILENT_AFTER_S}
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The replicas that take memory and have not joined."""
+        """The replicas that may take memory and have not joined."""
         return tuple(replica_id for replica_id, start in self._starts.items() if start.is_let)
 
     def statuses(self, now: float) -> tuple[StartingReplica, ...]:
-        """Return all as a table."""
+        """Return one row for each start."""
         return tuple(
             StartingReplica(replica_id, now - one.asked_at, "" if one.is_let else "the fleet sleeps")
             for replica_id, one in self._starts.items()

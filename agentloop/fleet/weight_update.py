@@ -2,19 +2,19 @@
 
     the update     IDLE ─► STAGING ─► SWITCHING ─► IDLE       every state ─► IDLE on failure
 
-    each replica   stage ─► pause ─► commit ─► wake ─► resume, and look at the first step
-                   decodes  frozen             in a    └ the first one makes the version the fleet's
+    each replica   stage ─► pause ─► commit ─► wake ─► resume, with the look at the new weights
+                   decodes  frozen             in a    └ the first replica's makes the version the fleet's
                                                sleeping fleet
     if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
-itself, and one that hangs freezes no other. One is asked first: the others serve the
-old version until its first step was looked at, and stay there if it refuses the weights. From then on a replica
-takes new traffic only once it holds the new version; one that has not switched yet ends what it has, under the
-version it holds. Where memory does not allow staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all
-receivers at once: then all switch together. Each step waits for the others, its stragglers for seconds only, and
-each replica looks for itself. A sleeping fleet is woken by an update: its weights' memory before the stage, the KV
-cache's after the commit. A paused one looks once it is resumed.
+itself, and one that hangs freezes no other. One replica switches first: the others serve the old version until its
+look has ended, and keep it if the weights are refused. From then on a replica takes new traffic only once it holds
+the new version; one that has not switched yet ends its requests under the old one. Where memory does not allow
+staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all receivers at once: then all switch together. Each
+step waits for all replicas, for stragglers seconds only, and each replica takes its own look. A sleeping fleet is
+woken by an update: its weights' memory before the stage, the KV cache's after the commit. A paused fleet takes its
+looks once it is resumed.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
@@ -24,7 +24,7 @@ deadline, which counts for that replica only. Invariant: no replica is resumed o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -45,13 +45,13 @@ from agentloop.fleet.replica_steps import ReplicaSteps
 
 READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5
-_WAIT = "wait"  # for the one that is asked first
+_WAIT = "wait"  # for the replica that switches first
 
 Step = Callable[[ReplicaProgress], Awaitable[None]]
 
 
 class UpdateState(StrEnum):
-    """Progress of the update under way."""
+    """The states of an update."""
 
     IDLE = "idle"
     STAGING = "staging"
@@ -59,11 +59,11 @@ class UpdateState(StrEnum):
 
 
 class FleetUpdate:
-    """One update on its way, to `source`; of the memory that is asleep, `tags` wake.
+    """One update of these replicas to `source`, which also wakes the memory of `tags`.
 
-    Call `wake_weights`, `stage` and `switch` in this order, and `end` in every case. `stage` and `switch` raise
-    WeightUpdateFailed if they leave no replica to go on with; `stage` raises CheckpointUnreadable or InvalidRequest
-    if that is what every replica says.
+    Call `wake_weights`, `stage` and `switch` in this order, and `mark_over` in every case. `stage` and `switch`
+    raise WeightUpdateFailed if all replicas have failed; `stage` raises CheckpointUnreadable or InvalidRequest if
+    all have failed with that.
     """
 
     def __init__(
@@ -75,39 +75,39 @@ class FleetUpdate:
         source: UpdateSource,
         tags: frozenset[MemoryTag],
     ) -> None:
-        self.progress = [ReplicaProgress(replica) for replica in replicas]
+        self.replicas = [ReplicaProgress(replica) for replica in replicas]
         self._fleet = fleet
         self._steps = steps
         self._config = steps.config
         self._clock = clock
         self._source = source
         self._tags = tags
-        self._orders = StandingOrders()  # those that hold within the switch
-        self._served: Callable[[], asyncio.Task[None]]
-        self._asked: list[ReplicaProgress] = []  # in this order, to switch first
+        self._orders = StandingOrders()  # as they are during the switch
+        self._publish_once: Callable[[], asyncio.Task[None]]
+        self._in_turn: list[ReplicaProgress] = []  # in this order, to switch first
         self._state = UpdateState.STAGING
-        self._turn = asyncio.Lock()  # to be asked first
-        self._is_proved = False  # a replica has gone on under the version
+        self._turn = asyncio.Lock()  # to switch first
+        self._has_first_switched = False  # a replica has resumed under the version
         self._is_refused = False
 
     async def wake_weights(self, asleep: frozenset[MemoryTag]) -> None:
-        """Take back the memory to stage into, of a fleet that has given back `asleep`."""
+        """Wake the memory to stage into, in a fleet whose memory `asleep` is given back."""
 
         async def wake(one: ReplicaProgress) -> None:
             await self._steps.wake(one.replica, WEIGHTS)
 
         limits = StepLimits(self._config.wake_timeout_s, self._config.straggler_grace_s)
-        await on_all([one for one in self.progress if _may_sleep(one, asleep)], "wake", wake, limits)
+        await on_all([one for one in self.replicas if _may_sleep(one, asleep)], "wake", wake, limits)
 
     async def stage(self) -> None:
-        """Have the weights received and checked while decoding goes on.
+        """Receive and check the weights on all replicas, while decoding goes on.
 
-        A replica that fails is quarantined. Nothing has changed if it raises; a replica that failed by itself is
-        quarantined then too, so that the next update does not wait for it.
+        A replica that fails is quarantined. If all fail and this raises, only those at fault are: lost or silent
+        ones, for which the next update then does not wait.
         """
         started_at, config = self._clock.now(), self._config
         is_push = self._source.update.push is not None  # all receive it at once
-        updates = _addressed(self._source.update, [one.replica for one in self.progress])
+        updates = _addressed(self._source.update, [one.replica for one in self.replicas])
 
         async def stage(one: ReplicaProgress) -> None:
             one.staged = await self._steps.stage(one.replica, updates[one.replica.replica_id])
@@ -115,9 +115,9 @@ class FleetUpdate:
 
         share, slowness = (0.0, 0.0) if is_push else (_READ_SHARE, READ_SLOWNESS)
         limits = StepLimits(config.stage_timeout_s, config.straggler_grace_s, share, slowness)
-        await on_all(unfailed(self.progress), "stage", stage, limits)
-        failed = [one for one in self.progress if one.error is not None]
-        is_over = len(failed) == len(self.progress)
+        await on_all(unfailed(self.replicas), "stage", stage, limits)
+        failed = [one for one in self.replicas if one.error is not None]
+        is_over = len(failed) == len(self.replicas)
         for one in _culprits(failed) if is_over else failed:
             self._fleet.quarantine(one.replica, one.error or "")
         if not is_over:
@@ -127,98 +127,99 @@ class FleetUpdate:
                 raise kind(failures(failed), param="push" if is_push else "directory")
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 
-    async def switch(self, orders: StandingOrders, serve: Callable[[], Awaitable[None]]) -> None:
-        """Take all that have staged to the new version, each by itself after a first one, or all together.
+    async def switch(self, orders: StandingOrders, publish: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Switch all replicas that have staged: one first, then each by itself; or all together.
 
-        `serve` is awaited once, as soon as the first replica holds the version; no replica takes traffic before
-        that. Raises WeightsRefused or WeightUpdateFailed if no replica serves it: one that still holds its old
-        weights then only has to be resumed.
+        `publish` is awaited once, as soon as the first replica holds the version; no replica takes traffic before
+        that. Raises WeightsRefused or WeightUpdateFailed if no replica serves the version: replicas with their old
+        weights then only have to be resumed.
         """
         self._state, self._orders = UpdateState.SWITCHING, orders
         async with asyncio.TaskGroup() as group:
-            serving: list[asyncio.Task[None]] = []
+            publishing: list[asyncio.Task[None]] = []
 
-            def served() -> asyncio.Task[None]:
-                if not serving:
-                    serving.append(group.create_task(_awaited(serve()), name="serve the new version"))
-                return serving[0]
+            def publish_once() -> asyncio.Task[None]:
+                if not publishing:
+                    publishing.append(group.create_task(publish(), name="publish the new version"))
+                return publishing[0]
 
-            self._served = served
-            if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress):
-                for step in (self._begin, self._freeze, self._commit, self._end):  # each waits for all others
-                    await self._on_all(unfailed(self.progress), step)
+            self._publish_once = publish_once
+            if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
+                # Each step waits for all replicas.
+                for step in (self._begin_update, self._pause, self._commit, self._resume_and_admit):
+                    await self._on_all(unfailed(self.replicas), step)
             else:
-                # Of those in service the first to have staged.
-                self._asked = sorted(
-                    unfailed(self.progress),
+                # First the replicas in service, by the time of their stages.
+                self._in_turn = sorted(
+                    unfailed(self.replicas),
                     key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s),
                 )
-                await self._on_all(self._asked, self._alone)
-            is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.progress)
+                await self._on_all(self._in_turn, self._switch_in_turn)
+            is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.replicas)
             held = [
-                one for one in self.progress if one.committed and not isinstance(one.failure, WeightUpdateFailed)
+                one for one in self.replicas if one.committed and not isinstance(one.failure, WeightUpdateFailed)
             ]
             if held and not is_refused:
-                await served()  # also where no replica went on
-        if not serving:
-            raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.progress))
+                await publish_once()  # also if no replica has resumed
+        if not publishing:
+            raise (WeightsRefused if is_refused else WeightUpdateFailed)(failures(self.replicas))
 
-    def end(self) -> None:
+    def mark_over(self) -> None:
         self._state = UpdateState.IDLE
 
     @property
-    def status(self) -> UpdateProgress | None:
-        """Its progress; None once it is over."""
+    def progress(self) -> UpdateProgress | None:
+        """The progress of the update; None once it is over."""
         if self._state is UpdateState.IDLE:
             return None
-        awaited = _awaited_replicas([one.replica for one in self.progress])
+        awaited = _awaited_replicas([one.replica for one in self.replicas])
         num_receivers = sum(
             one.replica.registration.info.num_workers
-            for one in unfailed(self.progress)
+            for one in unfailed(self.replicas)
             if one.replica.replica_id in awaited
         )
-        failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.progress if one.error is not None)
+        failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.replicas if one.error is not None)
         return UpdateProgress(self._source.version, self._state, num_receivers, failed)
 
-    async def _alone(self, one: ReplicaProgress) -> None:
-        """Take all steps on one replica once another goes on. Where the first fails otherwise than by refusing the
-        weights, or takes a straggler's time, the next one is asked first."""
+    async def _switch_in_turn(self, one: ReplicaProgress) -> None:
+        """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a
+        straggler's time, the next one becomes the first; a refusal ends the update."""
         one.verb = _WAIT
         async with self._turn:
-            is_first = not self._is_proved
+            is_first = not self._has_first_switched
             if self._is_refused:
                 raise WeightsRefused("another replica was asked first, and refused them")
             if is_first:
                 patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
-                is_last = one is self._asked[-1]
+                is_last = one is self._in_turn[-1]
                 try:
-                    await within(self._config.switch_timeout_s if is_last else patience_s, self._switch(one))
+                    await within(self._config.switch_timeout_s if is_last else patience_s, self._switch_one(one))
                 except WeightsRefused:
                     self._is_refused = True
                     raise
-                self._is_proved = True
+                self._has_first_switched = True
         if not is_first:
-            await self._switch(one)
+            await self._switch_one(one)
         await self._admit(one)
 
-    async def _switch(self, one: ReplicaProgress) -> None:
-        for step in (self._begin, self._freeze, self._commit, self._go_on):
+    async def _switch_one(self, one: ReplicaProgress) -> None:
+        for step in (self._begin_update, self._pause, self._commit, self._wake_and_resume):
             await step(one)
 
-    async def _begin(self, one: ReplicaProgress) -> None:
+    async def _begin_update(self, one: ReplicaProgress) -> None:
         one.verb = "switch"
         if self._fleet.begin_update(one.replica) is None:
             raise EngineLost("it left the fleet during the update")
 
-    async def _freeze(self, one: ReplicaProgress) -> None:
+    async def _pause(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
-        await self._steps.freeze(one.replica, self._source.kv_policy)
+        await self._steps.pause_for_commit(one.replica, self._source.kv_policy)
 
     async def _commit(self, one: ReplicaProgress) -> None:
         one.verb = "commit"
         one.committed = await self._steps.commit(one.replica, self._source.version)
 
-    async def _go_on(self, one: ReplicaProgress) -> None:
+    async def _wake_and_resume(self, one: ReplicaProgress) -> None:
         if _may_sleep(one, self._orders.asleep):
             one.verb = "wake"
             await self._steps.wake(one.replica, self._tags)
@@ -228,15 +229,15 @@ class FleetUpdate:
             one.end_stall(self._clock.now() - one.look_s)
 
     async def _admit(self, one: ReplicaProgress) -> None:
-        await asyncio.shield(self._served())
+        await asyncio.shield(self._publish_once())
         if self._stays_asleep:
             self._fleet.fall_asleep(one.replica)
         else:
             self._fleet.admit(one.replica)
             one.end_stall(self._clock.now())
 
-    async def _end(self, one: ReplicaProgress) -> None:
-        await self._go_on(one)
+    async def _resume_and_admit(self, one: ReplicaProgress) -> None:
+        await self._wake_and_resume(one)
         await self._admit(one)
 
     @property
@@ -249,25 +250,27 @@ class FleetUpdate:
 
     def _failed(self, one: ReplicaProgress) -> None:
         one.end_stall(self._clock.now())
-        if one.verb == _WAIT:  # it serves what it served
+        if one.verb == _WAIT:  # it serves on
             return
         if isinstance(one.failure, WeightUpdateFailed):
             self._fleet.refuse(one.replica, one.error or "")
         elif one.verb == "commit":
             self._fleet.quarantine(one.replica, one.error or "")
-        else:  # its weights are known: it only has to go on
+        else:  # its weights are known: it only has to be resumed
             self._fleet.rejoin(one.replica, one.error or "")
 
 
 def _awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
-    """Return the ids of those that the sender of a push waits for: all but those in quarantine, which may hang,
-    unless there are no others."""
+    """Return the ids of the replicas that the sender of a push waits for.
+
+    These are all but the quarantined ones, which may hang; if all are quarantined, all.
+    """
     sound = {one.replica_id for one in replicas if one.state is not ReplicaState.QUARANTINED}
     return sound or {one.replica_id for one in replicas}
 
 
 def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
-    """Return what each replica is told of an update: of a push, for how many workers its sender waits."""
+    """Make the update that each replica stages: a push gets the number of workers that its sender waits for."""
     push = update.push
     if push is None:
         return {one.replica_id: update for one in replicas}
@@ -282,7 +285,7 @@ def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[
 
 
 def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
-    """Return those that failed by themselves, where all have failed: lost, or silent while others said why not."""
+    """Return the replicas at fault, where all have failed: the lost ones, and silent ones if others answered."""
     lost = [one for one in failed if isinstance(one.failure, EngineLost | ConnectionError)]
     silent = [one for one in failed if isinstance(one.failure, TimeoutError)]
     for own in (lost, [*lost, *silent]):
@@ -292,9 +295,5 @@ def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
 
 
 def _may_sleep(one: ReplicaProgress, asleep: frozenset[MemoryTag]) -> bool:
-    """Tell if it sleeps with the fleet, or may because it was not with the others."""
+    """Tell if a replica may be asleep: the fleet sleeps, or the replica is not in service."""
     return bool(asleep) or one.replica.state is not ReplicaState.READY
-
-
-async def _awaited(call: Awaitable[None]) -> None:
-    await call

@@ -176,13 +176,13 @@ class SimulatedEngine:
             self._lifecycle,
             self._spec.pace,
             on_progress,
-            look=live.sampled.since,
+            tokens_from=live.sampled.since,
             end=partial(self.abort, request.request_id),
         )
         try:
             with watch:
                 generation = await watch.in_time(live.done)
-                await self._lifecycle.until_proved()
+                await self._lifecycle.until_output_released()
                 return watch.finished(generation)
         finally:
             self._drop(live)
@@ -201,7 +201,7 @@ class SimulatedEngine:
                     if start and (wait_s := self._spec.stream_pace.wait_s(self._num_streams)):
                         await watch.in_time(asyncio.wait([live.done], timeout=wait_s))
                     await watch.in_time(has_progress.wait())
-                    await watch.in_time(self._lifecycle.until_proved())
+                    await watch.in_time(self._lifecycle.until_output_released())
                     has_progress.clear()
                     if len(live.sampled) > start:
                         delta = live.sampled.since(start)
@@ -223,13 +223,13 @@ class SimulatedEngine:
         lifecycle = self._lifecycle
         lifecycle.require_alive()
         if mode is not PauseMode.KEEP:
-            lifecycle.shut()
+            lifecycle.begin_drain()
             self._refresh()
         if mode is PauseMode.ABORT:
             for live in self._scheduler.all():
                 self._finish(live, FinishReason.ABORT)
         if mode is PauseMode.WAIT:
-            await lifecycle.drained()
+            await lifecycle.until_drained()
         async with lifecycle.control:
             lifecycle.paused(kv_policy)
             if kv_policy is KVPolicy.RECOMPUTE:
@@ -240,8 +240,8 @@ class SimulatedEngine:
         lifecycle, began_at = self._lifecycle, self._clock.now()
         async with lifecycle.control:
             lifecycle.check_resume()
-            is_looked_at = lifecycle.begin_look()
-            version = lifecycle.require_usable() if is_looked_at else None
+            needs_look = lifecycle.begin_look()
+            version = lifecycle.require_usable() if needs_look else None
             lifecycle.resumed()
             self._refresh()
             if version is not None:
@@ -260,9 +260,9 @@ class SimulatedEngine:
             self._refuse()
             raise
         else:
-            self._lifecycle.proved()
+            self._lifecycle.release_output()
         finally:
-            if not self._lifecycle.is_proved and self._lifecycle.is_serving:  # cut short too: it looks again
+            if self._lifecycle.is_output_held and self._lifecycle.is_serving:  # cut short too: it looks again
                 self._lifecycle.paused(KVPolicy.KEEP)
             self._refresh()
 
@@ -280,7 +280,7 @@ class SimulatedEngine:
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._weights.staged_version)
-            if not self._lifecycle.is_proved:
+            if self._lifecycle.is_output_held:
                 self._refuse()
             try:
                 with self._lifecycle.committing(version, is_forced=self._weights.is_forced):

@@ -280,7 +280,7 @@ async def test_adapters_sleep_and_wake(service: Service) -> None:
 async def test_a_process_that_listens_is_announced(service: Service) -> None:
     source = PushSource(("127.0.0.1:5000",), "t", (TensorInfo("w", "float32", (2,)),))
     async with client_of(service) as client:
-        assert (await client.announce(source, PushOptions(5))).version == 5
+        assert (await client.update_from(source, PushOptions(5))).version == 5
     assert service.coordinator.updates == [(WeightUpdate(5, push=source), None)]
 
 

@@ -124,10 +124,10 @@ def test_failed_calls_make_suspect_until_a_generation_proves_it_good():
     assert "3 calls" in fleet.get("a").error
     fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=5), 4.0)  # what callers got before it hung
     assert state(fleet) is ReplicaState.SUSPECT
-    (suspect,) = fleet.to_prove()
-    fleet.proved(suspect)
+    (suspect,) = fleet.to_probe()
+    fleet.probe_answered(suspect)
     assert fleet.placeable()
-    assert not fleet.to_prove()
+    assert not fleet.to_probe()
     assert fleet.get("a").error is None
     fleet.report_failure("nobody", 5.0)
 
@@ -138,7 +138,7 @@ def test_a_replica_on_probation_is_suspect_at_the_next_failure_unless_it_answers
         ready(fleet)
         for now in range(CONFIG.max_failures):
             fleet.report_failure("a", now)
-        fleet.proved(fleet.get("a"))
+        fleet.probe_answered(fleet.get("a"))
         if answers:
             fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=1), 4.0)
         fleet.report_failure("a", 5.0)
@@ -168,7 +168,7 @@ def test_neither_a_sleep_nor_an_update_is_a_proof():
     assert state(fleet) is ReplicaState.SUSPECT
     fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 9.0)
     assert not fleet.placeable()
-    fleet.proved(fleet.get("a"))
+    fleet.probe_answered(fleet.get("a"))
     assert fleet.placeable()
 
 
@@ -338,10 +338,10 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.report_failure(name, self.now)
 
     @rule(name=names)
-    def prove(self, name):
-        for replica in self.fleet.to_prove():
+    def probe(self, name):
+        for replica in self.fleet.to_probe():
             if replica.replica_id == name:
-                self.fleet.proved(replica)
+                self.fleet.probe_answered(replica)
 
     @rule(name=names, version=st.sampled_from([None, 0, 1, 2]))
     def update(self, name, version):
@@ -386,7 +386,7 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in self.fleet.placeable():
             assert replica.state is ReplicaState.READY
             assert replica.weight_version is not None
-            assert not replica.needs_proof
+            assert not replica.needs_probe
             assert replica.weight_version == self.fleet.weight_version
             assert replace(replica) == self.fleet.get(replica.replica_id)
 

@@ -111,7 +111,7 @@ def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
         num_attempts += 1
         equal = []
         try:
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 if bucket == stall_at:
                     say(stalled=True)
                     time.sleep(STALL_S)

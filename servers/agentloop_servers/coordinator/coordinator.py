@@ -73,7 +73,7 @@ class Coordinator:
         await self.rollouts.restore()
         self._background = [
             asyncio.create_task(self._watch(), name="coordinator-watch"),
-            asyncio.create_task(self._prove(), name="coordinator-prove"),
+            asyncio.create_task(self._probe_suspects(), name="coordinator-probe"),
         ]
 
     async def close(self) -> None:
@@ -155,11 +155,11 @@ class Coordinator:
         self._endpoints[rank] = url
         return dict(self._endpoints)
 
-    async def _prove(self) -> None:
-        """Prove replicas on a clock of its own: what `_watch` waits for does not hold it up."""
+    async def _probe_suspects(self) -> None:
+        """Probe replicas on a clock of its own: what `_watch` waits for does not hold it up."""
         while True:
             await self._clock.sleep(self._config.probe_interval_s)
-            await self.replicas.prove(self._probe)
+            await self.replicas.probe_suspects(self._probe)
 
     async def _watch(self) -> None:
         interval_s = self._config.heartbeat_interval_s
@@ -171,10 +171,10 @@ class Coordinator:
             watched_at = now
             if was_stalled:
                 continue  # by our own doing: handle the heartbeats that it held up before judging anyone
-            self.replicas.look(now)
+            self.replicas.tick(now)
             self.rollouts.look(now)
             self.rollouts.begin_trim(now)
-            await self.replicas.sync.settle()
+            await self.replicas.sync.resolve_interrupted_update()
             try:
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()

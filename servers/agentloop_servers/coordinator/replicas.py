@@ -1,8 +1,8 @@
 """Replicas: the coordinator's side towards replicas and operators, and places on replicas.
 
-Ownership: the Fleet (who serves), the Balancer (who runs where), the ReplicaSync (updates and orders), the
-LateReplicas and the Starts (who may take memory). It notifies `changed` whenever places may have become free or
-taken.
+Ownership: the Fleet (states of replicas), the Balancer (places), the ReplicaSync (updates and orders), the
+LateReplicas and the Starts (permissions to take memory). It notifies `changed` whenever places may have become
+free or taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.host import software_of_process
 
 Probe = Callable[[str], Awaitable[None]]
-"""Have the replica at a URL sample a token. Raises what keeps it from that."""
+"""A function that samples one token on the replica at a URL. Raises the error if that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CoordinatorConfig:
     """The bounds and deadlines of the control plane. All finite."""
 
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
-    initial_weights: WeightUpdate | None = None  # what engines load at their start, under the version they say
+    initial_weights: WeightUpdate | None = None  # that engines load at their start, under their own version
     max_queued_trajectories: int = 100_000
     max_queued_bytes: int = 1 << 30  # of unfinished tasks, images too
     max_attempts: int = 3  # of one trajectory, over lost workers
@@ -83,7 +83,7 @@ class CoordinatorConfig:
 
 
 class Replicas:
-    """A ReplicaPort and a FleetPort. Construct, then call `look` now and then, and in the end close `late`."""
+    """A ReplicaPort and a FleetPort. Call `tick` at every heartbeat interval, and close `late` at the end."""
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class Replicas:
         self.starts = Starts()
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
-        # Versions that updates under way are to bring; a refused one is here for a moment.
+        # Versions of updates under way, for a moment also of refused ones.
         self._coming: list[int] = []
-        self._epoch_version: int | None = None  # that the last update brought
+        self._epoch_version: int | None = None  # that the balancer was told last
 
     @property
     def is_ready(self) -> bool:
-        """Tell if a replica takes traffic."""
+        """True if a replica takes traffic."""
         return bool(self.fleet.placeable())
 
     @property
@@ -134,7 +134,7 @@ class Replicas:
 
     @property
     def versions(self) -> FleetVersions:
-        """The version that the fleet serves, and the one that it is being brought to."""
+        """The version that the fleet serves, and that of the update under way."""
         return FleetVersions(self.fleet.weight_version, max(self._coming, default=None))
 
     # --- coming and going ---
@@ -168,8 +168,8 @@ class Replicas:
         if self.fleet.deregister(replica_id):
             self._forget(replica_id, reason or "it left")
 
-    def look(self, now: float) -> None:
-        """Count the silence, and end direct leases that nobody gave back."""
+    def tick(self, now: float) -> None:
+        """Forget silent replicas and starts, end direct leases that have expired, and adjust the balancer."""
         for replica_id in self.fleet.expire(now):
             self._forget(replica_id, "it fell silent")
         self.starts.expire(now)
@@ -178,7 +178,7 @@ class Replicas:
         self._fleet_changed()
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
-        """The fleet as a table."""
+        """Return one row for each replica."""
         now = self._clock.now()
         uses = {replica.replica_id: self.balancer.kv_use(replica.replica_id) for replica in self.fleet.replicas}
         return tuple(
@@ -209,19 +209,19 @@ class Replicas:
         )
 
     def lost(self) -> tuple[LostReplica, ...]:
-        """The replicas that left last, oldest first."""
+        """Return the replicas that left last, oldest first."""
         now = self._clock.now()
         return tuple(LostReplica(replica_id, reason, now - lost_at) for replica_id, reason, lost_at in self._lost)
 
-    async def prove(self, probe: Probe) -> None:
-        """Ask a generation of every replica whose calls failed; one that answers takes traffic again."""
+    async def probe_suspects(self, probe: Probe) -> None:
+        """Probe every replica that is SUSPECT by failed calls; one that answers takes traffic again."""
         if self.sync.desired.orders.is_paused or self.sync.desired.orders.asleep:
-            return  # nobody samples now
+            return  # no engine samples now
         async with asyncio.TaskGroup() as group:
-            for replica in self.fleet.to_prove():
-                group.create_task(self._prove(replica, probe), name=f"prove {replica.replica_id}")
+            for replica in self.fleet.to_probe():
+                group.create_task(self._probe_one(replica, probe), name=f"probe {replica.replica_id}")
 
-    async def _prove(self, replica: ReplicaRecord, probe: Probe) -> None:
+    async def _probe_one(self, replica: ReplicaRecord, probe: Probe) -> None:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 await probe(replica.url)
@@ -230,21 +230,21 @@ class Replicas:
         except Exception as error:  # it fails as its calls did
             self._log.info("replica_not_proved", replica=replica.replica_id, error=repr(error))
         else:
-            self.fleet.proved(replica)
+            self.fleet.probe_answered(replica)
             self._log.info("replica_proved", replica=replica.replica_id)
             self._fleet_changed()
 
     # --- places ---
 
     def report_failure(self, lease: Lease) -> None:
-        """Count a call under this lease that got no answer. One that has ended, as a lost worker's, counts not."""
+        """Count a call under this lease that got no answer, unless the lease has ended."""
         replica, callers = self.fleet.get(lease.replica_id), self.balancer.callers(lease)
         if replica is not None and replica.url == lease.url and callers:
             is_shared = len(callers) > 1
             self.fleet.report_failure(lease.replica_id, self._clock.now(), callers[0], is_shared=is_shared)
 
     def end_lease(self, holder_id: str, num_tokens: int | None = None) -> None:
-        """Release what a holder has, if it has a lease."""
+        """Release a holder's lease, if it has one."""
         lease = self.balancer.lease_of(holder_id)
         if lease is not None:
             self.balancer.release(lease, num_tokens, self._clock.now())
@@ -279,9 +279,9 @@ class Replicas:
 
     @to_its_end
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Also waits for replicas that were taking memory: they are put to sleep as soon as they have joined.
+        """Put the fleet to sleep, and also the replicas that are starting, as soon as they have joined.
 
-        Raises EngineLost naming those that have not by the deadline; they follow when they do.
+        Raises EngineLost naming those that have not joined by the deadline; they follow later.
         """
         await self.sync.sleep(level, reason)
         starting = set(self.starts.under_way)
@@ -301,7 +301,7 @@ class Replicas:
 
     @contextmanager
     def _update_under_way(self, version: int) -> Iterator[None]:
-        """While this lasts, nothing is begun that the update would make too stale; then it goes out at once."""
+        """During the block, begin no work that the update would make too stale; after it, that goes out at once."""
         self._coming.append(version)
         try:
             yield
@@ -330,7 +330,7 @@ class Replicas:
         self._fleet_changed()
 
     def _fleet_changed(self) -> None:
-        """Wake who waits for a place, and see to the replicas that are behind."""
+        """Wake requests that wait for a place, and start late replicas."""
         self._changed.notify()
         if self.is_ready:
             self.waiting.fleet_changed()

@@ -1,8 +1,8 @@
-"""The data plane's client: an engine behind its replica's private HTTP port, for tokens and control again.
+"""The data plane's client: an engine behind its replica's private HTTP port, for tokens and control.
 
-A call through a Serve handle costs ten times as much, so tokens and weight-update verbs both come this way. The
-engine is asked for its final output unless a caller streams. Every pause, resume, stage, commit, sleep and wake
-carries a fencing token: one that arrives late, or twice, is refused over there (`FencingGuard`).
+A call through a Serve handle costs ten times as much, so tokens and weight-update calls both come this way. The
+engine sends its final output only, unless a caller streams. Every pause, resume, stage, commit, sleep and wake
+carries a fencing token: the replica refuses one that arrives late, or twice (`FencingGuard`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 600.0
 ORDER_TIMEOUT_S = 7200.0
-"""The most that an order takes; its caller has a shorter deadline for each step (`fleet/weight_update.py`)."""
+"""The deadline of an order; its caller has a shorter one for each step (`fleet/replica_steps.py`)."""
 PROBE_TIMEOUT_S = 10.0
-GRACE_S = 10.0  # beyond a request's own timeout, in which the replica reports it itself
-SILENCE_S = 15.0  # several reports that did not come: the replica, its host or the way there is gone
+GRACE_S = 10.0  # beyond a request's own timeout, which the replica reports itself
+SILENCE_S = 15.0  # several reports are missing: the replica, its host or the network is gone
 
 
 class RemoteEngine:
-    """An engine behind a DataPlaneServer: a TokenEngine and an EngineControl.
+    """An engine behind a DataPlaneServer, as a TokenEngine and an EngineControl.
 
-    Properties show the state at the last control answer.
+    Its properties are those of the last control answer.
     """
 
     def __init__(self, url: str, http: PrivateHttp, commands: NumberedCommands) -> None:
@@ -69,7 +69,7 @@ class RemoteEngine:
 
     @property
     def state(self) -> EngineState:
-        """Raises InvariantBroken before the first control call."""
+        """The engine's state at the last control answer. Raises InvariantBroken before the first."""
         if self._state is None:
             raise InvariantBroken(f"the state of {self.url} was never asked for")
         return self._state
@@ -98,17 +98,17 @@ class RemoteEngine:
         return self.state.load
 
     async def start(self) -> None:
-        """Learn the engine's state; it was started by its replica."""
+        """Read the engine's state; its replica has started it."""
         await self._control("/state", ControlAnswer[None])
 
     async def close(self) -> None:
-        """Nothing to free: the session belongs to EngineClients, the engine to its replica."""
+        """Do nothing: the session belongs to EngineClients, the engine to its replica."""
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         return await self._control("/image_tokens", ControlAnswer[tuple[ImageTokens, ...]], tuple(images))
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """As the port says; raises EngineLost for a replica that falls silent."""
+        """See `TokenEngine.generate`. Raises EngineLost for a replica that falls silent."""
         async with self._http.open("POST", self.url + "/generate", encode(request), silence_s=SILENCE_S) as answer:
             if answer.content_type != FRAMES:
                 return decode(await answer.read(), Generation)
@@ -121,7 +121,7 @@ class RemoteEngine:
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
-        """As the port says; raises EngineLost for a replica that falls silent."""
+        """See `TokenEngine.stream`. Raises EngineLost for a replica that falls silent."""
         async with (
             self._http.open("POST", self.url + "/stream", encode(request), silence_s=SILENCE_S) as answer,
             aclosing(self._pieces(answer, request, on_progress)) as pieces,
@@ -132,7 +132,7 @@ class RemoteEngine:
     async def _pieces(
         self, answer: aiohttp.ClientResponse, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Read a request's frames; its caller hears the reports. Raises DeadlineExceeded if the replica is late."""
+        """Read a request's frames, and pass reports to `on_progress`. Raises DeadlineExceeded if one is late."""
         loop = asyncio.get_running_loop()
         late_at = loop.time() + request.timeout_s + GRACE_S
         async with aclosing(self._frames(answer)) as pieces:
@@ -173,7 +173,7 @@ class RemoteEngine:
         await self._control("/health", ControlAnswer[None])
 
     async def _order(self, path: str, kind: type[ControlAnswer[T]], value: object = None) -> T:
-        """Make a control call that is refused if a newer one was there before it."""
+        """Make a control call that the replica refuses if a newer one has arrived before."""
         try:
             return await self._control(path, kind, value, self._commands.next_headers(), ORDER_TIMEOUT_S)
         except Fenced:
@@ -215,7 +215,7 @@ class RemoteEngine:
 
 
 class EngineClients:
-    """The remote engines of one process, one a URL, over one connection pool, and the numbers of its orders."""
+    """The remote engines of one process by URL, over one connection pool, with the numbers of its orders."""
 
     def __init__(
         self, secret: str, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
@@ -226,18 +226,18 @@ class EngineClients:
         self._engines: dict[str, RemoteEngine] = {}
 
     def connect(self, url: str) -> RemoteEngine:
-        """The engine at `url`; nothing is sent yet."""
+        """Return the engine at `url`, without sending anything yet."""
         engine = self._engines.get(url)
         if engine is None:
             engine = self._engines[url] = RemoteEngine(url, self._http, self._commands)
         return engine
 
     async def probe(self, url: str) -> None:
-        """Have the engine at `url` sample one token. Raises what keeps it from that."""
+        """Sample one token on the engine at `url`. Raises the error if that fails."""
         name, sampling = f"{PROBE_ID}{uuid.uuid4().hex}", SamplingParams(max_tokens=1)
         await self.connect(url).generate(GenerateRequest(name, (0,), sampling, PROBE_TIMEOUT_S))
 
     async def close(self) -> None:
-        """Close the pool. Idempotent."""
+        """Close the connection pool. Idempotent."""
         self._engines.clear()
         await self._http.close()

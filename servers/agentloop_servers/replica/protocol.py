@@ -1,7 +1,7 @@
 """The wire of an engine's private port: control bodies and answers, stream frames.
 
 Bodies are MessagePack (`agentloop.codec`), never pickle. A stream is frames of a kind, a length and a body. While a
-request is under way, a Progress comes every few seconds whatever it does: silence says that the replica is gone.
+request is under way, a Progress comes every few seconds: silence means that the replica is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FRAME_KINDS: dict[int, type] = {
 }
 ERROR_FRAME = 255
 PROBE_ID = "probe-"
-"""The beginning of the ids of the coordinator's own requests: what it samples is nobody's turn."""
+"""The beginning of the ids of the coordinator's own requests, whose tokens belong to no turn."""
 
 _KIND_OF = {kind: number for number, kind in FRAME_KINDS.items()}
 
@@ -44,7 +44,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer(Generic[T]):
-    """The answer to a control call: what it returned, and the engine's state after it."""
+    """The answer to a control call: its result, and the engine's state after it."""
 
     value: T
     state: EngineState
@@ -57,11 +57,11 @@ class PauseOrder:
 
 
 def frame(piece: Delta | Generation | Progress) -> bytes:
-    """One piece of a stream."""
+    """Encode one piece of a stream."""
     body = encode(piece)
     return FRAME.pack(_KIND_OF[type(piece)], len(body)) + body
 
 
 def error_frame(body: bytes) -> bytes:
-    """The end of a stream that failed."""
+    """Encode the error that ends a stream."""
     return FRAME.pack(ERROR_FRAME, len(body)) + body

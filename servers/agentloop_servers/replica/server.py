@@ -3,8 +3,8 @@
 Control orders are numbered, and late ones are refused (`FencingGuard`). A client that hangs up aborts its request
 in the engine.
 
-A `Replica` asks the coordinator before it takes memory, registers, and heartbeats; a coordinator that does not know
-it (a restart) hears its introduction again. Pauses, updates and leases are the coordinator's decisions. One is the
+A `Replica` asks the coordinator before it takes memory, registers, and heartbeats; with a coordinator that does not
+know it (a restart) it registers again. Pauses, updates and leases are the coordinator's decisions. One is the
 replica's own: an engine that has requests and takes no step for `stall_timeout_s`, neither paused nor asleep, hangs
 (`StallWatch`). Its requests then fail as lost, the replica leaves the fleet, and its health check fails, so that
 Serve starts another process.
@@ -47,14 +47,14 @@ from agentloop_servers.replica.protocol import (
     frame,
 )
 
-LOAD_AGE_S = 0.05  # of the load that an answer tells
+LOAD_AGE_S = 0.05  # of the load in an answer
 
 WORKER_PATHS = frozenset({"/generate", "/stream", "/abort", "/image_tokens"})
 
 
 @dataclass(frozen=True, slots=True)
 class _ControlCall:
-    """A call of the engine's control: its body, and what it is counted with if it is an order."""
+    """A route of the engine's control: its function, its body's type, and its fencing if it is an order."""
 
     ask: Callable[..., Awaitable[object]]
     body: Any = None  # the type; None: there is none
@@ -63,34 +63,34 @@ class _ControlCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """Bounds of a replica."""
+    """The deadlines and bounds of a replica, and its kind."""
 
     heartbeat_interval_s: float = 1.0
     stall_timeout_s: float = 60.0  # without a step while requests run
     first_step_timeout_s: float = 300.0  # the same before the engine's first step: it may compile
-    max_pause_s: float = 600.0  # of a pause; then new requests are refused, and no longer held
+    max_pause_s: float = 600.0  # of a pause; after that new requests are refused, not held
     entry: str = ""  # the name of its kind of replicas
-    withheld: frozenset[Feature] = frozenset()  # what its engine can do and is not used for
+    withheld: frozenset[Feature] = frozenset()  # abilities of its engine that are not used
 
 
 class StallWatch:
-    """The time that an engine with requests has taken no step. Plain and synchronous; time is passed in."""
+    """The watch for an engine that has requests and takes no step. Synchronous; time is passed in."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
         self._num_steps = 0
         self._moved_at: float | None = None
-        self._looked_at: float | None = None
+        self._observed_at: float | None = None
 
-    def look(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
+    def observe(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
         """Return the seconds without a step if they are too many, else None. Call it every `heartbeat_interval_s`.
 
-        A look that comes late says that this process itself stood still: the time is counted anew.
+        A late call means that this process itself stood still: the time is counted anew.
         """
         was_still = (
-            self._looked_at is not None and now - self._looked_at > 3 * self._config.heartbeat_interval_s + 1
+            self._observed_at is not None and now - self._observed_at > 3 * self._config.heartbeat_interval_s + 1
         )
-        self._looked_at = now
+        self._observed_at = now
         is_idle = is_frozen or load.num_running + load.num_waiting == 0
         if self._moved_at is None or is_idle or was_still or load.num_steps != self._num_steps:
             self._moved_at, self._num_steps = now, load.num_steps
@@ -101,7 +101,7 @@ class StallWatch:
 
 
 class DataPlaneServer(PrivateServer):
-    """Serves one engine on 127.0.0.1 (or the given host). `url` is known after `start`."""
+    """The HTTP server of one engine, on 127.0.0.1 or the given host. `url` is known after `start`."""
 
     num_answered: int  # generations that callers got
     refuses_paused: bool  # the engine is paused for so long that new requests are refused
@@ -177,7 +177,7 @@ class DataPlaneServer(PrivateServer):
         return replace(generation, replica_id=self._replica_id, engine=self._engine.info.name, load=load)
 
     def _recent_load(self) -> Load:
-        """Return the engine's load, which it counts over all of its requests, of this moment or shortly before."""
+        """Return the engine's load, at most `LOAD_AGE_S` old: it is counted over all requests."""
         now, engine = asyncio.get_running_loop().time(), self._engine
         is_old = self._load_at is None or now - self._load_at > LOAD_AGE_S
         if is_old or self._load.weight_version != engine.weight_version:
@@ -211,7 +211,7 @@ class DataPlaneServer(PrivateServer):
 
 
 class _FrameAnswer:
-    """An answer of frames, which begins with the first of them. Leave its context when the request has ended."""
+    """An answer in frames, which begins with its first frame. Leave its context when the request has ended."""
 
     def __init__(self, request: web.Request) -> None:
         self.is_begun = False
@@ -231,7 +231,7 @@ class _FrameAnswer:
             await asyncio.wait([self._telling])
 
     def tell(self, progress: Progress) -> None:
-        """Write a report soon; one without tokens only if no other waits to be written."""
+        """Write a report in the background. One without tokens is dropped if another still waits."""
         if self._told and not progress.tokens.token_ids:
             return
         self.is_begun = True
@@ -240,7 +240,7 @@ class _FrameAnswer:
             self._telling = asyncio.create_task(self._write_told(), name="progress")
 
     async def write(self, data: bytes) -> None:
-        """Write frames."""
+        """Write encoded frames."""
         self.is_begun = True
         async with self._writing:
             if not self._stream.prepared:
@@ -248,7 +248,7 @@ class _FrameAnswer:
             await self._stream.write(data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
-        """Write the last frames, after all that was told."""
+        """Write the last frames, after all reports."""
         if self._telling is not None:
             await asyncio.wait([self._telling])
         await self.write(data)
@@ -263,11 +263,11 @@ class _FrameAnswer:
 
 
 async def _nothing() -> None:
-    """Ask nothing of the engine: the answer says its state."""
+    """Do nothing: the answer has the engine's state."""
 
 
 class Replica:
-    """Owns an engine from start to close."""
+    """The owner of one engine, from its start to its end, and its member in the fleet."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class Replica:
         config: ReplicaConfig = ReplicaConfig(),
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """The engine is started within `starting()`, which bounds it."""
+        """The engine starts within the context `starting()`, which bounds it."""
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
@@ -298,8 +298,8 @@ class Replica:
         return self._server.url
 
     async def start(self) -> None:
-        """Wait until it may take memory, load the engine, open the port, join the fleet. Raises InvalidRequest if
-        its software is not the service's."""
+        """Wait for the permission to take memory, load the engine, open the port, and join the fleet. Raises
+        InvalidRequest if the replica's software is not the service's."""
         while True:
             if await self._may_start():
                 break
@@ -319,7 +319,7 @@ class Replica:
         self._log.info("replica_started", url=self.url, version=self._engine.weight_version)
 
     async def check_health(self) -> None:
-        """Raises EngineLost if the engine is dead or hangs, or the heartbeat is dead; Serve then restarts this."""
+        """Raise EngineLost if the engine is dead or hangs, or a task has ended; Serve then restarts the process."""
         if self._hung is not None:
             raise EngineLost(self._hung)
         await self._engine.check_health()
@@ -349,7 +349,7 @@ class Replica:
             return False
 
     async def _keep_asking(self) -> None:
-        """Tell the coordinator that this one still loads."""
+        """Repeat the question to the coordinator while the engine loads."""
         while True:
             await asyncio.sleep(self._config.heartbeat_interval_s)
             await self._may_start()
@@ -367,7 +367,7 @@ class Replica:
             await asyncio.sleep(self._config.heartbeat_interval_s)
 
     async def _leave(self, reason: str) -> None:
-        """Say goodbye; missing heartbeats say it too."""
+        """Deregister; if that fails, the coordinator notices the missing heartbeats."""
         try:
             await asyncio.wait_for(self._coordinator.deregister(self.replica_id, reason), timeout=2.0)
         except (AgentLoopError, TimeoutError) as error:
@@ -392,7 +392,7 @@ class Replica:
     # --- the watch ---
 
     async def _watch(self) -> None:
-        """Look for an engine that hangs, and for a pause that nobody ends."""
+        """Watch for an engine that hangs, and for a pause that lasts too long."""
         loop, engine, config = asyncio.get_running_loop(), self._engine, self._config
         stall, paused_at = StallWatch(config), None
         while self._hung is None:
@@ -400,7 +400,7 @@ class Replica:
             now, is_frozen = loop.time(), engine.is_paused or bool(engine.asleep)
             paused_at = (now if paused_at is None else paused_at) if is_frozen else None
             self._server.refuses_paused = paused_at is not None and now - paused_at >= config.max_pause_s
-            stalled_s = stall.look(engine.load(), now, is_frozen=is_frozen)
+            stalled_s = stall.observe(engine.load(), now, is_frozen=is_frozen)
             if stalled_s is not None:
                 await self._end_hung(stalled_s)
         await asyncio.Event().wait()  # until it is closed: an ended watch is a failure of its own

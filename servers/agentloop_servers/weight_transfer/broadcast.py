@@ -28,8 +28,8 @@ NUM_BUFFERS = 2
 class Outgoing:
     """One tensor to send. `load` returns the whole tensor, on any device and in any dtype; the sender casts.
 
-    Every attempt calls the loads of all items exactly once, in order, even one that has failed meanwhile: where a
-    load is a collective of the trainer's ranks, the others wait in it.
+    Every attempt calls all loads exactly once, in order, also after a failure: a load may be a collective of the
+    trainer's ranks, in which the others wait.
     """
 
     info: TensorInfo
@@ -38,14 +38,14 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class SentBuckets:
-    """One checksum a bucket, of what was packed, and the time from the first byte to the last."""
+    """The result of an attempt: one checksum a bucket, and the time from the first byte to the last."""
 
     checksums: list[int]
     transfer_ms: float
 
 
 class PackBuffers:
-    """The sender's two buffers. They are kept while size and workers stay the same."""
+    """The sender's two pack buffers, kept while size and workers stay the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,10 +53,7 @@ class PackBuffers:
         self._memories: list[DeviceMemory] = []
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return both for an attempt with the workers of these connections.
-
-        Raises WeightUpdateFailed if there is no room.
-        """
+        """Return both buffers for the workers of these connections. Raises WeightUpdateFailed without room."""
         if self._device.type == "cpu":
             return self._host.get(num_bytes, connections)
         if any(memory.tensor.numel() != num_bytes for memory in self._memories):
@@ -66,7 +63,7 @@ class PackBuffers:
         return tuple(Buffer(memory.tensor, memory.handle()) for memory in self._memories)
 
     def free(self) -> None:
-        """Give the memory back; no transport uses it. Idempotent."""
+        """Free the memory, which no transport uses any more. Idempotent."""
         self._host.free()
         while self._memories:
             self._memories.pop().free()
@@ -80,11 +77,10 @@ def send_buckets(
     check: Callable[[], None],
     give_up: Callable[[Exception], None],
 ) -> SentBuckets:
-    """Pack everything, and send it to the `peers` of each transport.
+    """Pack all tensors into buckets, and send them to the `peers` of each transport.
 
-    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a load that is not what was offered,
-    or what a load raises. `give_up` is called as soon as that is known, and only then are the remaining loads
-    called.
+    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a tensor of another shape than
+    offered, or a load's error. `give_up` is called first then, and the remaining loads after it.
     """
     loads = iter(items)
     sums: list[torch.Tensor] = []
@@ -114,7 +110,7 @@ def send_buckets(
 
 
 def _load_rest(loads: Iterator[Outgoing]) -> None:
-    """Take part in the collectives that are left; the result is not used, and the first error was reported."""
+    """Call the remaining loads, which may be collectives; results and errors are dropped."""
     for item in loads:
         with contextlib.suppress(Exception):
             item.load()

@@ -1,4 +1,4 @@
-"""The content of a folder of safetensors files, read from the headers alone (no torch), and its fit to a model.
+"""The content of a folder of safetensors files, read from the headers (no torch), and its fit to a model.
 
 The format: eight bytes little-endian header length, a JSON header (name -> dtype, shape, byte offsets), then the
 bytes of all tensors without a hole. Every rule is checked, so a truncated or half-written file is found here and
@@ -41,7 +41,7 @@ EXPONENTS = {
     "F8_E4M3": np.uint8(0x7F),  # it has no infinities, and one NaN of either sign
     "F8_E5M2": np.uint8(0x7C),
 }
-"""The bits that are all set in values that are no finite number, and in no others."""
+"""The bits that are all set in values that are not finite, and in no others."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo
 
 
 def has_tied_embeddings(directory: str) -> bool:
-    """Return True if the folder's `config.json` ties the output head to the input embeddings."""
+    """Tell if the folder's `config.json` ties the output head to the input embeddings."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -111,7 +111,7 @@ def has_tied_embeddings(directory: str) -> bool:
 
 
 def read_through(checkpoint: CheckpointInfo) -> None:
-    """Read every byte once: the commit then reads from the page cache. Blocks.
+    """Read every byte once, so that the commit reads from the page cache. Blocks.
 
     Raises CheckpointUnreadable for unreadable blocks, and for values that are NaN or infinite.
     """
@@ -130,20 +130,20 @@ def read_through(checkpoint: CheckpointInfo) -> None:
 
 
 def not_finite(name: str) -> str:
-    """Return the sentence on a tensor that no model may have."""
+    """Return the error text for a tensor with NaN or infinite values."""
     return f"tensor {name} has values that are not finite numbers (NaN or infinite)"
 
 
 class ServedForm:
-    """The names and shapes of the served model, against which every update is checked."""
+    """The tensors of the served model by name and shape, against which every update is checked."""
 
     def __init__(self, model: str, *, is_dummy: bool) -> None:
-        """Raises CheckpointUnreadable. A dummy-loaded model's folder may be without weights: then the first
-        commit defines the form."""
+        """Read the folder `model`. Raises CheckpointUnreadable. For dummy weights without files, the first commit
+        defines the form."""
         self._is_tied = has_tied_embeddings(model)
         has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
         self._served = inspect_checkpoint(model).tensors if has_weights else None
-        self._offered: Mapping[str, TensorInfo] | None = None  # what was checked last
+        self._offered: Mapping[str, TensorInfo] | None = None  # as checked last
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -151,21 +151,21 @@ class ServedForm:
         return tuple(self._served.values()) if self._served is not None else ()
 
     def check_directory(self, directory: str) -> tuple[TensorInfo, ...]:
-        """Check and read a folder through; blocks. Raises CheckpointUnreadable."""
+        """Check a folder and read all of it. Blocks. Raises CheckpointUnreadable."""
         checkpoint = inspect_checkpoint(directory)
         self._check(checkpoint.tensors)
         read_through(checkpoint)
         return tuple(checkpoint.tensors.values())
 
     def check_push(self, tensors: Sequence[TensorInfo]) -> None:
-        """Check what a push announces. Raises CheckpointUnreadable."""
+        """Check the tensors of a push. Raises CheckpointUnreadable."""
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) < len(tensors):
             raise CheckpointUnreadable("the push names a tensor twice", param="push")
         self._check(by_name)
 
     def confirm(self) -> None:
-        """Note that what was checked last is served now."""
+        """Record that the update that was checked last is served now."""
         self._served = self._served or self._offered
 
     def _check(self, offered: Mapping[str, TensorInfo]) -> None:
@@ -187,7 +187,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
-    """Return the bytes of all tensors; raise unless they are floats and lie end to end."""
+    """Return the bytes of all tensors. Raises CheckpointUnreadable unless they are floats and lie end to end."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in DTYPES:
@@ -201,7 +201,7 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
 
 
 def _are_finite(file: RawIOBase, num_bytes: int, exponent: Any) -> Iterator[bool]:
-    """Read the next `num_bytes` of a file in pieces; yield for each piece if all its values are finite."""
+    """Read the next `num_bytes` of a file in pieces. Yields for each piece if all its values are finite."""
     chunk: Any = np.empty(READ_CHUNK_BYTES, dtype=np.uint8)
     while num_bytes > 0:
         num_read = 0

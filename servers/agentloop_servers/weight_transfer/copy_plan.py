@@ -9,7 +9,7 @@ doing it. The model is as it was afterwards, also when the trace is refused.
 A plan is exact or it is refused: every element of every parameter is written by one copy or one fill, and every
 copy takes a strided view of one checkpoint tensor, with at most a float cast. What a layer derives from its weights
 after loading (packed, quantised or shuffled weights) is outside any plan: models with such layers are refused.
-What only values can show, such as rows in another order, `prove` finds.
+Errors that only values can show, such as rows in another order, are found by `check_plan`.
 
 A plan describes one model object: layers that are replaced later, or experts that are rebalanced, need a new one.
 """
@@ -42,7 +42,7 @@ MAX_REASON_CHARS = 120
 
 
 class PlanRefused(Exception):
-    """The model's loading cannot be written as plain copies, or a parameter does not hold what it should."""
+    """A model whose loading is no list of plain copies, or a parameter that differs from its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`parameter[into] <- tensor[out_of]`; both regions have the same size."""
+    """One copy of a plan: `parameter[into] <- tensor[out_of]`, two regions of the same size."""
 
     parameter: str
     into: Region
@@ -70,7 +70,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """`parameter[into] <- value`: padding."""
+    """One fill of a plan, for padding: `parameter[into] <- value`."""
 
     parameter: str
     into: Region
@@ -79,14 +79,17 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies in the order of the checkpoint's tensors. Parameters with several names have the first one."""
+    """A model's loading as copies, in the order of the checkpoint's tensors, and fills.
+
+    A parameter with several names goes by the first one.
+    """
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the traced checkpoint's tensors
     by_tensor: Mapping[str, tuple[Copy, ...]] = field(
         init=False
-    )  # also those that nothing takes: a tied head, others' experts
+    )  # also tensors without a copy: a tied head, another rank's experts
 
     def __post_init__(self) -> None:
         copies: dict[str, list[Copy]] = {name: [] for name in self.shapes}
@@ -97,19 +100,19 @@ class CopyPlan:
 
 
 def target(copy: Copy | Fill, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """View the part of the parameter that is written."""
+    """Return the view of the parameter that a copy or fill writes."""
     return _view(parameters[copy.parameter], copy.into)
 
 
 def source(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
-    """View the part of the whole checkpoint tensor that is read. Raises ValueError unless it is contiguous."""
+    """Return the view of the checkpoint tensor that a copy reads. Raises ValueError unless it is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"tensor {copy.tensor} is not contiguous")
     return _view(tensor, copy.out_of)
 
 
 def apply(plan: CopyPlan, name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Copy one whole checkpoint tensor to where it belongs; no-op if it belongs nowhere.
+    """Copy one checkpoint tensor to all its places in the parameters; no-op if it has none.
 
     Raises ValueError for another shape than the plan's. On CUDA the copies are only enqueued.
     """
@@ -121,16 +124,16 @@ def apply(plan: CopyPlan, name: str, tensor: torch.Tensor, parameters: Mapping[s
 
 
 def apply_fills(plan: CopyPlan, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Write the padding; once is enough, since no copy touches it."""
+    """Write the padding. Once is enough: no copy writes there."""
     with torch.no_grad():
         for fill in plan.fills:
             target(fill, parameters).fill_(fill.value)
 
 
 def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
-    """Record what `model.load_weights` does with a checkpoint of these tensors. Raises PlanRefused.
+    """Make the plan of `model.load_weights` for a checkpoint of these tensors. Raises PlanRefused.
 
-    The model must be loaded, its layers as they serve, and no other thread may use it meanwhile.
+    The model must be loaded and ready to serve, and no other thread may use it meanwhile.
     """
     _check_layers(model)
     targets = _Targets(model)
@@ -159,10 +162,10 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
     return CopyPlan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
 
 
-def prove(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
-    """Compare three spots of every copy's target with the checkpoint, bit for bit; returns the number of copies.
+def check_plan(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
+    """Compare three spots of every copy's target with the checkpoint, bit for bit. Returns the number of copies.
 
-    Raises PlanRefused on the first difference. One synchronisation for each pair of dtypes.
+    Raises PlanRefused on the first difference. Synchronises once for each pair of dtypes.
     """
     groups: defaultdict[tuple[Any, ...], list[tuple[Copy, torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for name, copies in plan.by_tensor.items():
@@ -190,7 +193,7 @@ def _view(base: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
-    """Yield a few elements of the first, the last and some row of a copy: in the parameter, and as the index."""
+    """Yield three spots of a copy: each as a region of the parameter, and as an index into the tensor."""
     size = copy.into.size or (1,)
     into, out_of = copy.into.stride or (1,), copy.out_of.stride or (1,)
     num_rows = prod(size[:-1])
@@ -211,7 +214,7 @@ def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[s
 
 
 def _check_layers(model: torch.nn.Module) -> None:
-    """Refuse layers that compute with something else than their parameters."""
+    """Refuse layers that compute with other tensors than their parameters."""
     if hasattr(model, "post_load_weights"):
         raise PlanRefused("the model derives weights from those that it has loaded")
     if getattr(model, "_do_torchao_reload", False):
@@ -234,7 +237,7 @@ def _check_layers(model: torch.nn.Module) -> None:
 
 
 class _Targets:
-    """The parameters by storage, and the model's other tensors, which a plan does not write."""
+    """The model's parameters by storage, and its other tensors, which a plan does not write."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.num_elements: dict[str, int] = {}
@@ -268,7 +271,7 @@ class _Targets:
         )
 
     def place(self, tensor: torch.Tensor) -> tuple[str, Region]:
-        """Find the parameter of which this is a view, and which view. Raises PlanRefused."""
+        """Find the parameter and the region that a tensor views. Raises PlanRefused."""
         key, offset = _storage_key(tensor), tensor.storage_offset()
         for start, stop, name, dtype in self._spans.get(key, ()):
             if start <= offset < stop:
@@ -279,7 +282,7 @@ class _Targets:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Records writes to the targets instead of doing them; everything else runs, on meta tensors for free."""
+    """A mode that records writes to parameters instead of doing them. All else runs, on meta tensors."""
 
     def __init__(self, targets: _Targets) -> None:
         super().__init__()
@@ -312,7 +315,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def _moved(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Make what `.to(device)` gives for a part of a checkpoint tensor: the same part of it."""
+        """Return the result of `.to(device)` on a part of a checkpoint tensor: the same part."""
         name, base = self._sources[_storage_key(tensor)]
         if tensor.dtype != base.dtype or dtype != base.dtype:
             self._refuse(f"load_weights casts tensor {name} before it copies it")

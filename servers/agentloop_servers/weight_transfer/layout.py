@@ -26,7 +26,7 @@ CAST_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-"""The dtypes that may become another one; FP8, which has its scales beside it, may not."""
+"""The dtypes that may be cast; FP8, which has its scales in other tensors, may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Layout:
 
     @property
     def largest_bucket(self) -> int:
-        """The size of the largest bucket in bytes, what a buffer must hold."""
+        """The size of the largest bucket in bytes, and so of a buffer."""
         return max(self.bucket_sizes)
 
     def in_bucket(self, bucket: int) -> tuple[Place, ...]:
-        """The places of one bucket, in order."""
+        """Return the places of one bucket, in order."""
         first = bisect_left(self.places, bucket, key=_bucket)
         return self.places[first : bisect_right(self.places, bucket, lo=first, key=_bucket)]
 
@@ -99,13 +99,13 @@ def dtype_of(tensor: TensorInfo) -> torch.dtype:
 
 
 def tensor_info(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
-    """Describe a tensor as it is sent: in `dtype`, or else in its own."""
+    """Describe a tensor that is sent in `dtype`; None: in its own."""
     sent = tensor.dtype if dtype is None else dtype
     return TensorInfo(name, str(sent).removeprefix("torch."), tuple(tensor.shape))
 
 
 def view(data: torch.Tensor, place: Place) -> torch.Tensor:
-    """View the tensor at `place` of a bucket's bytes (one-dimensional uint8); shares its memory."""
+    """Return the tensor at `place` of a bucket's bytes (one-dimensional uint8), as a view."""
     return data[place.offset : place.offset + place.num_bytes].view(place.dtype).view(place.shape)
 
 

@@ -2,7 +2,7 @@
 
 `adapter_config.json` says the rank and the scaling, `adapter_model.safetensors` holds, for every adapted linear
 layer, `base_model.model.<layer>.lora_A.weight` [rank, in] and `....lora_B.weight` [out, rank]; the layer then adds
-`scaling * B @ A`. What vLLM would ignore, or only find out while it loads, is refused here.
+`scaling * B @ A`. Fields that vLLM would ignore, or refuse only while it loads, are refused here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AdaptedLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the weight that it changes."""
+        """The shape of the adapted weight."""
         return self.num_outputs, self.num_inputs
 
 
@@ -71,9 +71,9 @@ class Adapter:
 
 
 def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo] | None = None) -> Adapter:
-    """Read and check an adapter folder. Raises CheckpointUnreadable, in one line.
+    """Read and check an adapter folder. Blocks. Raises CheckpointUnreadable, in one line.
 
-    `served`: the tensors of the model it is for, by name; every adapted layer must be one of them. Blocks.
+    `served`: the base model's tensors by name; every adapted layer must be one of them.
     """
     adapter = read_adapter(directory)
     for name, layer in adapter.layers.items():
@@ -116,12 +116,12 @@ def tensor_names(layer: str) -> tuple[str, str]:
 
 
 def is_expert(layer: str) -> bool:
-    """Return True for a layer of a mixture of experts, which engines keep fused."""
+    """Tell if a layer belongs to a mixture of experts, which engines keep fused."""
     return _EXPERTS in layer
 
 
 def write_zero_adapter(model: str, directory: str) -> None:
-    """Write an adapter for the model in folder `model` that changes nothing: rank 1, one layer, all zero.
+    """Write an adapter of zeros for the model in folder `model`: rank 1, one layer.
 
     Raises CheckpointUnreadable if the folder does not tell the shape of any linear layer.
     """

@@ -32,20 +32,20 @@ from agentloop_servers.tcp import keep_alive, listening_socket
 HELLO_TIMEOUT_S = 5.0
 HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it
 LINGER_S = 1.0  # in which the peer of a closed connection reads the last message
-CONNECTION_POLL_S = 0.05  # between two looks at flags that are set without a notice
+CONNECTION_POLL_S = 0.05  # between two reads of flags that are set without a notice
 MAX_HELLO_BYTES = 2**16
 MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
 MAX_WAITING = 1024  # messages; a transport has two buckets in flight, so this bound is never met by a sane peer
-MAX_STRANGERS = 256  # connections that have not proved the token yet; more are turned away
+MAX_STRANGERS = 256  # connections that have not shown the token yet; more are turned away
 HEADER = struct.Struct(">I")
 
 
 class BaseMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """The base of all messages."""
+    """The base of all control messages."""
 
 
 class Hello(BaseMessage, frozen=True, tag="hello"):
-    """A worker introduces itself. `host` and `device` are equal exactly for processes on one host or one device."""
+    """A worker's introduction. Processes on one host, or one device, have the same `host`, or `device`."""
 
     token: str
     rank: int
@@ -53,12 +53,12 @@ class Hello(BaseMessage, frozen=True, tag="hello"):
     device: str  # "cpu", or the CUDA device's uuid
     can_hold: bool  # whether its memory has room beside the served weights
     num_receivers: int  # that the sender waits for
-    num_optional: int = 0  # that come beside these, if they can
-    is_optional: bool = False  # this is one of those
+    num_optional: int = 0  # beside these, and not waited for
+    is_optional: bool = False  # this worker is one of the optional ones
 
 
 class Accept(BaseMessage, frozen=True, tag="accept"):
-    """The worker is in. In one phase it says Go at its commit, else as soon as its memory is there."""
+    """The sender's answer to a Hello. In one phase the worker says Go at its commit, else once it has memory."""
 
     transport: str
     is_one_phase: bool
@@ -66,41 +66,41 @@ class Accept(BaseMessage, frozen=True, tag="accept"):
 
 
 class Go(BaseMessage, frozen=True, tag="go"):
-    """The bytes of an attempt may flow, as far as this worker goes."""
+    """A worker's word that it is ready to receive an attempt's bytes."""
 
 
 class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):
-    """Bucket 0 comes next; all of an earlier attempt is void."""
+    """The sender's word that an attempt begins: bucket 0 comes next, buckets of earlier attempts are void."""
 
     attempt_id: int
 
 
 class TransportBytes(BaseMessage, frozen=True, tag="transport"):
-    """A transport's own message."""
+    """A message of a transport, to its other half."""
 
     attempt_id: int
     body: bytes
 
 
 class Arrived(BaseMessage, frozen=True, tag="arrived"):
-    """Every bucket of the attempt has been consumed; the worker's transport is done with it."""
+    """A worker's word that it has consumed every bucket of the attempt."""
 
     attempt_id: int
 
 
 class EndAttempt(BaseMessage, frozen=True, tag="end_attempt"):
-    """All workers have every bucket; `checksums` has one entry a bucket."""
+    """The sender's word that all workers have every bucket; `checksums` has one entry a bucket."""
 
     attempt_id: int
     checksums: list[int]
 
 
 class Done(BaseMessage, frozen=True, tag="done"):
-    """The worker has everything and has compared it."""
+    """A worker's word that the checksums of all buckets are equal."""
 
 
 class Abandon(BaseMessage, frozen=True, tag="abandon"):
-    """The attempt is void and another one follows; without an attempt, the update is off for this worker."""
+    """The end of an attempt, which another one follows; without `attempt_id`, the end of the worker's update."""
 
     reason: str
     attempt_id: int | None = None
@@ -114,18 +114,18 @@ _connection_ids = itertools.count(1)
 
 
 class ConnectionLost(Exception):
-    """The peer is gone or has broken the protocol."""
+    """An error of a connection whose peer is gone or has broken the protocol."""
 
 
 class TransportBroken(Exception):
-    """The attempt cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
+    """An error that ends the attempt: a lost peer, a cancellation or a deadline. `str()` is one clear line."""
 
 
 class Connection:
-    """One connection, for any thread but its owner's. Every change notifies the condition that its owner shares.
+    """One control connection, for any thread but its owner's. Every change notifies the owner's condition.
 
-    `death` is the reason why nothing more comes, empty while the connection lives. A message is sent once `send`
-    returns; the condition must not be held meanwhile, so a `check` must not send.
+    `death` is the reason of the connection's end, empty while it lives. A message is sent once `send` returns; the
+    condition must not be held meanwhile, so a `check` must not send.
     """
 
     def __init__(self, owner: ControlConnections, writer: asyncio.StreamWriter) -> None:
@@ -144,7 +144,7 @@ class Connection:
             raise ConnectionLost(self.death or "closed") from error
 
     def pop(self, kind: type[M]) -> M | None:
-        """Take the oldest waiting message of this kind, at once, or None."""
+        """Take the oldest waiting message of this kind; None if there is none now."""
         with self._owner.condition:
             message = self.peek(kind)
             if message is not None:
@@ -152,14 +152,14 @@ class Connection:
             return message
 
     def peek(self, kind: type[M]) -> M | None:
-        """Return the message that `pop` would take, and leave it there."""
+        """Return the message that `pop` would take, without taking it."""
         with self._owner.condition:
             return next((message for message in self._inbox if isinstance(message, kind)), None)
 
     def take(
         self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
     ) -> M:
-        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, and whatever `check` raises.
+        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, or the error of `check`.
 
         Without a deadline `check` must keep one.
         """
@@ -177,17 +177,17 @@ class Connection:
                 self._owner.condition.wait(CONNECTION_POLL_S)
 
     def forget(self) -> None:
-        """Drop the messages that wait."""
+        """Drop all waiting messages."""
         with self._owner.condition:
             self._inbox.clear()
 
     def close(self) -> None:
-        """Tell the peer that nothing more comes, and return at once. Idempotent."""
+        """Close the connection in the background; messages that were sent still arrive. Idempotent."""
         self.die("closed")
         self._owner.thread.call(self._end_writing)
 
     def die(self, reason: str) -> None:
-        """Note that nothing more comes, and why; the first reason counts."""
+        """Record the connection's end and its reason; the first reason counts."""
         with self._owner.condition:
             self.death = self.death or reason
             self._owner.condition.notify_all()
@@ -195,7 +195,7 @@ class Connection:
     # --- on the owner's thread ---
 
     async def serve(self, reader: asyncio.StreamReader, *, must_introduce: bool = False) -> None:
-        """Read until either side ends the connection. `must_introduce`: the first message has to be a hello."""
+        """Read messages until either side ends the connection. `must_introduce`: a Hello has to come first."""
         try:
             if must_introduce:
                 async with asyncio.timeout(self._owner.hello_timeout_s):
@@ -232,16 +232,16 @@ class Connection:
         self._writer.write(_frame(message))
 
     def _end_writing(self) -> None:
-        """Close in two steps: a socket that is closed with unread data takes its last message along."""
+        """Close in two steps: a socket that is closed with unread data may lose its last message."""
         with contextlib.suppress(OSError, RuntimeError):  # the peer was faster
             self._writer.write_eof()
         asyncio.get_running_loop().call_later(LINGER_S, self._writer.close)
 
 
 class ControlConnections:
-    """All connections of one end, and the thread that reads and writes them.
+    """All control connections of one end, with the thread that reads and writes them.
 
-    `authorize` says if a hello is of the open offer. `known` are those whose peer has proved it.
+    `authorize` checks the token of a Hello. `known` are the connections with a right one.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class ControlConnections:
         atexit.register(self._close_at_exit)
 
     def listen(self, host: str) -> str:
-        """Accept connections on `host`, on a port that the system chooses; returns "host:port"."""
+        """Accept connections on a free port of `host`. Returns "host:port"."""
         sock = listening_socket(host, backlog=MAX_STRANGERS)
         port = sock.getsockname()[1]
 
@@ -289,23 +289,23 @@ class ControlConnections:
             raise ConnectionLost(f"no connection to {address} ({str(error) or 'no answer in time'})") from error
 
     def know(self, connection: Connection) -> None:
-        """Keep a connection whose peer has proved the token."""
+        """Add a connection whose peer has shown the right token to `known`."""
         with self.condition:
             self.known.append(connection)
 
     def forget_dead(self) -> None:
-        """Drop the connections that have ended."""
+        """Remove ended connections from `known`."""
         with self.condition:
             self.known = [connection for connection in self.known if not connection.death]
 
     def close(self) -> None:
-        """Stop listening, close all connections, and end the thread; does not wait for it. Idempotent."""
+        """Stop listening, close all connections and end the thread, without waiting for it. Idempotent."""
         atexit.unregister(self._close_at_exit)
         with contextlib.suppress(RuntimeError):  # it was closed
             self.thread.run(self._end())
 
     def _close_at_exit(self) -> None:
-        """Close in a process that ends without it: peers hear its last words."""
+        """Close at the process's exit if `close` was not called, so that last messages arrive."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self.thread.run(self._end()).result(3 * LINGER_S)
 
@@ -348,8 +348,8 @@ def _frame(message: BaseMessage) -> bytes:
 class Peer:
     """The process at the other end of one connection, during one attempt.
 
-    Its messages are small and the transport's own; those of an earlier attempt never show up in a later one.
-    `check` is the attempt's own: it raises TransportBroken if that is over for *any* peer, and costs microseconds.
+    It carries a transport's small messages; those of an earlier attempt are dropped. `check` raises TransportBroken
+    if the attempt is over for *any* peer, and costs microseconds.
     """
 
     def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
@@ -366,7 +366,7 @@ class Peer:
             raise TransportBroken(str(error)) from error
 
     def take(self) -> bytes:
-        """Wait for the peer's next message. Raises TransportBroken as `check` does."""
+        """Wait for the peer's next message. Raises TransportBroken."""
         try:
             while True:
                 message = self._connection.take(TransportBytes, check=self.check)

@@ -1,13 +1,13 @@
-"""The side of a push that takes the weights: one engine worker process.
+"""The receiving side of a push: one engine worker process.
 
-`Receiver` keeps its connections to the senders it met last, so that a later update finds them and what their
-transports keep. An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from
-elsewhere. Every way in which weights cannot be had raises CheckpointUnreadable.
+`Receiver` keeps the connections to its last senders for later updates, with their transports. An `Incoming` is one
+update; it belongs to the thread that iterates `receive_attempt`, and only `abort` comes from other threads. Every
+failure to receive the weights raises CheckpointUnreadable.
 
     incoming = receiver.open(source, can_hold=True, timeout_s=60)
     while True:
         try:
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 ...
             incoming.finish()
             break
@@ -60,12 +60,12 @@ RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTrans
 
 
 class AttemptRestarted(Exception):
-    """The sender starts again from bucket 0, because another worker was lost: iterate `buckets` once more."""
+    """The sender begins again at bucket 0, because another worker was lost: call `receive_attempt` again."""
 
 
 @dataclass(slots=True)
 class _KnownSender:
-    """A connection to a sender, and the transports that were used over it."""
+    """A connection to a sender, with the transports that were used over it."""
 
     connection: Connection
     transports: dict[TransportKind, ReceiveTransport] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _KnownSender:
 
 
 class Receiver:
-    """One engine worker's end of all its transfers; one update at a time."""
+    """The receiving end of one engine worker, for one update at a time."""
 
     def __init__(
         self,
@@ -96,33 +96,33 @@ class Receiver:
 
     def open(
         self,
-        source: PushSource,
+        push: PushSource,
         *,
         can_hold: bool,
         timeout_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> Incoming:
-        """Introduce this worker and wait until the sender has met all of them. Raises CheckpointUnreadable.
+        """Say hello to the sender, and wait until it has accepted all workers. Raises CheckpointUnreadable.
 
         `can_hold`: there is memory beside the served weights. `timeout_s` bounds this call, and the transfer anew.
-        `is_given_up` is asked while this waits, every 50 ms at least.
+        `is_given_up` is called at least every 50 ms of the wait, and ends it by True.
         """
-        if source.num_receivers < 1:
+        if push.num_receivers < 1:
             raise CheckpointUnreadable("the push does not say how many workers receive it", param="push")
-        num_senders = len(source.addresses)
+        num_senders = len(push.addresses)
         if num_senders != 1 and self._rank >= num_senders:
             raise CheckpointUnreadable(f"the push has no sender for worker {self._rank}", param="push")
-        address = source.addresses[self._rank] if num_senders > 1 else source.addresses[0]
+        address = push.addresses[self._rank] if num_senders > 1 else push.addresses[0]
         deadline_at = time.monotonic() + timeout_s
         hello = Hello(
-            token=source.token,
+            token=push.token,
             rank=self._rank,
             host=host_name(),
             device=device_name(self._device),
             can_hold=can_hold,
-            num_receivers=max(1, source.num_receivers // num_senders),
-            num_optional=source.num_optional // num_senders,
-            is_optional=source.is_optional,
+            num_receivers=max(1, push.num_receivers // num_senders),
+            num_optional=push.num_optional // num_senders,
+            is_optional=push.is_optional,
         )
         try:
             sender = self._reach(address, hello, timeout_s)
@@ -140,10 +140,10 @@ class Receiver:
         kind = TransportKind(accept.transport)
         if kind not in sender.transports:
             sender.transports[kind] = self._make_transport[kind](self._device)
-        return Incoming(source, connection, sender.transports[kind], accept, self._condition, timeout_s)
+        return Incoming(push, connection, sender.transports[kind], accept, self._condition, timeout_s)
 
     def close(self) -> None:
-        """End all connections and free what their transports keep; no update is open. Idempotent."""
+        """End all connections and free their transports. Idempotent; no update may be open."""
         for address in list(self._senders):
             self._forget(address)
         connections, self._connections = self._connections, None
@@ -151,7 +151,7 @@ class Receiver:
             connections.close()
 
     def _reach(self, address: str, hello: Hello, timeout_s: float) -> _KnownSender:
-        """Say hello over the kept connection, or over a new one. Raises ConnectionLost."""
+        """Say hello over the kept connection, else over a new one. Raises ConnectionLost."""
         for other in [known for known, kept in self._senders.items() if kept.connection.death]:
             self._forget(other)
         sender = self._senders.pop(address, None)
@@ -176,18 +176,18 @@ class Receiver:
 
 
 class Incoming:
-    """One update on its way to this worker."""
+    """One update that this worker receives, in one or several attempts."""
 
     def __init__(
         self,
-        source: PushSource,
+        push: PushSource,
         connection: Connection,
         transport: ReceiveTransport,
         accept: Accept,
         condition: threading.Condition,
         timeout_s: float,
     ) -> None:
-        self.layout = lay_out(source.tensors, accept.bucket_bytes)
+        self.layout = lay_out(push.tensors, accept.bucket_bytes)
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
         self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
@@ -195,16 +195,16 @@ class Incoming:
         self._transport = transport
         self._condition = condition
         self._timeout_s = timeout_s
-        self._deadline_at: float | None = None  # from the first `buckets` on
+        self._deadline_at: float | None = None  # from the first `receive_attempt` on
         self._aborted = False
         self._sums: list[torch.Tensor] = []  # one a bucket of this attempt
 
-    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every bucket in order: its index and its bytes (uint8) on the device.
+    def receive_attempt(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Run one attempt with the sender, from Go to Arrived. Yields every bucket in order.
 
-        The bytes are valid until the next iteration; work on them that is on the current stream by then is ordered
-        before their memory is used again. The first call tells the sender to begin: in two phases the memory must
-        be there, in one phase generation must be frozen. Raises AttemptRestarted, CheckpointUnreadable.
+        A bucket is its index, and its bytes (uint8) on the device: valid until the next iteration, and for work
+        that was put on the current stream by then. Go says that in two phases the memory is there, in one phase
+        that generation is frozen. Raises AttemptRestarted, CheckpointUnreadable.
         """
         if self._deadline_at is None:
             self._deadline_at = time.monotonic() + self._timeout_s
@@ -223,9 +223,9 @@ class Incoming:
             self._connection.send(Arrived(attempt_id))
 
     def finish(self) -> None:
-        """Compare what was received with what was sent, bucket by bucket, and tell the sender.
+        """Compare the checksums of all buckets with the sender's, and tell the sender the result.
 
-        Raises AttemptRestarted, and CheckpointUnreadable if the bytes are not the sender's; the sender is told.
+        Raises AttemptRestarted, and CheckpointUnreadable if a bucket differs.
         """
         with self._breaking():
             sent = self._connection.take(EndAttempt, check=self._check).checksums
@@ -237,14 +237,14 @@ class Incoming:
             raise CheckpointUnreadable(problem, param="push")
 
     def fail(self, reason: str) -> None:
-        """Leave this update; the sender is told why and goes on with the others. Idempotent."""
+        """Leave this update, and tell the sender the reason; it goes on with the other workers. Idempotent."""
         with contextlib.suppress(ConnectionLost):
             self._connection.send(Abandon(reason))
         self._transport.abort()
         self._connection.close()
 
     def abort(self) -> None:
-        """Leave this update now, from any thread: what waits raises CheckpointUnreadable. Idempotent."""
+        """Leave this update now, from any thread; its waits raise CheckpointUnreadable. Idempotent."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
@@ -263,7 +263,7 @@ class Incoming:
         )
 
     def _check(self) -> None:
-        """Raise TransportBroken if this attempt cannot go on; a restart is told apart in `_breaking`."""
+        """Raise TransportBroken if this attempt cannot go on; `_breaking` finds out if it restarts."""
         self._check_wanted()
         abandoned = self._connection.peek(Abandon)
         if abandoned is not None:
@@ -293,7 +293,7 @@ class Incoming:
             raise CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push") from error
 
     def _last_word(self) -> Abandon | None:
-        """Wait for the sender to say what went wrong, which a transport may notice earlier; None: it does not."""
+        """Wait for the sender's reason, which may come later than a transport's error; None if none comes."""
         deadline_at = min(time.monotonic() + ABANDON_GRACE_S, self._deadline_at or float("inf"))
         try:
             return self._connection.take(Abandon, deadline_at=deadline_at, check=self._check_wanted)
@@ -301,20 +301,20 @@ class Incoming:
             return None
 
     def _drop_starts(self, attempt_id: int) -> None:
-        """Drop the starts of attempts up to this one: an attempt may be void before it was begun here."""
+        """Drop the starts of attempts up to this one: an attempt may end before this worker has begun it."""
         while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= attempt_id:
             self._connection.pop(StartAttempt)
 
 
 def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None]) -> None:
-    """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
+    """Receive all tensors and compare them with the sender's; begin again if another receiver was lost.
 
-    A tensor that `take` gets is valid for work that is put on the current stream before it returns. Raises what
-    `Incoming` raises; the attempt is compared, and over, on return.
+    A tensor that `take` gets is valid for work that is put on the current stream before `take` returns. Raises
+    CheckpointUnreadable.
     """
     while True:
         try:
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 for place in incoming.layout.in_bucket(bucket):
                     take(place.name, view(data, place))
             incoming.finish()

@@ -1,12 +1,12 @@
-"""The side of a push that holds the weights: a trainer, or an engine worker that helps another one.
+"""The sending side of a push: a trainer, or an engine worker that sends its weights to another one.
 
 `WeightSender.run` is one transfer, step by step. Connections of workers that came through stay open for the next
 one, and with them what their transports keep.
 
-`ReceiverGroup` has the workers of one transfer, from their hello to their last word. A worker leaves by being
-refused, lost, failed or late; its `failure` says why, and nothing is sent to it any more. All waits end with the
-transfer's deadline or by its cancellation, and wait for all workers at once. How long the others wait for one that
-is late, and an attempt for its next bucket, is a `GraceTimer`: it starts anew with each that arrives.
+`ReceiverGroup` has the workers of one transfer, from their Hello to their Done. A worker leaves if it is refused,
+lost, failed or late; its `failure` is the reason, and nothing is sent to it any more. All waits end with the
+transfer's deadline or by its cancellation, and wait for all workers at once. A `GraceTimer` bounds the wait for a
+late worker, and for an attempt's next bucket: it starts anew with each arrival.
 """
 
 from __future__ import annotations
@@ -70,29 +70,29 @@ SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]]
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """Figures of a transfer. `failures` has a line for each worker that did not come through."""
+    """The figures of a transfer. `failures` has a line for each worker that did not get the weights."""
 
     num_bytes: int  # to each worker
     transports: tuple[str, ...]
     transfer_ms: float  # of the attempt that worked, from its first byte to its last
     num_attempts: int
-    num_receivers: int  # that have compared what arrived with what was sent
+    num_receivers: int  # that have verified the weights
     failures: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Offer:
-    """The weights that one `run` sends, and what is said of it meanwhile from other threads."""
+    """The weights of one `run`, and the orders of other threads meanwhile."""
 
     token: str
     items: tuple[Outgoing, ...]
     layout: Layout
     cancelled: str | None = None  # the reason
-    num_expected: int | None = None  # workers that may still come, where less than they were told
+    num_expected: int | None = None  # workers that may still come, if fewer than they were told
 
 
 class WeightSender:
-    """One process's offers of weights, one at a time. Blocking; run it in a thread."""
+    """The sending end of one process, for one offer at a time. Its methods block: call `run` in a thread."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class WeightSender:
         transports: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
         stall_s: float = STALL_S,
     ) -> None:
-        """`listen_host` is the address that workers reach this process at, so no wildcard.
+        """`listen_host` is the address under which workers reach this process, so no wildcard.
 
         Tensors are packed on `device`: the current CUDA device by default, or the CPU if there is none. An attempt
         in which no bucket moves for `stall_s` is void.
@@ -124,7 +124,7 @@ class WeightSender:
         self._address = ""
         self._offer: Offer | None = None
         self._run_lock = threading.Lock()
-        self._num_attempts = 0  # ever; numbers the attempts
+        self._num_attempts = 0  # of all runs; numbers the attempts
 
     def offer(
         self,
@@ -132,9 +132,9 @@ class WeightSender:
         names: TensorNames = TensorNames.CHECKPOINT,
         token: str | None = None,
     ) -> PushSource:
-        """Open an offer for one `run`; an earlier one that was not run is void. Raises CheckpointUnreadable.
+        """Open an offer for one `run`, in place of an earlier one. Raises CheckpointUnreadable.
 
-        Listens from the first call on. `token`: a fresh secret that several senders share, instead of a new one.
+        Listens from the first call on. `token`: a fresh secret that several senders share; None makes one.
         """
         tensors = tuple(item.info for item in items)
         offer = Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
@@ -152,10 +152,10 @@ class WeightSender:
         *,
         late_grace_s: float = RECEIVER_GRACE_S,
     ) -> SendReport:
-        """Serve the open offer to all workers that were told of it. `before_attempt` runs before each attempt.
+        """Send the open offer to all its workers, and end it. `before_attempt` runs before each attempt.
 
         A worker that is dead, hung or late is left out `late_grace_s` after the others are there. Returns if at
-        least one worker came through. Raises WeightUpdateFailed. Either way the offer is used up.
+        least one worker got the weights, else raises WeightUpdateFailed.
         """
         with self._run_lock:
             deadline_at = time.monotonic() + timeout_s
@@ -176,14 +176,14 @@ class WeightSender:
                 self._end_offer(reason)
 
     def expect(self, num_receivers: int) -> None:
-        """Wait for no more than so many workers, from any thread: the others are known to have failed."""
+        """Lower the number of workers to wait for, from any thread: the others are known to have failed."""
         with self._condition:
             if self._offer is not None:
                 self._offer.num_expected = num_receivers
             self._condition.notify_all()
 
     def cancel(self, reason: str) -> None:
-        """End the offer, from any thread: a `run` in progress raises WeightUpdateFailed, or the next one does."""
+        """End the offer, from any thread: its `run`, under way or not begun, raises WeightUpdateFailed."""
         with self._condition:
             if self._offer is not None:
                 self._offer.cancelled = self._offer.cancelled or reason
@@ -193,14 +193,14 @@ class WeightSender:
             transport.abort()
 
     def release(self) -> None:
-        """Give the pack buffers' memory back between updates; the next one takes it again."""
+        """Free the pack buffers between updates; the next one takes new ones."""
         with self._run_lock:
             self._buffers.free()
 
     def close(self) -> None:
         """End the offer, the connections and the transports, and stop listening. Idempotent.
 
-        Raises WeightUpdateFailed if a `run` in another thread does not end, because a tensor's load hangs.
+        Raises WeightUpdateFailed if a `run` in another thread does not end because a tensor's load hangs.
         """
         self.cancel("the sender was closed")
         if not self._run_lock.acquire(timeout=CLOSE_TIMEOUT_S):
@@ -216,7 +216,7 @@ class WeightSender:
             self._run_lock.release()
 
     def _send(self, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
-        """Make attempts until one reaches every worker that is left: one that was lost ends an attempt for all."""
+        """Make attempts until one reaches every worker that is left. A lost worker ends an attempt for all."""
         broken = ""
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
             group.await_go(is_again=num_attempts > 1)
@@ -238,7 +238,7 @@ class WeightSender:
     def _attempt(
         self, attempt_id: int, offer: Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
     ) -> SentBuckets:
-        """Bring every bucket to every worker that is left. Raises TransportBroken if another attempt may help."""
+        """Send every bucket to every worker that is left. Raises TransportBroken if another attempt may help."""
         connections = frozenset(worker.connection.connection_id for worker in group.left)
         buffers = self._buffers.get(offer.layout.largest_bucket, connections)
         if before_attempt is not None:
@@ -272,7 +272,7 @@ class WeightSender:
             return self._offer, self.connections
 
     def _end_offer(self, reason: str) -> None:
-        """Withdraw the offer; workers that came too late are told."""
+        """Withdraw the offer, and turn away workers that came too late."""
         with self._condition:
             self._offer = None
             if self.connections is None:
@@ -311,33 +311,33 @@ class ReceivingWorker:
 
     @property
     def loss(self) -> str | None:
-        """The reason why it cannot go on, as its connection tells; None while it can."""
+        """The reason for its end, if its connection broke or it has abandoned the update; else None."""
         abandoned = self.connection.peek(Abandon)
         if abandoned is not None:
             return f"{self.name}: {abandoned.reason}"
         return f"{self.name} was lost: {self.connection.death}" if self.connection.death else None
 
     def tell(self, message: BaseMessage) -> None:
-        """Send a message, unless the worker is gone; that is noticed where something is awaited from it."""
+        """Send a message. No-op if the worker is gone: the next wait for it notices that."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(message)
 
     def leave(self, reason: str) -> None:
-        """Exclude it from this update; its connection closes, so that it comes back afresh."""
+        """Exclude the worker from this update, and close its connection: the next update opens another."""
         self.failure = reason
         self.tell(Abandon(reason))
         self.connection.close()
 
 
 class GraceTimer:
-    """A moment that moves with everything that arrives: `seconds` from the latest. It starts with the first."""
+    """A deadline of `seconds` after the latest arrival. It runs from the first `restart` on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ends_at = float("inf")
 
     def restart(self, num_times: int = 1) -> None:
-        """Begin anew, with so many times the seconds."""
+        """Begin anew, with `num_times` the seconds."""
         self._ends_at = time.monotonic() + num_times * self._seconds
 
     @property
@@ -346,7 +346,7 @@ class GraceTimer:
 
 
 class ReceiverGroup:
-    """The workers of one transfer. Used by one thread."""
+    """The workers of one transfer, as the thread of its `run` sees them."""
 
     def __init__(
         self,
@@ -365,7 +365,7 @@ class ReceiverGroup:
         self._stall = GraceTimer(stall_s)  # of the attempt under way
         self._is_one_phase = False
         self._workers: list[ReceivingWorker] = []
-        self._awaited: list[ReceivingWorker] = []  # those from which a message is still to come
+        self._awaited: list[ReceivingWorker] = []  # their next message has not come yet
         self._absent: tuple[str, ...] = ()  # a line on those that never came
 
     @property
@@ -385,9 +385,9 @@ class ReceiverGroup:
             raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
 
     def gather(self) -> None:
-        """Wait for as many hellos as the workers were told of, or as are expected if that is less.
+        """Wait for the Hello of all workers, as many as each one names, or fewer after `expect`.
 
-        The last of them has the grace; those that the transfer can do without get a moment.
+        Late workers have the grace, optional ones `OPTIONAL_GRACE_S`.
         """
         grace, optional_grace = GraceTimer(self._late_grace_s), GraceTimer(OPTIONAL_GRACE_S)
         with self._condition:
@@ -416,7 +416,7 @@ class ReceiverGroup:
                 self._condition.wait(CONNECTION_POLL_S)
 
     def accept(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
-        """Choose each worker's transport and tell it; one that no transport reaches leaves."""
+        """Choose each worker's transport, and tell it; a worker that no transport reaches leaves."""
         host = host_name()
         for worker in self._workers:
             try:
@@ -428,10 +428,10 @@ class ReceiverGroup:
             worker.tell(Accept(worker.transport, self._is_one_phase, bucket_bytes))
 
     def await_go(self, *, is_again: bool) -> None:
-        """Wait until all that are left let the bytes of an attempt flow. Raises WeightUpdateFailed if none is left.
+        """Wait for the Go of all workers that are left. Raises WeightUpdateFailed if none is left.
 
-        Before the first attempt each has to take its memory, or in one phase to commit. After an attempt that was
-        void it is there at once: one that hangs is found here.
+        Before the first attempt each has to take its memory, or in one phase to commit. Before another attempt Go
+        comes at once: a worker that hangs is found here.
         """
         grace_s = self._late_grace_s if is_again or self._is_one_phase else MEMORY_STALLS * self._stall_s
         self._await_each(Go, grace_s, has_begun=is_again)
@@ -441,9 +441,9 @@ class ReceiverGroup:
         self._require_some()
 
     def begin_attempt(self, attempt_id: int) -> dict[TransportKind, tuple[Peer, ...]]:
-        """Begin an attempt with all workers that are left; returns them by the transport that serves them.
+        """Begin an attempt with all workers that are left. Returns them by transport.
 
-        In the order of their connections, however they came: a transport keeps what it made for the same ones.
+        They are in the order of their connections: a transport keeps its group if that is the same.
         """
         self._stall.restart(START_STALLS)
         self.tell_all(StartAttempt(attempt_id))
@@ -454,7 +454,7 @@ class ReceiverGroup:
         return peers
 
     def moved(self) -> None:
-        """Note that the attempt goes on. Raises TransportBroken if it cannot reach all workers that are left."""
+        """Restart the stall's timer. Raises TransportBroken if the attempt cannot reach all workers left."""
         self._stall.restart()
         self._check_attempt()
 
@@ -472,14 +472,11 @@ class ReceiverGroup:
                 raise TransportBroken(f"{worker.name} was lost: {error}") from error
 
     def confirm(self, end: EndAttempt) -> None:
-        """Hear from each worker, now that all have everything, that it is what was sent.
-
-        Raises WeightUpdateFailed if none says so.
-        """
+        """Send the checksums, and wait for each worker's Done. Raises WeightUpdateFailed if none comes."""
         self.tell_all(end)
         try:
             self._await_each(Done, self._late_grace_s)
-        except WeightUpdateFailed as error:  # those that have said it came through
+        except WeightUpdateFailed as error:  # the workers that have said Done have the weights
             self.dismiss(self._awaited, str(error))
         self._require_some()
 
@@ -489,7 +486,7 @@ class ReceiverGroup:
             worker.tell(message)
 
     def dismiss(self, workers: Sequence[ReceivingWorker], reason: str) -> None:
-        """Exclude workers that will not come through."""
+        """Exclude workers from this update."""
         for worker in workers:
             worker.leave(reason)
 
@@ -511,9 +508,9 @@ class ReceiverGroup:
             raise WeightUpdateFailed(f"no worker is left: {self.failures[0]}")
 
     def _await_each(self, kind: type[Go | Done], grace_s: float, *, has_begun: bool = False) -> None:
-        """Wait for a message of every worker that is left; one that is lost, or later than the grace, leaves.
+        """Wait for a message of every worker left; a worker that is lost, or later than the grace, leaves.
 
-        The grace runs from the latest that came, or, if it `has_begun`, from now. Raises WeightUpdateFailed.
+        The grace runs from the latest message, or from now if it `has_begun`. Raises WeightUpdateFailed.
         """
         grace = GraceTimer(grace_s)
         if has_begun:

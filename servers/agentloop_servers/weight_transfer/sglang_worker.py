@@ -46,46 +46,28 @@ from agentloop_servers.weight_transfer.worker_calls import (
     SchedulerAnswers,
     SchedulerCall,
     StagingSetup,
+    WorkerMethod,
     from_text,
     to_text,
 )
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a stage's thread waits for the interpreter, which the scheduler's loop never gives up by itself."""
+"""The longest wait of a stage's thread for the interpreter, which the scheduler's loop never gives up by itself."""
 FAILED_EXIT_CODE = 70
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The layers that SGLang's decoders fuse, with their parts' names in checkpoints; its models do not say it."""
-
-CALLS = frozenset(
-    {
-        "scheduler_extend",
-        "requests_pause",
-        "requests_resume",
-        "requests_end",
-        "memory_release",
-        "memory_resume",
-        "weights_prepare",
-        "weights_stage",
-        "weights_poll",
-        "weights_drop",
-        "weights_commit",
-        "weights_offer",
-        "weights_release",
-    }
-)
-"""The methods that a `SchedulerCall` may name."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 class _Parent:
-    """The engine's process, as a scheduler that has failed sees it: the failure ends this process only."""
+    """A stand-in for the engine's process, so that a failed scheduler ends its own process only."""
 
     def parent(self) -> _Parent:
         return self
 
     def send_signal(self, signum: int) -> None:
-        """End this process; the engine's process watches it."""
+        """End this scheduler's process instead; the engine's process watches it."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(FAILED_EXIT_CODE)
@@ -107,7 +89,7 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
 
 class SchedulerExtension(StagingCalls):
-    """Our calls, before SGLang's Scheduler in the order of methods. Its names must not collide with that."""
+    """The methods that we add to SGLang's Scheduler. Their names must not collide with its own."""
 
     # SGLang's own
     ps: Any
@@ -127,7 +109,7 @@ class SchedulerExtension(StagingCalls):
     _taken_in: Any = None  # the result that a pause has processed before its turn
 
     def handle_rpc_request(self, recv_req: Any) -> Any:
-        """Answer our calls; SGLang's own go on to it."""
+        """Answer our calls, and pass SGLang's own on."""
         if recv_req.method != SCHEDULER_METHOD:
             return super().handle_rpc_request(recv_req)  # type: ignore[misc]
         from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: PLC0415
@@ -147,23 +129,23 @@ class SchedulerExtension(StagingCalls):
         )
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        """Process a batch's result, but not a second time what a pause has processed already."""
+        """Process a batch's result, unless a pause has processed it already."""
         if self._taken_in is not None and result is self._taken_in:
             self._taken_in = None
             return
         super().process_batch_result(batch, result)  # type: ignore[misc]
 
     def scheduler_extend(self, function: str, argument: str) -> None:
-        """Call the function at an import path with this scheduler: what an adapter adds to SGLang's own."""
+        """Call the function at an import path with this scheduler and `argument`."""
         extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
         extend(self, argument)
 
     # --- requests -----------------------------------------------------------------------------------------
 
     def requests_pause(self, is_cache_cleared: bool) -> bytes:
-        """Stop between two steps, with nothing under way on the device; returns `RequestCounts`.
+        """Pause between two steps, after all work on the device. Returns `RequestCounts`.
 
-        `is_cache_cleared`: all KV is dropped, and requests in flight are prefilled again after the pause. Of a
+        `is_cache_cleared`: all KV is dropped too, and requests in flight are prefilled again after the pause. In a
         paused scheduler, only that is done.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
@@ -174,14 +156,14 @@ class SchedulerExtension(StagingCalls):
         if is_cache_cleared:
             self.pause_generation(PauseGenerationReqInput(mode="retract"))  # type: ignore[attr-defined]
             self._clear_cache()
-        self._stager_device_wait()
+        SglangModel(self.tp_worker.model_runner).synchronize()
         self.cur_batch_for_debug = None
         live = list(self._live_requests())
         unbegun = [req.rid for req in live if req.req_pool_idx is None and not req.output_ids]
         return codec.encode(RequestCounts({req.rid: len(req.output_ids) for req in live}, tuple(unbegun)))
 
     def requests_resume(self) -> None:
-        """Go on with what is in flight. Of a scheduler that is not paused: no-op."""
+        """End a pause. No-op in a scheduler that is not paused."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
 
         if self._engine_paused:
@@ -189,7 +171,7 @@ class SchedulerExtension(StagingCalls):
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
 
     def requests_end(self, rids: bytes) -> None:
-        """End these requests of a paused scheduler now, as aborted; `rids` is a tuple of ids, encoded.
+        """Abort requests of a paused scheduler at once; `rids` is an encoded tuple of ids.
 
         Outside a pause SGLang ends a request with its next step. Raises RuntimeError if it is not paused.
         """
@@ -207,7 +189,7 @@ class SchedulerExtension(StagingCalls):
                 self._end_running(req)
 
     def _end_running(self, req: Any) -> None:
-        """End a request as if its last token had been found to be the end; the next batch leaves it out."""
+        """End a request as if its last token were a stop token; the next batch leaves it out."""
         from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415
 
         self._finish(req)
@@ -255,7 +237,7 @@ class SchedulerExtension(StagingCalls):
 
     @contextlib.contextmanager
     def _queues_put_away(self) -> Iterator[None]:
-        """Show SGLang empty queues, of requests that hold no memory: it then sees that nothing is under way."""
+        """Empty SGLang's queues during the block, so that it takes itself for idle. Queued requests hold no KV."""
         waiting, self.waiting_queue = self.waiting_queue, []
         grammars, self.grammar_manager.grammar_queue = self.grammar_manager.grammar_queue, []
         try:
@@ -275,7 +257,7 @@ class SchedulerExtension(StagingCalls):
     # --- memory -------------------------------------------------------------------------------------------
 
     def memory_release(self, tags: str) -> None:
-        """Give the device memory of these tags back ("kv_cache,weights"): paused, with the cache cleared."""
+        """Give the device memory of these tags back ("kv_cache,weights"). Paused, and the cache is cleared."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: PLC0415
 
         with self._queues_put_away():
@@ -284,7 +266,7 @@ class SchedulerExtension(StagingCalls):
             )
 
     def memory_resume(self, tags: str) -> None:
-        """Take the memory of these tags again; weights are those that were kept, or nothing."""
+        """Take the memory of these tags back, with the weights if they were kept in host memory."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput  # noqa: PLC0415
 
         self.weight_updater.resume_memory_occupation(  # type: ignore[attr-defined]
@@ -294,7 +276,7 @@ class SchedulerExtension(StagingCalls):
     # --- weights ------------------------------------------------------------------------------------------
 
     def weights_stager(self, setup: StagingSetup) -> WeightStager:
-        """Make this rank's stager. Raises RuntimeError for a layout of processes that calls do not reach."""
+        """Make this rank's stager. Raises RuntimeError for pipelines and data parallelism."""
         if self.ps.pp_size != 1 or self.ps.dp_size != 1:
             raise RuntimeError(
                 "weights are updated in tensor-parallel groups only: no pipeline, no data parallelism"
@@ -306,15 +288,15 @@ class SchedulerExtension(StagingCalls):
             model.device,
             self.ps.tp_rank,
             policy=setup.policy,
-            can_trace=True,  # packed copies of the CPU's kernels do not pass the proof
+            can_trace=True,  # packed copies of the CPU's kernels do not pass `check_plan`
             timeout_s=setup.timeout_s,
         )
 
     # --- inside -------------------------------------------------------------------------------------------
 
     def _run_call(self, call: SchedulerCall) -> tuple[bytes | int | None, str]:
-        """Return the answer, and a sentence on what went wrong."""
-        if call.method not in CALLS:
+        """Run a call. Returns its answer, and the sentence of its error."""
+        if call.method not in frozenset(WorkerMethod):
             return None, f"the scheduler has no call {call.method}"
         try:
             with contextlib.ExitStack() as stack:
@@ -325,7 +307,7 @@ class SchedulerExtension(StagingCalls):
                 return getattr(self, call.method)(*call.arguments), ""
         except AgentLoopError as error:
             return None, error.message
-        except Exception as error:  # whatever it is, it is the call's failure: the scheduler goes on
+        except Exception as error:  # the call's failure: the scheduler goes on
             _log.exception("scheduler_call_failed", method=call.method)
             return None, f"{type(error).__name__}: {error}"
 
@@ -336,12 +318,9 @@ class SchedulerExtension(StagingCalls):
         torch.distributed.all_gather_object(gathered, own, group=self.tp_cpu_group)
         return gathered
 
-    def _stager_device_wait(self) -> None:
-        SglangModel(self.tp_worker.model_runner).synchronize()
-
 
 class SglangModel:
-    """A rank's model as commits see it; see `ServedModel`."""
+    """A rank's model as commits use it; see `ServedModel`."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
@@ -367,7 +346,7 @@ class SglangModel:
         return compare_layers(self.module, frozenset(names), read, FUSED)
 
     def _check_reloadable(self) -> None:
-        """Refuse layers that a second load would spoil. Raises RuntimeError before anything is written.
+        """Raise RuntimeError, before any write, for layers that a second load would spoil.
 
         A load leaves quantised layers in a form that the loader of their parameters does not know.
         """

@@ -1,7 +1,7 @@
-"""Pushed weights for a simulated engine: every byte is received and checked as a worker does, and then dropped.
+"""Pushed weights for a simulated engine: every byte is received and checked as in a worker, and then dropped.
 
 So the whole path from a trainer to a fleet runs on a machine without an engine. Each update has receivers of its
-own, one a worker, driven by a thread each; an update that ends early aborts them, and their threads end.
+own, one a worker, each in a thread; an update that ends early aborts them, and their threads end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class _SimulatedWorker:
-    """One worker's receiver and its update. `leave` may come from any thread, at any time."""
+    """One worker's receiver with its update. `leave` may be called from any thread, at any time."""
 
     def __init__(self, rank: int) -> None:
         self._receiver = Receiver(torch.device("cpu"), rank)
         self._is_left = False
         self.incoming: Incoming | None = None
 
-    def open(self, source: PushSource, can_hold: bool, timeout_s: float) -> Incoming:
+    def open(self, push: PushSource, can_hold: bool, timeout_s: float) -> Incoming:
         incoming = self._receiver.open(
-            source, can_hold=can_hold, timeout_s=timeout_s, is_given_up=lambda: self._is_left
+            push, can_hold=can_hold, timeout_s=timeout_s, is_given_up=lambda: self._is_left
         )
         self.incoming = incoming
         if self._is_left:
@@ -39,9 +39,9 @@ class _SimulatedWorker:
         return incoming
 
     def receive(self) -> float:
-        """Receive all tensors and compare them with the sender's checksums; returns the milliseconds it took."""
+        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds."""
         assert self.incoming is not None, "it was opened"
-        receive(self.incoming, lambda name, tensor: None)  # there is no model to bring them into
+        receive(self.incoming, lambda name, tensor: None)  # there is no model
         self._receiver.close()
         return self.incoming.transfer_ms
 
@@ -62,11 +62,11 @@ class ReceivedWeights:
         self._waiting: list[_SimulatedWorker] = []  # one phase: opened by a stage, for the transfer
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        source = update.push
-        assert source is not None, "asked for pushes only"
+        push = update.push
+        assert push is not None, "asked for pushes only"
         self._drop()
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
-        opened = await _on_all(workers, lambda worker: worker.open(source, self._can_hold, self._timeout_s))
+        opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
@@ -88,7 +88,7 @@ class ReceivedWeights:
 
 
 async def _on_all(workers: list[_SimulatedWorker], step: Callable[[_SimulatedWorker], T]) -> list[T]:
-    """Run one step of every worker at once. The first that fails, or a cancellation, makes all leave."""
+    """Run one step of every worker at once. The first failure, or a cancellation, makes all leave."""
     try:
         return list(await asyncio.gather(*(in_daemon_thread(step, worker) for worker in workers)))
     except BaseException:

@@ -1,4 +1,4 @@
-"""Four ways in which a worker holds an update until its commit and then brings it in:
+"""The four forms in which a worker holds an update until its commit:
 
     ShadowParameters  a copy of the model's parameters in their own layout, filled while decoding goes on; the
                       commit copies it over the parameters. Needs a `CopyPlan`. The fastest, and each rank holds
@@ -7,12 +7,12 @@
     StagedFiles       nothing but the folder's name; the commit reads it through vLLM's own loader.
     StreamedWeights   nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
 
-Every commit ends with a proof: checksums of what the parameters must be now, or spot checks (`verify.py`). What
-raises in a commit leaves weights of unknown state, and a later commit repairs them.
+Every commit verifies its result: by checksums of the parameters, or by spot checks (`verify.py`). A commit that
+raises leaves weights of unknown state, and a later commit repairs them.
 
-No NaN or infinite value is served. What is staged is refused in `finish_staging`: the sums that prove its commit
-say that the parameters are exactly that. After any other commit the parameters themselves are looked at: an
-engine's own loader may have made NaN of finite tensors (by a scale of zero, say).
+No NaN or infinite value is served. Staged tensors with one are refused in `finish_staging`, and checksums then say
+that the parameters equal them. After a load the parameters themselves are checked: an engine's own loader may have
+made NaN of finite tensors (by a scale of zero, say).
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class ServedModel(Protocol):
-    """The running model, as a commit sees it. All calls from the worker's own thread, while nothing is decoded."""
+    """The running model, as a commit uses it: from the worker's own thread, while nothing is decoded."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the model computes with, in place, each once."""
+        """The model's own tensors by name, each once; a write changes the model."""
 
     def reload(self, tensors: Tensors) -> None:
         """Load checkpoint tensors through the engine's own loader."""
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
-        """Prove a reload; returns how many layers were compared and could not be. Raises RuntimeError."""
+        """Compare the layers with a checkpoint. Returns the numbers compared and not comparable, or raises
+        RuntimeError."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait for all work on the device."""
 
 
 class ShadowParameters:
-    """A copy of the parameters, beside them. `shadows` has a tensor for each parameter, of its dtype and shape.
+    """A second set of the model's parameters, filled by a copy plan and copied over them by the commit.
 
-    What the commit needs is made here and in `finish_staging`: only copies and sums are left for the freeze.
+    `shadows` has a tensor for each parameter, of its dtype and shape. All but copies and sums is done before the
+    commit, which runs while generation is frozen.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class ShadowParameters:
         apply_fills(plan, shadows)
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
-        """Take over what the plan wants of a tensor, on the current stream."""
+        """Copy a checkpoint tensor to its places in the shadows, on the current stream."""
         apply(self._plan, name, tensor, self._shadows)
 
     def finish_staging(self) -> None:
-        """Sum what was staged: all tensors were accepted, and their copies are done.
+        """Compute the shadows' checksums. Call after all tensors' copies are done.
 
-        Raises CheckpointUnreadable if it is not finite.
+        Raises CheckpointUnreadable for values that are not finite.
         """
         self._staged_sums.compute()
         _load_copy_kernels(self._from)
@@ -116,21 +118,18 @@ class ShadowParameters:
 
 
 class StagedCheckpoint:
-    """The tensors as they came. `tensors` has a tensor of the update's dtype and shape for each of its names."""
+    """The update's tensors as they arrived. `tensors` has memory of the right dtype and shape for each name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], held_in: HeldIn) -> None:
         self.held_in = held_in
         self.loaded = self.tensors = tensors
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor over, on the current stream."""
+        """Copy a tensor, on the current stream."""
         self.tensors[name].copy_(tensor, non_blocking=True)
 
     def finish_staging(self) -> None:
-        """Check what was staged, which was compared with the sender's as it came.
-
-        Raises CheckpointUnreadable if it is not finite.
-        """
+        """Raise CheckpointUnreadable for values that are not finite."""
         _require_numbers(first_not_finite(self.tensors))
 
     def commit(self, model: ServedModel) -> CommitReport:
@@ -138,12 +137,12 @@ class StagedCheckpoint:
         model.reload(iter(self.tensors.items()))
         model.synchronize()
         swapped_at = time.perf_counter()
-        compared = _prove_load(model, list(self.tensors), self.tensors.__getitem__)
+        compared = _compare_load(model, list(self.tensors), self.tensors.__getitem__)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
 class StagedFiles:
-    """A folder that the commit reads. Raises CheckpointUnreadable for one that cannot be loaded."""
+    """A folder that the commit reads. Raises CheckpointUnreadable for a bad one."""
 
     held_in = HeldIn.FILES
 
@@ -160,14 +159,14 @@ class StagedFiles:
             model.reload(checkpoint.tensors())
             model.synchronize()
             swapped_at = time.perf_counter()
-            compared = _prove_load(model, list(self.info.tensors), checkpoint.read)
+            compared = _compare_load(model, list(self.info.tensors), checkpoint.read)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
 class StreamedWeights:
-    """An update that the commit receives.
+    """An update that the commit receives, by the plan or, if it is None, through the engine's own loader.
 
-    `plan` None: through the loader, which cannot begin again when another receiver is lost.
+    A loader cannot begin again when another receiver is lost.
     """
 
     held_in = HeldIn.NOWHERE
@@ -209,7 +208,7 @@ class StreamedWeights:
         kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
 
         def arriving() -> Tensors:
-            for bucket, data in self._incoming.buckets():
+            for bucket, data in self._incoming.receive_attempt():
                 for place in self._incoming.layout.in_bucket(bucket):
                     tensor = view(data, place).clone()  # the loader may keep it beyond this bucket
                     kept[place.name] = tensor.cpu()
@@ -219,21 +218,21 @@ class StreamedWeights:
         self._incoming.finish()
         model.synchronize()
         loaded_at = time.perf_counter()
-        compared = _prove_load(model, names, kept.__getitem__)
+        compared = _compare_load(model, names, kept.__getitem__)
         self.loaded = kept
         return CommitReport(0.0, _ms(loaded_at), *compared)
 
 
 StagedWeights: TypeAlias = ShadowParameters | StagedCheckpoint | StagedFiles | StreamedWeights
-"""One staged update.
+"""One staged update, in one of its four forms.
 
-`loaded`, after a commit: the tensors that went through the engine's own loader, if they are still there; what it
-made of them proves a plan.
+`loaded`, after a commit: the tensors that the engine's own loader has loaded, if they are kept; copy plans are
+checked against them.
 """
 
 
 class OpenCheckpoint:
-    """The safetensors files of a folder, open: a context."""
+    """The open safetensors files of a folder, as a context."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._info = info
@@ -258,12 +257,12 @@ class OpenCheckpoint:
             yield name, file.get_tensor(name)
 
     def read(self, name: str) -> Any:
-        """Return a tensor to be sliced."""
+        """Return a tensor as safetensors' slice: its parts are read when they are indexed."""
         return self._file_by_name[name].get_slice(name)
 
 
 class _Mark:
-    """A moment in the work of a device; `ms_to` once both have passed."""
+    """A point of time in a device's work. Call `ms_to` after both points have passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -278,20 +277,20 @@ class _Mark:
 
 
 def _load_copy_kernels(tensors: Sequence[torch.Tensor]) -> None:
-    """Launch the copy of a commit on one number of each dtype: CUDA loads kernels at their first launch, 12 ms."""
+    """Launch the commit's copy once for each dtype: CUDA takes 12 ms to load a kernel at its first launch."""
     small = [one.new_zeros(1) for one in {one.dtype: one for one in tensors}.values()]
     torch._foreach_copy_(small, [one.clone() for one in small])
 
 
-def _prove_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
-    """Prove what an engine's own loader has made of a checkpoint; returns what `ServedModel.compare` does."""
+def _compare_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
+    """Verify a load through the engine's own loader. Returns the result of `ServedModel.compare`."""
     compared = model.compare(names, read)
     _require_numbers(first_not_finite(model.parameters))
     return compared
 
 
 def _require_numbers(name: str | None) -> None:
-    """Raise CheckpointUnreadable for the tensor of this name."""
+    """Raise CheckpointUnreadable for the tensor of this name, if it is given."""
     if name is not None:
         raise CheckpointUnreadable(not_finite(name), param="directory")
 

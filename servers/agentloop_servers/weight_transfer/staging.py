@@ -1,12 +1,12 @@
-"""One worker's weights on their way in: received beside the decoding, and committed from where they are held.
+"""The staging of one worker's new weights: received while decoding goes on, held, and committed.
 
     nothing ─► receiving (a thread) ─► held ─► committed        any ─► nothing on a new stage, a drop, or a failure
 
 Ownership: `stage`, `poll`, `drop`, `commit` and `offer` are called by the engine, one at a time, on the worker's
 own thread, and return at once, but for `commit`. The thread of a stage owns the update it receives until its
-state is `held`. The way an update takes (`staged_weights.py`) depends on the copy plan: traced once for a list of
-tensors while nothing is decoded or loaded, and used only after it was proved against weights that the engine itself
-has loaded.
+state is `held`. The form in which an update is held (`staged_weights.py`) depends on the copy plan: it is traced
+once for a list of tensors while nothing is decoded or loaded, and used only after a check against weights that the
+engine itself has loaded.
 
 The place where staged weights wait, for the policy `auto`: device memory if what is staged, the buffers it arrives
 through and a reserve of 1 GiB fit into what is free there; else pinned host memory, if it takes at most two thirds
@@ -32,7 +32,7 @@ from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, Tens
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
-from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, prove, trace
+from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
@@ -56,14 +56,14 @@ from agentloop_servers.weight_transfer.worker_calls import (
 OFFER_TIMEOUT_S = 300.0
 RESERVE_BYTES = 2**30
 HOST_SHARE = 2 / 3
-THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end; it looks every 50 ms
+THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end, which it checks every 50 ms
 
 Form = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage. Its thread writes, and sets `state` last."""
+    """One stage. Its thread writes the fields, `state` last."""
 
     number: int
     state: StageState = StageState.RECEIVING
@@ -77,20 +77,20 @@ class _Stage:
 
 @dataclass(slots=True)
 class _KnownPlan:
-    """A copy plan for tensors of these names and shapes, in whatever order and dtype they come.
+    """A copy plan for tensors of these names and shapes, in any order and dtype.
 
-    `is_proved` once it agreed with what the engine loaded by itself.
+    `is_checked`: it agrees with weights that the engine has loaded by itself.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: CopyPlan
-    is_proved: bool = False
+    is_checked: bool = False
 
 
 class WeightStager:
-    """The stager of one worker process.
+    """The receiver, holder and sender of one worker process's weights.
 
-    `can_trace` false: a model that computes with packed copies of its parameters.
+    `can_trace` false: no copy plans, since the model computes with packed copies of its parameters.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class WeightStager:
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
-        # What the last push brought, where parameters cannot be read back.
+        # The last push's tensors, if parameters cannot be read back.
         self._served: StagedCheckpoint | None = None
         self._sender: WeightSender | None = None
         self._sending: threading.Thread | None = None
@@ -123,16 +123,16 @@ class WeightStager:
     # --- plans --------------------------------------------------------------------------------------------
 
     def prepare(self, loaded: CheckedFolder) -> None:
-        """Trace the plan for the tensors of a folder that the engine itself has loaded, and prove it with them."""
+        """Trace the plan for a folder that the engine itself has loaded, and check it against the parameters."""
         known = self._plan_for(loaded.tensors)
         if known is not None:
             with OpenCheckpoint(inspect_checkpoint(loaded.directory)) as checkpoint:
-                self._prove(known, checkpoint.read)
+                self._check_plan(known, checkpoint.read)
 
     def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
-        """Return the plan for these tensors, if there is one.
+        """Return the plan for these tensors, traced if it is not known; None if the model refuses plans.
 
-        Call on the worker's own thread only: it runs the model's loader.
+        Call on the worker's own thread only: the trace runs the model's loader.
         """
         shapes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
         if not self._can_trace or shapes == self._refused:
@@ -144,22 +144,22 @@ class WeightStager:
                 self._refused = shapes
                 return None
             # Tensors that nothing takes, such as a tied output head, may be in one list and not in the other.
-            is_proved = self._known is not None and self._known.is_proved and _is_same(self._known.plan, plan)
-            self._known = _KnownPlan(shapes, plan, is_proved)
+            is_checked = self._known is not None and self._known.is_checked and _is_same(self._known.plan, plan)
+            self._known = _KnownPlan(shapes, plan, is_checked)
         return self._known
 
-    def _prove(self, known: _KnownPlan, read: Any) -> None:
+    def _check_plan(self, known: _KnownPlan, read: Any) -> None:
         try:
-            prove(known.plan, self._model.parameters, read)
+            check_plan(known.plan, self._model.parameters, read)
         except PlanRefused:
             self._refused, self._known = known.shapes, None
         else:
-            known.is_proved = True
+            known.is_checked = True
 
     # --- staging ------------------------------------------------------------------------------------------
 
     def stage(self, number: int, source: PushSource | CheckedFolder) -> None:
-        """Begin to receive from a push, or from a folder. What was staged before is dropped."""
+        """Begin to receive from a push or a folder. The update that was staged before is dropped."""
         if self._stage is not None:
             self.drop(self._stage.number)
         stage = self._stage = _Stage(number)
@@ -167,21 +167,21 @@ class WeightStager:
             plan: CopyPlan | None = self._plan_of_parameters()
         else:
             known = self._plan_for(source.tensors)
-            plan = known.plan if known is not None and known.is_proved else None
+            plan = known.plan if known is not None and known.is_checked else None
         stage.thread = threading.Thread(
             target=self._run, args=(stage, source, plan), name=f"stage-{number}", daemon=True
         )
         stage.thread.start()
 
     def poll(self, number: int) -> StageProgress:
-        """Return the progress of a stage."""
+        """Return the progress of stage `number`: FAILED if another one has replaced it."""
         stage = self._stage
         if stage is None or stage.number != number:
             return StageProgress(StageState.FAILED, "it was dropped")
         return StageProgress(stage.state, stage.error, stage.report)
 
     def drop(self, number: int) -> None:
-        """Give a stage up; returns when its thread has let go. Another number: no-op."""
+        """End a stage, and wait for its thread. No-op for another number than the present stage's."""
         stage = self._stage
         if stage is None or stage.number != number:
             return
@@ -198,7 +198,7 @@ class WeightStager:
                 self._memory = StagingMemory(self._device, "none")
 
     def release(self) -> None:
-        """Give back all memory that is not the model's."""
+        """Free all memory that is not the model's: the stage, the offer, buffers and connections."""
         if self._stage is not None:
             self.drop(self._stage.number)
         self._end_offer()
@@ -215,15 +215,15 @@ class WeightStager:
                     self._read_folder(stage, source.directory, plan)
         except AgentLoopError as error:
             stage.error = error.message
-        except Exception as error:  # whatever it is, it is the update's failure: the worker goes on
+        except Exception as error:  # the update's failure: the worker goes on
             stage.error = f"{type(error).__name__}: {error}"
         stage.state = StageState.FAILED if stage.error else StageState.HELD
 
-    def _receive_push(self, stage: _Stage, source: PushSource, plan: CopyPlan | None) -> None:
-        form = _form(source.tensors) if plan is None else self._parameter_form()
-        held_in = self._memory.choose(form, _buffer_bytes(source.tensors))
+    def _receive_push(self, stage: _Stage, push: PushSource, plan: CopyPlan | None) -> None:
+        form = _form(push.tensors) if plan is None else self._parameter_form()
+        held_in = self._memory.choose(form, _buffer_bytes(push.tensors))
         incoming = self._receiver.open(
-            source,
+            push,
             can_hold=held_in is not HeldIn.NOWHERE,
             timeout_s=self._timeout_s,
             is_given_up=lambda: stage.is_dropped,
@@ -271,7 +271,7 @@ class WeightStager:
         return ShadowParameters(plan, tensors, self._model.parameters, held_in)
 
     def _finish_staging(self, staged: StagedCheckpoint | ShadowParameters) -> None:
-        """Wait until what was staged is complete, and may be read from any stream."""
+        """Wait until the staged tensors are complete, and may be read from any stream."""
         self._synchronize()
         staged.finish_staging()
         self._synchronize()
@@ -283,7 +283,7 @@ class WeightStager:
     # --- committing ---------------------------------------------------------------------------------------
 
     def commit(self, number: int) -> CommitReport:
-        """Bring what stage `number` holds into the model, and prove it. If it raises, the weights are unknown."""
+        """Bring stage `number` into the model, and verify it. If this raises, the weights are of unknown state."""
         stage, self._stage = self._stage, None
         if stage is None or stage.number != number or stage.staged is None or stage.state is not StageState.HELD:
             raise RuntimeError("nothing is held for this commit")
@@ -296,9 +296,9 @@ class WeightStager:
             if stage.incoming is not None:
                 stage.incoming.fail(str(error) or type(error).__name__)
             raise
-        if staged.loaded and self._known is not None and not self._known.is_proved:
-            self._prove(self._known, staged.loaded.__getitem__)
-            self._memory.release()  # what the next update needs has another form
+        if staged.loaded and self._known is not None and not self._known.is_checked:
+            self._check_plan(self._known, staged.loaded.__getitem__)
+            self._memory.release()  # the next update's tensors have another form
         elif isinstance(staged, StagedCheckpoint):
             self._served = staged
         staged.loaded = {}
@@ -307,7 +307,7 @@ class WeightStager:
     # --- offering -----------------------------------------------------------------------------------------
 
     def offer(self, token: str) -> PushSource | None:
-        """Begin to give the served weights to workers that come with `token`; None if they cannot be read back."""
+        """Begin to send the served weights to workers with this token; None if they cannot be read back."""
         self._end_offer()
         if self._can_trace:
             names, tensors = TensorNames.RUNTIME, self._model.parameters
@@ -320,10 +320,10 @@ class WeightStager:
             for name, tensor in tensors.items()
         ]
         sender = self._sender = WeightSender(device=self._device)
-        offer = sender.offer(items, names, token)
+        push = sender.offer(items, names, token)
         self._sending = threading.Thread(target=_send, args=(sender,), name="offer", daemon=True)
         self._sending.start()
-        return offer
+        return push
 
     def _end_offer(self) -> None:
         sender, self._sender = self._sender, None
@@ -339,7 +339,7 @@ class WeightStager:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._model.parameters.items()]
 
     def _plan_of_parameters(self) -> CopyPlan:
-        """Make the plan for tensors that are this model's own parameters: each is copied whole."""
+        """Make the plan for tensors of the same names and shapes as the parameters: each is copied whole."""
         if not self._can_trace:
             raise CheckpointUnreadable("this engine cannot take another one's parameters", param="push")
         parameters = self._model.parameters
@@ -352,7 +352,7 @@ class WeightStager:
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Put device work beside the model's own."""
+        """Run the block's device work on a stream beside the model's."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
@@ -364,7 +364,7 @@ class WeightStager:
 
 
 class StagingCalls:
-    """The calls that an engine's process makes to a worker's stager, mixed into the engine's own worker class.
+    """The `weights_...` methods of `WorkerMethod`, mixed into the engine's own worker class.
 
     Arguments and results are numbers and codec bytes. Names must not collide with the engine's.
     """
@@ -376,14 +376,14 @@ class StagingCalls:
         raise NotImplementedError
 
     def weights_prepare(self, setup: bytes) -> None:
-        """Make the stager from a `StagingSetup`. Once, after the start and before any request."""
+        """Make the stager from a `StagingSetup`. Call once, after the start and before any request."""
         settings = codec.decode(setup, StagingSetup)
         self._stager = self.weights_stager(settings)
         if settings.loaded is not None:
             self._stager.prepare(settings.loaded)
 
     def weights_stage(self, order: bytes) -> None:
-        """Begin to receive what a `StageOrder` names."""
+        """Begin to receive the update of a `StageOrder`."""
         wanted = codec.decode(order, StageOrder)
         source = wanted.push or wanted.folder
         if source is None:
@@ -395,21 +395,21 @@ class StagingCalls:
         return codec.encode(self._stager.poll(number))
 
     def weights_drop(self, number: int) -> None:
-        """Give a stage up."""
+        """End a stage without a commit."""
         self._stager.drop(number)
 
     def weights_commit(self, number: int) -> bytes:
-        """Bring a stage into the model while generation is paused; returns a `CommitReport`."""
+        """Bring a stage into the model, while generation is paused. Returns a `CommitReport`."""
         with torch.no_grad():
             return codec.encode(self._stager.commit(number))
 
     def weights_offer(self, token: str) -> bytes | None:
-        """Give the served weights to another engine's worker; returns a `PushSource`, None if that cannot be."""
-        offer = self._stager.offer(token)
-        return None if offer is None else codec.encode(offer)
+        """Offer the served weights to another engine's worker: a `PushSource`, None if they cannot be read."""
+        push = self._stager.offer(token)
+        return None if push is None else codec.encode(push)
 
     def weights_release(self) -> None:
-        """Give back all memory that is not the model's."""
+        """Free all memory that is not the model's."""
         self._stager.release()
 
 
@@ -418,12 +418,12 @@ def _is_same(one: CopyPlan, other: CopyPlan) -> bool:
 
 
 def _send(sender: WeightSender) -> None:
-    with contextlib.suppress(AgentLoopError):  # the receiver knows; this worker serves on either way
+    with contextlib.suppress(AgentLoopError):  # the receiver has been told; this worker serves on
         sender.run(OFFER_TIMEOUT_S)
 
 
 def _buffer_bytes(tensors: Sequence[TensorInfo]) -> int:
-    """Return the bytes of the two buckets that these tensors arrive through."""
+    """Return the size of two buckets of these tensors, in bytes."""
     largest = max(_num_bytes([one]) for one in _form(tensors))
     return int(2 * max(largest, DEFAULT_BUCKET_BYTES))
 
@@ -444,7 +444,7 @@ class StagingMemory:
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
-        """Choose where tensors of this form wait; `buffer_bytes` of device memory are needed beside them."""
+        """Choose where to hold tensors of this form; arrival takes `buffer_bytes` more of device memory."""
         if self._policy == "none":
             return HeldIn.NOWHERE
         if self._tensors and form == self._form:
@@ -460,7 +460,7 @@ class StagingMemory:
         return HeldIn.NOWHERE
 
     def take(self, form: Form, held_in: HeldIn) -> Mapping[str, torch.Tensor]:
-        """Return tensors of this form, uninitialised or with what an earlier update left in them."""
+        """Return tensors of this form. Their values are undefined."""
         if not self._tensors or form != self._form or held_in is not self._held_in:
             self.release()
             self._tensors = {name: self._empty(dtype, shape, held_in) for name, dtype, shape in form}
@@ -468,7 +468,7 @@ class StagingMemory:
         return self._tensors
 
     def release(self) -> None:
-        """Give the memory back; nothing uses its tensors any more."""
+        """Free the memory. Its tensors must not be in use any more."""
         had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
         self._tensors, self._form = {}, ()
         if had_device_memory:
@@ -492,7 +492,7 @@ def _free_device_bytes(device: torch.device) -> int:
 
 
 def _available_host_bytes() -> int:
-    """Return Linux's estimate of what can be had without swapping, in bytes."""
+    """Return Linux's estimate of the memory that is free without swapping, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,12 +1,12 @@
 """`client.update_weights(tensors)`: the glue between a torch training process and `WeightSender`.
 
-An update is two things at once: the sender runs in a thread, and the service is told where to fetch from. Whichever
-ends badly ends the other; the service's answer is the outcome, because the service knows which replicas serve what.
+Two things run at once in an update: the sender in a thread, and the call that tells the service its address. A
+failure of one ends the other; the outcome is the service's answer, because it knows the versions of all replicas.
 Under torch.distributed every rank calls `push`: rank 0 does the above, the others take part in its gathers
 (`trainer_group.py`). The calling task owns everything: `push` returns, raises or is cancelled only when its threads
 are done, and each of them has a deadline.
 
-Tensors go under the names of their checkpoint: what wrappers added is taken off, nothing is left out. Sharded
+Tensors are sent under their checkpoint's names, without the prefixes of wrappers; none is left out. Sharded
 tensors (DTensor, as FSDP2 and tensor-parallel trainers hold them) are gathered only when they are loaded, one at
 a time; every rank of their mesh must load at the same moment.
 """
@@ -63,19 +63,19 @@ class NamedTensor:
         return self.tensor.device_mesh.size() if isinstance(self.tensor, DTensor) else 1
 
     def load(self) -> torch.Tensor:
-        """Return the whole tensor; collective if `num_ranks` is more than 1."""
+        """Return the whole tensor; a collective of its `num_ranks` ranks."""
         own = self.tensor.detach()
         return own.full_tensor() if isinstance(own, DTensor) else own
 
     def info(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Describe it as it is sent: in `dtype` if its own is one that may be cast, else in its own."""
+        """Describe the tensor as it is sent: in `dtype` if its own may be cast, else in its own."""
         own = self.tensor.dtype
         sent = dtype if dtype is not None and own in CAST_DTYPES.values() else own
         return tensor_info(self.name, self.tensor, sent)
 
 
 def collect(weights: NamedTensors) -> list[NamedTensor]:
-    """Return the tensors in their order. Raises InvalidRequest, naming it, for what a checkpoint cannot hold."""
+    """List the tensors in order. Raises InvalidRequest, with its name, for one that a checkpoint cannot hold."""
     if not isinstance(weights, Iterable):
         raise _refusal(f"{type(weights).__name__} has no names for its tensors; give model.named_parameters()")
     pairs: Iterable[tuple[str, object]] = weights.items() if isinstance(weights, Mapping) else weights
@@ -97,7 +97,7 @@ def collect(weights: NamedTensors) -> list[NamedTensor]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
+    """Return the name without the prefixes of DDP, torch.compile, FSDP and activation checkpointing."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     while name.startswith(_OUTERMOST):
@@ -106,14 +106,14 @@ def checkpoint_name(name: str) -> str:
 
 
 def _fleet_dtype(status: ServiceStatus) -> torch.dtype | None:
-    """Return the dtype of all replicas; None if they differ or do not say: tensors then go as they are."""
+    """Return the dtype of all replicas; None if it differs or is unknown: tensors are then sent in their own."""
     dtypes = {replica.weight_dtype for replica in status.replicas}
     name = dtypes.pop() if len(dtypes) == 1 else None
     return parse_dtype(name) if name is not None and name in CAST_DTYPES else None
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name. Raises InvalidRequest unless floating-point tensors are ever cast to it."""
+    """Return the dtype of that name. Raises InvalidRequest for one that tensors are never cast to."""
     dtype = CAST_DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise InvalidRequest(f"weights are sent as one of {', '.join(CAST_DTYPES)}, not {name!r}", param="dtype")
@@ -152,7 +152,7 @@ ANSWER_GRACE_S = 30.0  # a sender that failed closes its connections: the servic
 _STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its attempt, for the other ranks
 _LET_GO_TIMEOUT_S = 5.0  # of a thread that has returned; the event loop waits
 _MARGIN_S = ANSWER_GRACE_S + _STOP_TIMEOUT_S + 30.0  # the other ranks wait longer than rank 0 can take
-_WATCH_S = 0.5  # between two looks at what became of the receivers
+_WATCH_S = 0.5  # between two reads of the service's status
 _GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks for more
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -164,7 +164,7 @@ def make_sender(listen_host: str, transport: str) -> WeightSender:
 
 
 class TensorPusher:
-    """A sender of this process's tensors to every replica; it keeps its connections while updates succeed."""
+    """A `Pusher` of this process's tensors, which keeps its connections while updates succeed."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class TensorPusher:
         make_sender: Callable[[str, str], WeightSender] = make_sender,
         answer_grace_s: float = ANSWER_GRACE_S,
     ) -> None:
-        """`answer_grace_s`: how long one of the two sides may outlast the other."""
+        """`answer_grace_s`: the seconds that the sender or the service may take after the other's end."""
         self._target = target
         self._listen_host = listen_host
         self._make_sender = make_sender
@@ -186,7 +186,7 @@ class TensorPusher:
         self._has_compared = False
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        """Make one update from tensors that stay as they are until this returns.
+        """Update the fleet once. The tensors must not change until this returns.
 
         Raises InvalidRequest for weights that cannot be sent, DeadlineExceeded, and what the service raises. Ranks
         other than 0 that are cancelled go on to the update's end: rank 0's gathers need them.
@@ -211,7 +211,7 @@ class TensorPusher:
             self._is_pushing = False
 
     async def close(self) -> None:
-        """Let go of the connections and of the ranks' group. Idempotent."""
+        """Close the connections and the ranks' group. Idempotent."""
         await self._drop_sender()
         if self._group is not None:
             group, self._group = self._group, None
@@ -230,7 +230,7 @@ class TensorPusher:
             options.version, digest(tensors), len(tensors), shortened(refusal.message) if refusal else None
         )
         try:
-            await _in_thread(group.agree, part, options.timeout_s)
+            await _in_thread(group.check_equal_parts, part, options.timeout_s)
         except InvalidRequest:
             if refusal is not None:
                 raise refusal from None
@@ -248,7 +248,7 @@ class TensorPusher:
         return report
 
     def _join_group(self, timeout_s: float) -> TrainerGroup:
-        """Return the trainer group; making it is collective, and all ranks decide alike."""
+        """Return the trainer group, a new one if the last cannot wait so long. All ranks decide alike."""
         if self._group is None or not self._group.can_wait(timeout_s):
             if self._group is not None:
                 self._group.close()
@@ -256,7 +256,7 @@ class TensorPusher:
         return self._group
 
     async def _tell(self, group: TrainerGroup, outcome: UpdateOutcome) -> None:
-        """Tell the other ranks, as well as it goes: the update's outcome does not depend on it."""
+        """Tell the other ranks the outcome. A failure is logged only: it does not change the outcome."""
         try:
             await _in_thread(group.end, outcome, _STOP_TIMEOUT_S)
         except AgentLoopError as error:
@@ -274,8 +274,8 @@ class TensorPusher:
                 dtype = _fleet_dtype(status) if options.dtype is None else parse_dtype(options.dtype)
                 items = [Outgoing(one.info(dtype), one.load) for one in tensors]
                 sender = await self._open_sender(options.transport)
-                source = await _in_thread(sender.offer, items)
-                report = await self._exchange(sender, source, options, before_attempt)
+                push = await _in_thread(sender.offer, items)
+                report = await self._exchange(sender, push, options, before_attempt)
                 await _in_thread(sender.release)  # the training step may need it
         except TimeoutError as error:
             await self._drop_sender()
@@ -288,16 +288,16 @@ class TensorPusher:
     async def _exchange(
         self,
         sender: WeightSender,
-        source: PushSource,
+        push: PushSource,
         options: PushOptions,
         before_attempt: Callable[[], None] | None,
     ) -> UpdateReport:
-        """Send and ask at once. Both are over when this is."""
+        """Run the sender and the service's update at once; both have ended when this returns."""
         run = _on_this_device(
             lambda: sender.run(options.timeout_s, before_attempt, late_grace_s=options.late_grace_s)
         )
         sending = asyncio.ensure_future(_in_thread(run))
-        asking = asyncio.ensure_future(self._target.announce(source, options))
+        asking = asyncio.ensure_future(self._target.update_from(push, options))
         watching = asyncio.ensure_future(self._watch(sender, options.version))
         try:
             await asyncio.wait((sending, asking), return_when=asyncio.FIRST_COMPLETED)
@@ -322,7 +322,7 @@ class TensorPusher:
         return asking.result()
 
     async def _watch(self, sender: WeightSender, version: int) -> None:
-        """Tell the sender which replicas have failed as soon as the service knows: it waits for them no more."""
+        """Lower the number of workers that the sender waits for, as soon as the service reports failures."""
         while True:
             await asyncio.sleep(_WATCH_S)
             try:
@@ -333,7 +333,7 @@ class TensorPusher:
                 sender.expect(update.num_receivers)
 
     def _compare_precision(self, tensors: Sequence[NamedTensor], status: ServiceStatus) -> None:
-        """Warn, at the first push, if engines compute in another type than most of the tensors' elements have."""
+        """Warn, at the first push, if engines compute in another dtype than that of most elements."""
         if self._has_compared:
             return
         self._has_compared = True
@@ -398,7 +398,7 @@ def _on_this_device(work: Callable[[], T]) -> Callable[[], T]:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Run a blocking function. A cancellation takes effect when it has returned: it has its own deadline."""
+    """Run a blocking function, which has a deadline of its own. A cancellation takes effect after its return."""
     threads: list[threading.Thread] = []
 
     @wraps(function)
@@ -420,5 +420,5 @@ async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 async def _all_done(*work: asyncio.Future[Any]) -> None:
-    """Wait until all is done, whatever it came to."""
+    """Wait for the end of all futures, without raising their errors."""
     await asyncio.gather(*work, return_exceptions=True)

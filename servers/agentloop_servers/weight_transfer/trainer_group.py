@@ -1,11 +1,11 @@
 """The group of all ranks of one training job, in an update that they make together.
 
-Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Words travel as MessagePack in
-CPU tensors over a gloo group of its own: it has deadlines whatever the job's backend is, and takes no GPU. One
-update is: `agree` on every rank; then rank 0 says `begin_attempt` any number of times and `end` once, while the
-others `follow`. All methods block: call them from a thread, one at a time.
+Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Messages travel as MessagePack
+in CPU tensors over a gloo group of its own: it has deadlines with any backend of the job, and takes no GPU. One
+update is: `check_equal_parts` on every rank; then rank 0 calls `begin_attempt` any number of times and `end` once,
+while the others `follow`. All methods block: call them from a thread, one at a time.
 
-After a word that was not passed on, the ranks may know different things: the group is then broken for good.
+After a message that was not passed on, the ranks may differ in their states: the group is then broken for good.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_PART_ERROR_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One rank's part of an update. `error` is the reason why it cannot take part."""
+    """One rank's tensors in an update. `error`: the reason if it cannot take part."""
 
     version: int
     digest: int  # of the names, dtypes and shapes
@@ -54,19 +54,19 @@ class UpdateOutcome:
         return cls(error=orjson.dumps(error.to_wire()), status=error.http_status)
 
     def result(self) -> UpdateReport:
-        """Return the report, or raise the error."""
+        """Return the update's report, or raise its error."""
         if self.report is not None:
             return self.report
         raise from_wire(orjson.loads(self.error or b"null"), self.status)
 
 
 def is_distributed() -> bool:
-    """Return True if this process is one of several of a training job."""
+    """Tell if this process is one of several ranks of a torch.distributed job."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 class TrainerGroup:
-    """All ranks of the default process group. Making it is collective, as `agree` is."""
+    """The group of all ranks of the default process group. Every rank makes it at the same moment."""
 
     def __init__(self, timeout_s: float) -> None:
         self._world = dist.group.WORLD
@@ -80,11 +80,11 @@ class TrainerGroup:
         return bool(dist.get_rank() == 0)
 
     def can_wait(self, timeout_s: float) -> bool:
-        """Return True if the group serves an update with this deadline, and the job is the one it was made in."""
+        """Tell if the group can wait this long, and still belongs to the present process group."""
         return dist.group.WORLD is self._world and timeout_s <= self._timeout_s
 
-    def agree(self, part: RankPart, timeout_s: float) -> None:
-        """Check that all ranks bring the same. Raises InvalidRequest on every rank if one does not."""
+    def check_equal_parts(self, part: RankPart, timeout_s: float) -> None:
+        """Compare the parts of all ranks. Every rank calls this; each raises InvalidRequest if two parts differ."""
         data = codec.encode(part)
         own = torch.zeros(_PART_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -104,17 +104,17 @@ class TrainerGroup:
                 )
 
     def begin_attempt(self, timeout_s: float) -> None:
-        """Tell the others, as rank 0, to load everything once."""
+        """Tell all other ranks, from rank 0, to load every tensor once."""
         self._say(torch.tensor([_AGAIN]), timeout_s)
 
     def end(self, outcome: UpdateOutcome, timeout_s: float) -> None:
-        """Tell the others, as rank 0, how the update ended."""
+        """Tell all other ranks, from rank 0, the outcome of the update."""
         data = torch.frombuffer(bytearray(codec.encode(outcome)), dtype=torch.uint8)
         self._say(torch.tensor([len(data)]), timeout_s)
         self._say(data, timeout_s)
 
     def follow(self, load_all: Callable[[], None], timeout_s: float) -> UpdateReport:
-        """Load as often as rank 0 says, as another rank; then return or raise what rank 0 did."""
+        """Load all tensors at each `begin_attempt` of rank 0, until its `end`; returns or raises its outcome."""
         give_up_at = time.monotonic() + timeout_s
         while (num_bytes := self._hear_number(give_up_at)) == _AGAIN:
             load_all()
@@ -133,7 +133,7 @@ class TrainerGroup:
         return int(number.item())
 
     def _say(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Broadcast from rank 0 into `data` of all others."""
+        """Broadcast `data` of rank 0 into `data` of all other ranks."""
         self._wait(lambda: dist.broadcast(data, 0, group=self._group, async_op=True), timeout_s)
 
     def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:

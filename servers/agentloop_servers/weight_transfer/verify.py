@@ -1,19 +1,19 @@
-"""Proofs that what arrived is what was sent, and that the model computes with it.
+"""The verification of weights: that the bytes arrived as they were sent, and that the model computes with them.
 
 Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
-They find what has gone wrong silently in weight transfers: zeros, stale or shifted memory, tensors or rows that
-changed places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all
+They find the silent errors of weight transfers: zeros, stale or shifted memory, tensors or rows that changed
+places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all
 of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
 to do while generation stands still.
 
-Finiteness is checked apart from the sums, which hold for NaN as well: of what is staged, before anything pauses,
-and of what a load has made of it. One reduction a tensor, on its own device.
+Finiteness is checked apart from the sums, which hold for NaN as well: in staged tensors before any pause, and in
+parameters after a load. One reduction a tensor, on its own device.
 
 Spot checks come after a load through vLLM's own loader: some columns of every layer, as it computes with them. A
 load can end without an error and have changed nothing, or only some layers (a tied output head on the CPU build
 goes on with its packed copy). So every layer is compared with the checkpoint through the path that it computes
-with: its parameter, and a packed copy by what it makes of unit vectors. A fixed place a layer, not the same in all:
-a few columns cover the model and are cheap to read.
+with: its parameter, and a packed copy by its products with unit vectors. The columns are fixed for a layer, and
+differ between layers: a few columns cover the model and are cheap to read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bucket_checksum(data: torch.Tensor) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes as integers, [rows, words of a row]; a view of a copy where memory is not dense."""
+    """View a tensor's bytes as integers, [rows, words of a row]; of a copy if its memory is not dense."""
     num_rows = tensor.shape[0] if tensor.ndim > 0 else 1
     if tensor.numel() == 0:
         return torch.zeros((num_rows, 1), dtype=torch.uint8, device=tensor.device)
@@ -63,12 +63,12 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(sums: list[torch.Tensor]) -> list[int]:
-    """Return 0-dim int64 tensors of one device as ints, with one sync."""
+    """Read 0-dim int64 tensors of one device as ints, with one sync."""
     return torch.stack(sums).tolist() if sums else []
 
 
 class RowChecksums:
-    """The sums of every row of these tensors, as they are at each `compute`; the tensors must stay where they are.
+    """The checksums of every row of some tensors, as of the last `compute`; the tensors must stay in place.
 
     A row is an index of the first dimension.
     """
@@ -86,14 +86,14 @@ class RowChecksums:
         self._parts = self._sums.split(self._lengths)
 
     def compute(self) -> None:
-        """Sum, in place of what was computed last. No sync."""
+        """Compute the sums anew. No sync."""
         for rows, part in zip(self._rows, self._parts, strict=True):
             torch.sum(rows, dim=1, dtype=torch.int64, out=part)
 
     def first_difference(self, other: RowChecksums) -> str | None:
-        """Return the name of the first tensor whose sums differ from another's; None if all are equal.
+        """Return the name of the first tensor whose sums differ from `other`'s; None if all are equal.
 
-        The other's tensors have the same shapes; both sums are those computed last. Syncs.
+        Both have tensors of the same shapes, and have been computed. Syncs.
         """
         theirs = other._sums.to(self._sums.device)
         if torch.equal(self._sums, theirs):
@@ -107,13 +107,13 @@ class RowChecksums:
 
 
 class FiniteCheck:
-    """Finds tensors with NaN or infinite values among those that it is shown. No sync until `first_bad`."""
+    """A check of tensors for NaN and infinite values. No sync until `first_bad`."""
 
     def __init__(self) -> None:
         self._ends: dict[str, torch.Tensor] = {}  # by name: the least and the greatest value, or NaN for a bad one
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Look at a tensor as it is now, on the current stream; the latest of a name counts."""
+        """Check a tensor's present values, on the current stream; the latest of a name counts."""
         if tensor.numel() == 0:
             return
         tensor = tensor.detach()
@@ -152,16 +152,16 @@ _FLOAT8_NOT_FINITE: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]
     torch.float8_e5m2fnuz: lambda bits: (bits == 0x80).any(),
     torch.float8_e8m0fnu: lambda bits: (bits == 0xFF).any(),
 }
-"""For the types that torch reduces not: a test of their bits (OCP 8-bit floating point, 2023)."""
+"""A test of the bits of types that torch cannot reduce (OCP 8-bit floating point, 2023)."""
 
 
 Read = Callable[[str], Any]
-"""Returns a tensor of a checkpoint, in memory or in a file: sliced, it gives a tensor."""
+"""A function from a name to a checkpoint's tensor, in memory or as a file's slice; both can be indexed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Columns `[first, first + values.shape[1])` of a stored weight `width` wide; a norm's whole vector."""
+    """The columns `[first, first + values.shape[1])` of a stored weight `width` wide; of a norm, all values."""
 
     values: torch.Tensor
     first: int
@@ -173,10 +173,9 @@ def compare_layers(
 ) -> tuple[int, int]:
     """Compare every layer of `model` with the checkpoint's tensors `names`. Raises RuntimeError on a difference.
 
-    `packed`: the checkpoint's names of the parts of fused layers; None: as the model says, in vLLM's form.
-
-    Returns how many layers were compared, and how many could not be: those whose shape is not the checkpoint's
-    (tensor-parallel shards, fused experts) or that it has under another name.
+    `packed`: the checkpoint's names of the parts of fused layers; None: the model's own, in vLLM's form. Returns
+    the numbers of layers compared, and not comparable: of another shape than the checkpoint's (tensor-parallel
+    shards, fused experts), or under another name.
     """
     packed = getattr(model, "packed_modules_mapping", {}) if packed is None else packed
     name_by_weight: dict[int, str] = {}
@@ -227,7 +226,7 @@ def _shape(piece: Any) -> list[int]:
 
 
 def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> Iterator[torch.Tensor]:
-    """Yield the same columns as the layer computes with them: its parameter, and its packed copy if it has one."""
+    """Yield the same columns of the layer's parameter, and of its packed copy if it has one."""
     if stored.values.ndim == 1:
         if weight.shape == stored.values.shape:
             yield weight

@@ -40,19 +40,18 @@ from agentloop_servers.weight_transfer.worker_calls import StagingSetup
 
 
 class WeightWorker(StagingCalls):
-    """vLLM worker extension. Its names must not collide with the worker's."""
+    """The extension of vLLM's worker class. Its names must not collide with the worker's."""
 
     vllm_config: Any
     model_runner: Any
     device: torch.device
 
     def extend_runner(self, function: str, argument: str) -> None:
-        """Call the function at an import path with the model runner: what an adapter adds to vLLM's own."""
+        """Call the function at an import path with the model runner and `argument`."""
         extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
         extend(self.model_runner, argument)
 
     def weights_stager(self, setup: StagingSetup) -> WeightStager:
-        """Make this worker's stager."""
         parallel = self.vllm_config.parallel_config
         return WeightStager(
             self.weights_model(),
@@ -65,16 +64,16 @@ class WeightWorker(StagingCalls):
         )
 
     def weights_model(self) -> RunningModel:
-        """The model that updates go into."""
+        """Return the worker's model as commits use it."""
         return RunningModel(self)
 
     def weights_verify_adapter(self, directory: str) -> int:
-        """Prove this worker's adapter; see `verify_adapter`."""
+        """Compare this worker's adapter with its folder; see `verify_adapter`."""
         return verify_adapter(self.model_runner, directory)
 
 
 class RunningModel:
-    """A worker's model as commits see it; see `ServedModel`."""
+    """A worker's model as commits use it; see `ServedModel`."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -117,10 +116,10 @@ _Slices: TypeAlias = list[torch.Tensor | None]
 
 
 def verify_adapter(model_runner: Any, directory: str) -> int:
-    """Compare what the worker computes with under `ADAPTER_ID` with the folder. Returns the tensors compared.
+    """Compare the worker's adapter `ADAPTER_ID` with a folder. Returns the number of tensors compared.
 
     Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
-    RuntimeError on the first difference, if the adapter is not active, or if nothing could be compared.
+    RuntimeError on the first difference, if the adapter is not active, or if no tensor could be compared.
     """
     manager = model_runner.lora_manager._adapter_manager
     if ADAPTER_ID not in manager.lora_index_to_id:
@@ -169,7 +168,7 @@ def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], An
 
 
 def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
-    """Return A and B of every slice as this worker should hold them, unpadded; None: nothing of the adapter."""
+    """Return the A and B that this worker should hold for every slice, unpadded; None: the adapter has none."""
     dtype = layer.lora_b_stacked[0].dtype
     halves_a: _Slices = []
     halves_b: _Slices = []
@@ -199,7 +198,7 @@ def _pairs(
 
 
 def _is_equal(held: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """Compare `held` with `expected` and zeros around it; a 0-dim bool tensor, no sync."""
+    """Compare `held` with `expected`, padded by zeros. Returns a 0-dim bool tensor; no sync."""
     padded = torch.zeros_like(held)
     if expected is not None:
         padded[: expected.shape[0], : expected.shape[1]] = expected.to(held.device)

@@ -1,9 +1,9 @@
-"""The values that cross between an engine's process and the processes that hold its weights, as codec bytes.
+"""The calls from an engine's process to the processes that hold its weights: methods, and values as codec bytes.
 
 They need no torch: the engine's process imports them. Several workers' reports become one here: the times of the
 slowest, the memory of the worker that holds least, and everything that was compared.
 
-vLLM carries them by `collective_rpc`. SGLang's own remote calls take flat scalars and answer with a text only, so
+vLLM carries calls by `collective_rpc`. SGLang's own remote calls take flat scalars and answer with a text only, so
 a call and its answers travel there as the text of a `SchedulerCall` and of `SchedulerAnswers`.
 """
 
@@ -24,9 +24,29 @@ SCHEDULER_METHOD = "agentloop_call"
 """The name under which SGLang's scheduler takes a `SchedulerCall`, its only parameter being `call`."""
 
 
+class WorkerMethod(StrEnum):
+    """The methods that an engine's process calls in its workers: each value is the name of a method there."""
+
+    PREPARE = "weights_prepare"  # this and the next six: of `StagingCalls`
+    STAGE = "weights_stage"
+    POLL = "weights_poll"
+    DROP = "weights_drop"
+    COMMIT = "weights_commit"
+    OFFER = "weights_offer"
+    RELEASE = "weights_release"
+    EXTEND_SCHEDULER = "scheduler_extend"  # this and the next five: of SGLang's `SchedulerExtension`
+    PAUSE_REQUESTS = "requests_pause"
+    RESUME_REQUESTS = "requests_resume"
+    END_REQUESTS = "requests_end"
+    RELEASE_MEMORY = "memory_release"
+    RESUME_MEMORY = "memory_resume"
+    EXTEND_RUNNER = "extend_runner"  # this and the next: of vLLM's `WeightWorker`
+    VERIFY_ADAPTER = "weights_verify_adapter"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerCall:
-    """A method of our scheduler (`sglang_worker.py`) to call in every rank, between two steps."""
+    """A call of a `WorkerMethod` in every rank of SGLang's scheduler, between two steps."""
 
     call_id: int
     method: str
@@ -35,7 +55,7 @@ class SchedulerCall:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAnswers:
-    """The answers to one call, of every tensor-parallel rank in order.
+    """The answers of all tensor-parallel ranks to one call, in the order of ranks.
 
     `errors`: a sentence for each rank that failed, empty for the others; a failed rank's answer is None.
     """
@@ -47,9 +67,9 @@ class SchedulerAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """The requests that a paused scheduler holds, by id: how many tokens each has sampled.
+    """The number of tokens that each request of a paused scheduler has sampled, by id.
 
-    `unbegun`: those of them that hold no KV and have sampled nothing.
+    `unbegun`: the requests that hold no KV and have sampled nothing.
     """
 
     num_output_ids: Mapping[str, int]
@@ -66,7 +86,7 @@ class CheckedFolder:
 
 @dataclass(frozen=True, slots=True)
 class StagingSetup:
-    """The settings of a worker's stager. `loaded`: what vLLM has loaded by itself; None: dummy weights."""
+    """The settings of a worker's stager. `loaded`: the folder that the engine has loaded; None: dummy weights."""
 
     loaded: CheckedFolder | None
     policy: str  # "auto", "device", "host" or "none"; see `staging.py`
@@ -75,7 +95,7 @@ class StagingSetup:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """One update to receive, from a push or from a folder. `number` names it until its commit."""
+    """An order to receive one update, from a push or from a folder. `number` identifies it until its commit."""
 
     number: int
     push: PushSource | None = None
@@ -83,7 +103,7 @@ class StageOrder:
 
 
 class StageState(StrEnum):
-    """Progress of a stage in one worker."""
+    """The states of a stage in one worker."""
 
     RECEIVING = "receiving"
     HELD = "held"
@@ -92,7 +112,7 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """The answer to a poll: `report` once the update is held, `error` once it failed."""
+    """The answer to a poll, with a `report` in state HELD and an `error` in state FAILED."""
 
     state: StageState
     error: str = ""
@@ -100,7 +120,7 @@ class StageProgress:
 
 
 def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:
-    """Report for a whole engine: the slowest worker's time, and the place of the one that holds least."""
+    """Merge the workers' reports: the slowest one's time, and the place of the one that holds least."""
     order = [HeldIn.NOWHERE, HeldIn.FILES, HeldIn.HOST, HeldIn.DEVICE]
     return StageReport(
         held_in=min((report.held_in for report in reports), key=order.index),
@@ -111,7 +131,7 @@ def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:
 
 
 def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
-    """Report for a whole engine: the slowest worker's times, and the sum of what was compared."""
+    """Merge the workers' reports: the slowest one's times, and the sums of comparisons."""
     return CommitReport(
         swap_ms=max(report.swap_ms for report in reports),
         verify_ms=max(report.verify_ms for report in reports),
@@ -122,7 +142,7 @@ def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
 
 
 def to_text(value: SchedulerCall | SchedulerAnswers) -> str:
-    """Return the form that SGLang carries."""
+    """Encode a value as the text that SGLang carries."""
     return base64.b64encode(codec.encode(value)).decode("ascii")
 
 

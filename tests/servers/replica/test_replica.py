@@ -414,7 +414,7 @@ def load(num_steps, num_running=1):
 
 def looked(watch, loads, interval_s=1.0, *, is_frozen=False):
     """The verdicts of looks at these loads, one each `interval_s`."""
-    return [watch.look(one, number * interval_s, is_frozen=is_frozen) for number, one in enumerate(loads)]
+    return [watch.observe(one, number * interval_s, is_frozen=is_frozen) for number, one in enumerate(loads)]
 
 
 def test_an_engine_that_takes_no_step_hangs():

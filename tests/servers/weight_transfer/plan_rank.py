@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from agentloop.engine import TensorInfo
-from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, prove, trace
+from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, check_plan, trace
 
 NUM_LAYERS = 2
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERT_FFN, EXPERTS = 64, 4, 2, 16, 96, 32, 4
@@ -173,7 +173,7 @@ def compare(name: str, config: VllmConfig) -> dict[str, Any]:
         "is_unchanged": is_unchanged,
         "differing": [key for key in expected if not torch.equal(parameters[key], expected[key])],
         "num_parameters": len(expected),
-        "num_proved": prove(plan, parameters, tensors.__getitem__),
+        "num_checked": check_plan(plan, parameters, tensors.__getitem__),
         "num_copied": sum(math.prod(copy.into.size) for copy in plan.copies),
         "num_elements": sum(parameter.numel() for parameter in expected.values()),
         "unnoticed": unnoticed(plan, parameters, tensors),
@@ -197,7 +197,7 @@ def unnoticed(
     missed = []
     for name, tensor in tensors.items():
         apply(plan, name, tensor + 1, parameters)
-        missed += [] if refusal(prove, plan, parameters, tensors.__getitem__) else [name]
+        missed += [] if refusal(check_plan, plan, parameters, tensors.__getitem__) else [name]
         apply(plan, name, tensor, parameters)
     return missed
 
@@ -208,7 +208,7 @@ def experts(
     """What is said of experts in another layout: of the same shape (gate and up changed places), and packed."""
     name, layer = next((name, layer) for name, layer in model.named_modules() if hasattr(layer, "w13_weight"))
     layer.w13_weight.data.copy_(layer.w13_weight.data.roll(layer.w13_weight.shape[1] // 2, dims=1))
-    swapped = refusal(prove, plan, dict(model.named_parameters()), tensors.__getitem__)
+    swapped = refusal(check_plan, plan, dict(model.named_parameters()), tensors.__getitem__)
     with set_current_vllm_config(config):
         layer.quant_method.process_weights_after_loading(layer)
     return {"name": name, "swapped": swapped, "packed": refusal(trace, model, infos(tensors))}

@@ -38,7 +38,7 @@ def receive(source: PushSource, stall_at: int) -> None:
     while True:
         try:
             found = {}
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 if bucket == stall_at:
                     stall()
                 for place in incoming.layout.in_bucket(bucket):

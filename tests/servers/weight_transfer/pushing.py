@@ -53,7 +53,7 @@ def collect(
     while True:
         try:
             found: Tensors = {}
-            for bucket, data in incoming.buckets():
+            for bucket, data in incoming.receive_attempt():
                 on_bucket(bucket)
                 for place in incoming.layout.in_bucket(bucket):
                     found[place.name] = view(data, place).clone()

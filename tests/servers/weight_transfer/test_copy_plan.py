@@ -20,7 +20,7 @@ from agentloop_servers.weight_transfer.copy_plan import (
     Region,
     apply,
     apply_fills,
-    prove,
+    check_plan,
     source,
     trace,
 )
@@ -65,7 +65,7 @@ def loaded(load: Loader, tensors: dict[str, torch.Tensor] = TENSORS) -> tuple[Mo
     reference.load_weights(iter(tensors.items()))
     for name, parameter in reference.named_parameters():
         assert torch.equal(parameters[name], parameter), name
-    assert prove(plan, parameters, tensors.__getitem__) == len(plan.copies)
+    assert check_plan(plan, parameters, tensors.__getitem__) == len(plan.copies)
     return model, plan
 
 
@@ -335,16 +335,16 @@ def test_the_proof_reads_files_and_finds_the_parameter(tmp_path: Path) -> None:
     model, plan = loaded(with_padding)
     parameters = dict(model.named_parameters())
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
-        assert prove(plan, parameters, file.get_slice) == 2
+        assert check_plan(plan, parameters, file.get_slice) == 2
         model.layer.bias.data[0] += 1
         with pytest.raises(PlanRefused, match=r"layer\.bias does not hold the values of tensor b"):
-            prove(plan, parameters, file.get_slice)
+            check_plan(plan, parameters, file.get_slice)
 
 
 def test_the_proof_refuses_another_shape() -> None:
     model, plan = loaded(plain)
     with pytest.raises(PlanRefused, match="another shape"):
-        prove(plan, dict(model.named_parameters()), {**TENSORS, "w": TENSORS["w"][:5]}.__getitem__)
+        check_plan(plan, dict(model.named_parameters()), {**TENSORS, "w": TENSORS["w"][:5]}.__getitem__)
 
 
 def test_a_plan_can_be_written_by_hand() -> None:

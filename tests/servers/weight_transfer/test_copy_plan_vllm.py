@@ -64,7 +64,7 @@ def test_a_plan_does_exactly_what_vllms_loader_does(ranks: dict[str, Any], rank:
     others_experts = found["unused"]
     assert bool(others_experts) is (model == "spread_moe" and rank != "1/0")
     assert all(".mlp.experts." in name for name in others_experts)
-    assert found["num_proved"] == found["num_copies"]
+    assert found["num_checked"] == found["num_copies"]
     assert found["unnoticed"] == found["unused"]
     has_padding = rank != "2/0"  # 250 ids in 256 rows: the last rank's
     assert (found["num_fills"] > 0) is has_padding

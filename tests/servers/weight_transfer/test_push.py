@@ -266,7 +266,7 @@ def test_a_worker_that_fails_in_the_middle_is_left_out(stage):
 
     def fails() -> None:
         incoming = stage.receiver(1).open(source, can_hold=True, timeout_s=WAIT_S)
-        for bucket, _ in incoming.buckets():
+        for bucket, _ in incoming.receive_attempt():
             if bucket == 1:
                 incoming.fail("no memory")
                 return
@@ -418,7 +418,7 @@ def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed
             with contextlib.suppress(CheckpointUnreadable, AttemptRestarted):
                 if is_abort:
                     timer.start()
-                for number, _ in incoming.buckets():
+                for number, _ in incoming.receive_attempt():
                     if number == bucket and not is_abort:
                         break
                 if is_abort:
@@ -494,7 +494,7 @@ def test_a_worker_that_hangs_at_whatever_moment_is_left_out(stage, moment):
     def hangs() -> None:
         incoming = stage.receiver(1).open(source, can_hold=True, timeout_s=WAIT_S)
         with contextlib.suppress(CheckpointUnreadable, AttemptRestarted):
-            for bucket, _ in incoming.buckets() if moment != "memory" else ():
+            for bucket, _ in incoming.receive_attempt() if moment != "memory" else ():
                 if moment == "bucket" and bucket == 1:
                     go_on.wait(WAIT_S)
             go_on.wait(WAIT_S)

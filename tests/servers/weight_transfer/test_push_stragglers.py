@@ -59,7 +59,7 @@ class PushedFleet:
     url: str = "http://127.0.0.1:1"
     told: list[PushSource] = field(default_factory=list)
 
-    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
+    async def update_from(self, source: PushSource, options: PushOptions) -> UpdateReport:
         self.told.append(source)
         return await self.sync.update_weights(WeightUpdate(options.version, push=source), KVPolicy.KEEP)
 

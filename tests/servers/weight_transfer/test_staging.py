@@ -379,7 +379,7 @@ def test_a_pass_that_restarts_while_it_is_compared_is_received_again() -> None:
         layout = lay_out([info])
         num_attempts = 0
 
-        def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        def receive_attempt(self) -> Iterator[tuple[int, torch.Tensor]]:
             self.num_attempts += 1
             yield 0, data
 

@@ -459,7 +459,7 @@ class World:
     async def needs_a_push(self) -> bool:
         """Whether there is nothing that the controller could bring a replica to."""
         sync = self.coordinator.replicas.sync
-        served = sync.served()
+        served = sync.served_source()
         if served is None or sync.desired.orders.asleep or served.version in NOISE:
             return True
         return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())

@@ -43,7 +43,7 @@ class ReceivingFleet:
             try:
                 found = {
                     place.name: view(data, place).clone()
-                    for bucket, data in incoming.buckets()
+                    for bucket, data in incoming.receive_attempt()
                     for place in incoming.layout.in_bucket(bucket)
                 }
                 incoming.finish()

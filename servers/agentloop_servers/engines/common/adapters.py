@@ -1,4 +1,4 @@
-"""The folder of the one LoRA adapter that an engine serves, behind a path that never changes."""
+"""The folder of the served LoRA adapter, behind a path that never changes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from agentloop_servers.weight_transfer.lora import check_adapter, write_zero_ada
 
 
 class AdapterFolder:
-    """A link to the served adapter's folder, at first to one that changes nothing. `path` is valid after `start`.
+    """A link to the served adapter's folder, at first to an adapter of zeros. `path` is valid after `start`.
 
-    The folder that it leads to must stay in place while it is served.
+    The linked folder must stay in place while it is served.
     """
 
     def __init__(self, model: str, max_rank: int) -> None:
         """`model` is the folder of the base weights."""
         self._model = model
         self._max_rank = max_rank
-        self._folder: Path | None = None  # ours: the link and the adapter that changes nothing
+        self._folder: Path | None = None  # ours: the link and the adapter of zeros
 
     async def start(self) -> None:
-        """Make the adapter that changes nothing, and lead to it. Raises CheckpointUnreadable."""
+        """Make an adapter of zeros, and link to it. Raises CheckpointUnreadable."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="agentloop-lora-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         zero = folder / "zero"
@@ -36,18 +36,18 @@ class AdapterFolder:
 
     @property
     def path(self) -> str:
-        """The link."""
+        """The path of the link."""
         return str(self._link)
 
     def point_to(self, directory: str) -> None:
-        """Lead to another adapter, at once: a worker that looks now finds the one or the other."""
+        """Link to another adapter, atomically."""
         following = self._link.with_name("next")
         following.unlink(missing_ok=True)
         following.symlink_to(Path(directory).resolve())
         following.replace(self._link)
 
     def check(self, directory: str) -> int:
-        """Check an adapter and read it through, so that the commit reads memory; returns its bytes. Blocks.
+        """Check an adapter and read it all, for the page cache. Returns its size in bytes. Blocks.
 
         Raises CheckpointUnreadable.
         """

@@ -1,7 +1,7 @@
 """The requests of one engine that are under way, and the gate that holds new ones.
 
 A held request takes its cache salt (the KV version) when it enters, after an update, and so cannot meet older KV.
-Code that ends a request for a reason of ours writes the reason to its `verdict` and aborts it in the engine.
+To end a request with an error of ours, its `verdict` is set and it is aborted in the engine.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from agentloop.types import Constraint, GenerateRequest
 
 
 class EngineRequests(Protocol):
-    """The requests that an engine's process has."""
+    """The requests in an engine's process."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these now; each gives out what it has. Unknown ids are no error."""
+        """End these requests now; each returns its tokens so far. Unknown ids are no error."""
 
     async def unbegun(self, request_ids: Sequence[str]) -> Collection[str]:
-        """Return those of which nothing was computed. The engine is paused."""
+        """Return those of the ids of which no token was computed. The engine is paused."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One `generate` or `stream` under way."""
+    """One `generate` or `stream` that is under way."""
 
     request: GenerateRequest
     is_admitted: bool = False  # the engine's process knows it
     is_aborted: bool = False
     is_recalled: bool = False  # aborted in the process, to pass the gate once more
     verdict: AgentLoopError | None = None  # raised instead of an answer
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to look at the gate again
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to check the gate again
     version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(version, its first token): kept here for engines that do not keep it themselves."""
+    """Pairs (version, index of its first token), for engines that keep no versions themselves."""
 
 
 class Calls:
-    """All calls of one engine. Its lifecycle opens and shuts the gate, and hears of every call that has ended."""
+    """All calls of one engine, with the gate for new ones: it is open while `lifecycle` is serving."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Calls:
         lifecycle: EngineLifecycle,
         check_constraint: Callable[[Constraint], Awaitable[None]],
     ) -> None:
-        """`check_constraint` raises InvalidRequest for one that the engine must not get."""
+        """`check_constraint` raises InvalidRequest for a constraint that the engine must not get."""
         self._process = process
         self._lifecycle = lifecycle
         self._check_constraint = check_constraint
@@ -65,12 +65,12 @@ class Calls:
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens of the prompts that the engine's process does not know yet."""
+        """The tokens of prompts that are not in the engine's process yet."""
         return sum(len(call.request.token_ids) for call in self._by_id.values() if not call.is_admitted)
 
     @contextlib.contextmanager
     def entered(self, request: GenerateRequest) -> Iterator[Call]:
-        """Raises Conflict for an id that is under way."""
+        """Register a request's call for the block. Raises Conflict for an id that is under way."""
         if request.request_id in self._by_id:
             raise Conflict(f"request {request.request_id} is already running", param="request_id")
         call = self._by_id[request.request_id] = Call(request)
@@ -81,10 +81,10 @@ class Calls:
             self._lifecycle.refresh()
 
     async def pass_gate(self, call: Call) -> bool:
-        """Try the call's constraint, and wait until the engine serves. False if the call was aborted meanwhile;
-        raises its verdict, or InvalidRequest for the constraint.
+        """Check the call's constraint, and wait until the engine serves. False if the call was aborted meanwhile.
 
-        The caller awaits nothing between a True and handing the request on, so an abort cannot miss it.
+        After True the caller hands the request to the engine without an await, so that an abort cannot miss it.
+        Raises the call's verdict, or InvalidRequest for the constraint.
         """
         constraint = call.request.sampling.constraint
         if constraint is not None:
@@ -108,7 +108,7 @@ class Calls:
             call.wake.set()
 
     async def abort(self, calls: Sequence[Call]) -> None:
-        """End these now; each gives out what it has."""
+        """End these calls now; each returns its tokens so far."""
         for call in calls:
             call.is_aborted = True
             call.wake.set()
@@ -123,9 +123,8 @@ class Calls:
             await self.abort(calls)
 
     async def recall(self, *, has_all: bool) -> None:
-        """Take requests that the process has admitted but not begun back behind the gate: after a commit they enter
-        with its salt, and so meet no KV of older weights. Unless `has_all`, those that may go on with older KV
-        stay."""
+        """Take admitted requests that were not begun back behind the gate. After a commit they enter with its salt,
+        and so meet no KV of older weights. Unless `has_all`, requests that may use older KV stay."""
         calls = [call for call in self.all() if call.is_admitted and (has_all or call.request.kv_version is None)]
         unbegun = await self._process.unbegun([call.request.request_id for call in calls]) if calls else ()
         waiting = [call for call in calls if call.request.request_id in unbegun]

@@ -1,4 +1,4 @@
-"""The part of an engine's configuration that all engines have."""
+"""The configuration that all engines have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentloop.sampling import LogprobsMode
 
 @dataclass(frozen=True, slots=True)
 class ProcessEngineConfig:
-    """One engine. `initial_version` is the version `model`'s weights are; None exactly with dummy weights."""
+    """The configuration of one engine. `initial_version`: the version of `model`'s weights; None: dummy weights."""
 
     model: str  # a Hugging Face folder
     initial_version: int | None
@@ -31,7 +31,7 @@ class ProcessEngineConfig:
     weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
     lora_rank: int | None = None  # the largest; None: no adapters
     enforce_eager: bool = False  # no CUDA graphs
-    batch_invariant: bool = False  # a context has the same logits in whatever batch; CUDA only
+    batch_invariant: bool = False  # a context has the same logits in every batch; CUDA only
     seed: int = 0
     control_timeout_s: float = 60.0  # pause, resume
     drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
@@ -41,7 +41,7 @@ class ProcessEngineConfig:
     pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no engine can do."""
+        """Raise ValueError for a combination that no engine supports."""
         if (self.load_format == "dummy") != (self.initial_version is None):
             raise ValueError("initial_version is None exactly when load_format is 'dummy'")
         if self.device not in ("cpu", "cuda"):
@@ -54,12 +54,12 @@ class ProcessEngineConfig:
 
     @property
     def can_constrain(self) -> bool:
-        """True if all that is needed to constrain is there: the model's tokenizer, and xgrammar."""
+        """True if the model's tokenizer and xgrammar are there, which constraints need."""
         return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
 
     @property
     def features(self) -> frozenset[Feature]:
-        """The features of the engine, whatever its model."""
+        """The features of the engine that do not depend on its model."""
         return configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
 
     @property

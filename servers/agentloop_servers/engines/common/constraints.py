@@ -74,7 +74,7 @@ def _json_tag(schema: str) -> str:
 
 
 class ConstraintTrials:
-    """The trials of one engine. Lives on one event loop."""
+    """The trials of constraints for one engine, on one event loop."""
 
     def __init__(self) -> None:
         self._passed: OrderedDict[bytes, None] = OrderedDict()
@@ -82,8 +82,7 @@ class ConstraintTrials:
         self._late: set[Future[str]] = set()
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest for a constraint that an engine must not get, Overloaded while none can be
-        tried."""
+        """Raise InvalidRequest for a constraint that an engine must not get, Overloaded if no trial can run."""
         digest = xxhash.xxh3_128_digest(f"{constraint.kind} {constraint.text}".encode("utf-8", "surrogatepass"))
         if digest not in self._passed:
             async with self._one_at_a_time:
@@ -120,7 +119,7 @@ def _run(trial: Future[str], constraint: Constraint) -> None:
 
 
 def problem_of(constraint: Constraint) -> str:
-    """Say why a constraint cannot be used; empty if it can. Also raises what xgrammar raises."""
+    """Return the reason why a constraint cannot be used; empty if it can. Also raises xgrammar's errors."""
     import xgrammar
 
     tag, patterns = structural_tag(constraint), [constraint.text]
@@ -170,7 +169,7 @@ def _compiler(xgrammar: Any) -> Any:
 
 
 def _walks(xgrammar: Any, grammar: Any) -> str:
-    """Write random texts of a grammar, half of them in ASCII, and look at the time each byte takes."""
+    """Write random texts of a grammar, half of them in ASCII, and time each byte. Returns a problem, or ""."""
     mask = xgrammar.allocate_token_bitmask(1, _STOP + 1)
     num_slow = 0
     for seed in range(_NUM_WALKS):

@@ -1,12 +1,12 @@
-"""The Engine port over an engine that runs in processes of its own: what does not depend on whose engine it is.
+"""The Engine port over an engine in processes of its own: the part that all such engines have in common.
 
-An adapter's engine is a `ProcessEngine` that says how its process takes a request and what its outputs mean. The
-rest stands here once: the gate, the ways of pausing, commits, sleep, load.
+An adapter's engine is a `ProcessEngine` that hands requests to its process and reads the outputs. The rest stands
+here once: the gate, the modes of pause, commits, sleep, load.
 
 - A gate holds new requests while the engine is not serving (`calls.py`).
-- The process is only ever frozen in place. ABORT first ends what is in flight, WAIT first lets it end.
+- The process is only ever frozen in place. Before that, ABORT ends requests in flight, and WAIT lets them end.
 - A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
-- The first step under new weights has a fixed prompt in it, whose answer all outputs wait for (`_look`).
+- The first step under new weights has a fixed prompt in it. All outputs wait for its answer (`_look_at_weights`).
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
 _LOOK_POLL_S = 0.004
-_NUM_LOOKED_AT = 4  # requests in each poll
+_NUM_POLLED = 4  # requests in each poll
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
 
 
 class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
-    """The Engine port. `start` takes 15 to 60 s; `close` ends the engine's processes."""
+    """The base of engines in processes of their own. `start` takes 15 to 60 s; `close` ends the processes."""
 
     stream_pace = StreamPace()
-    """Of many streams tokens are looked at from time to time (`add_so_far`), as of requests that are not streamed:
-    an output for each token of each of them would take the engine and its readers more than the sampling."""
+    """The tokens of many streams are polled (`add_so_far`): an output for each token of each stream would take the
+    engine and its readers longer than the sampling."""
 
     def __init__(self, config: ConfigT, process: ProcessT, weights: EngineWeights) -> None:
         self._config = config
@@ -103,43 +103,42 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     @abstractmethod
     async def came_up(self) -> EngineInfo:
-        """Do what is left of a start once the processes and their weights are there; the engine's fixed facts."""
+        """Finish the start after the processes and their weights are there. Returns the engine's fixed facts."""
 
     async def prepared(self, request: GenerateRequest) -> Any:
-        """Return what takes time to make of a request before it can be admitted."""
+        """Do the slow preparations of a request, before the gate; the result goes to `admitted`."""
         return None
 
     @abstractmethod
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        """Hand a request on, at the first step of the iteration and without awaiting; its outputs, the last one
-        whole. Closing the iteration aborts it."""
+        """Iterate over a request's outputs, of which the last is whole. The first step hands the request to the
+        process, before any await; closing the iteration aborts it."""
 
     @abstractmethod
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
-        """Append what the process has told of an unfinished request beyond `sampled`, stamped; nothing if it has
-        ended."""
+        """Append an unfinished request's tokens beyond `sampled`, with versions; none if it has ended."""
 
     @abstractmethod
     def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
-        """Append what an output of a stream brings, and stamp it. False if its versions come with the last one."""
+        """Append the tokens of a stream's output, with versions. False if these come with the last output."""
 
     @abstractmethod
     def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
-        """Return the request's generation; `sampled` has what its stream brought. `output` is its last one, None
-        for a request that was aborted before the process knew it."""
+        """Make the request's generation from its last output and the stream's tokens `sampled`. `output` is None
+        for a request that was aborted before it reached the process."""
 
     @abstractmethod
     def translated(self, error: Exception) -> AgentLoopError:
-        """Return our error for one of the engine's."""
+        """Translate one of the engine's errors to ours."""
 
     @abstractmethod
     def committed(self, version: int) -> None:
-        """Note that what is sampled from the resume on is of `version`."""
+        """Record that tokens sampled after the next resume are of `version`."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises CheckpointUnreadable for a bad model folder, EngineError if the engine does not come up."""
+        """Start the engine. Raises CheckpointUnreadable for a bad model folder, EngineError if the start fails."""
         if self._lifecycle.phase is not EnginePhase.NEW:
             raise Conflict("an engine is started once")
         await self._served_weights.check()
@@ -172,11 +171,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         told = SampledTokens(self._config.logprobs_mode)
         with self._registered(request) as call:
 
-            def look(start: int) -> Delta:
+            def tokens_from(start: int) -> Delta:
                 self.add_so_far(told, call)
                 return told.since(start)
 
-            with self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch:
+            with self._watched(request, on_progress, tokens_from, partial(self.abort, request.request_id)) as watch:
                 async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
                     output = await watch.in_time(anext(outputs, None))
         return watch.finished(self.finished(call, output, SampledTokens(self._config.logprobs_mode)))
@@ -187,17 +186,17 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._num_streams += 1
         try:
             is_paced = self.stream_pace.wait_s(self._num_streams) > 0
-            pieces = (self._looked_at if is_paced else self._as_they_come)(request, on_progress)
+            pieces = (self._stream_by_polling if is_paced else self._stream_each_output)(request, on_progress)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece
         finally:
             self._num_streams -= 1
 
-    async def _looked_at(
+    async def _stream_by_polling(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
-        """Stream a request of which the process makes one output: its tokens are looked at meanwhile."""
+        """Stream a request with one output at its end; its tokens are polled meanwhile."""
         told, num_sent = SampledTokens(self._config.logprobs_mode), 0
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             ending = asyncio.create_task(self._last_output(call), name="streamed request")
@@ -207,7 +206,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     await watch.in_time(asyncio.wait([ending], timeout=wait_s))
                     if ending.done():
                         break
-                    await watch.in_time(self._lifecycle.until_proved())
+                    await watch.in_time(self._lifecycle.until_output_released())
                     self.add_so_far(told, call)
                     if len(told) > num_sent:
                         delta, num_sent = told.since(num_sent), len(told)
@@ -226,7 +225,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
             return await anext(outputs, None)
 
-    async def _as_they_come(
+    async def _stream_each_output(
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request with a piece for each output of the process."""
@@ -251,10 +250,12 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self,
         request: GenerateRequest,
         on_progress: OnProgress | None,
-        look: Callable[[int], Delta] | None = None,
+        tokens_from: Callable[[int], Delta] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
     ) -> RequestWatch:
-        return RequestWatch(request, self._lifecycle, self._config.pace, on_progress, look=look, end=end)
+        return RequestWatch(
+            request, self._lifecycle, self._config.pace, on_progress, tokens_from=tokens_from, end=end
+        )
 
     @contextlib.contextmanager
     def _registered(self, request: GenerateRequest) -> Iterator[Call]:
@@ -265,9 +266,9 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             yield call
 
     async def _outputs(self, call: Call, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        """The outputs for a call, from the gate on; none if it was aborted before it passed.
+        """Take a call through the gate, and iterate over its outputs; none if it was aborted before.
 
-        Closing or cancelling this aborts the request in the engine.
+        Closing or cancelling the iteration aborts the request in the engine.
         """
         prepared = await self.prepared(call.request)
         while await self._calls.pass_gate(call):
@@ -276,7 +277,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             try:
                 async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
                     async for output in outputs:
-                        await self._lifecycle.until_proved()
+                        await self._lifecycle.until_output_released()
                         if call.verdict is not None:
                             raise call.verdict
                         if call.is_recalled:
@@ -295,13 +296,13 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         lifecycle = self._lifecycle
         lifecycle.require_alive()
         if mode is not PauseMode.KEEP:
-            lifecycle.shut()
+            lifecycle.begin_drain()
         if mode is PauseMode.ABORT:
             await self._calls.abort(self._calls.all())
         if mode is PauseMode.WAIT:
             try:
                 async with asyncio.timeout(self._config.drain_timeout_s):
-                    await lifecycle.drained()
+                    await lifecycle.until_drained()
             except TimeoutError as error:
                 raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
         async with lifecycle.control:
@@ -311,7 +312,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     async def _freeze(self, *, is_cache_cleared: bool) -> None:
         if not self.is_paused:
-            self._lifecycle.freezing()
+            self._lifecycle.begin_freeze()
             await self._process.pause(is_cache_cleared=is_cache_cleared)
         elif is_cache_cleared and not self.asleep:
             await self._process.clear_cache()
@@ -320,11 +321,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with self._lifecycle.control:
             self._lifecycle.check_resume()
             if self._lifecycle.begin_look():
-                return await self._look(self._lifecycle.require_usable())
-            await self._go_on()
+                return await self._look_at_weights(self._lifecycle.require_usable())
+            await self._unfreeze()
             return 0.0
 
-    async def _go_on(self) -> None:
+    async def _unfreeze(self) -> None:
         if self._lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
             await self._process.resume()
         self._lifecycle.resumed()
@@ -332,19 +333,19 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     # --- the look at new weights --------------------------------------------------------------------------
 
-    async def _look(self, version: int) -> float:
-        """Go on with a fixed prompt in the first step, and judge the weights by its answer. Returns its seconds."""
+    async def _look_at_weights(self, version: int) -> float:
+        """Resume with a fixed prompt in the first step, and judge the weights by its answer: the look's seconds."""
         loop, request = asyncio.get_running_loop(), look_request(self.info)
-        asking = asyncio.create_task(self._asked(request), name="look")
+        answering = asyncio.create_task(self._answer_look(request), name="look")
         try:
-            await asyncio.sleep(0)  # the process has it before it goes on
-            await self._go_on()
+            await asyncio.sleep(0)  # the process has it before it resumes
+            await self._unfreeze()
             began_at = loop.time()
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                problem = await self._problem(asking, version)
+                problem = await self._find_problem(answering, version)
             if problem is not None:
                 raise WeightsRefused(f"version {version}: {problem}")
-            self._lifecycle.proved()
+            self._lifecycle.release_output()
             return loop.time() - began_at
         except Exception as error:
             await self._refuse()
@@ -355,27 +356,28 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             await self._freeze_again(is_cache_cleared=False)
             raise
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
-    async def _asked(self, request: GenerateRequest) -> Generation:
-        """Generate beside the gate, which is shut."""
+    async def _answer_look(self, request: GenerateRequest) -> Generation:
+        """Generate past the gate, which is shut."""
         call = Call(request)
         async with contextlib.aclosing(self.admitted(call, None, is_streamed=False)) as outputs:
             output = await anext(outputs, None)
             return self.finished(call, output, SampledTokens(self._config.logprobs_mode))
 
-    async def _problem(self, asking: asyncio.Task[Generation], version: int) -> str | None:
-        """Return the fault of new weights. A full engine has no place for the prompt until a request ends: there a
-        token of another one can tell that they have none."""
-        while not asking.done():
-            await asyncio.wait([asking], timeout=_LOOK_POLL_S)
-            if not asking.done() and any(
-                self._is_sane(call, version) for call in self._calls.all()[:_NUM_LOOKED_AT]
-            ):
+    async def _find_problem(self, answering: asyncio.Task[Generation], version: int) -> str | None:
+        """Wait for the answer, and return the fault of the new weights; None if they have none.
+
+        A full engine has no place for the prompt until a request ends. There a good token of another request does.
+        """
+        while not answering.done():
+            await asyncio.wait([answering], timeout=_LOOK_POLL_S)
+            others = self._calls.all()[:_NUM_POLLED]
+            if not answering.done() and any(self._is_sane(call, version) for call in others):
                 return None
         try:
-            return noise_problem(asking.result(), self.info.vocab_size)
+            return noise_problem(answering.result(), self.info.vocab_size)
         except MalformedEngineResponse as error:
             return error.message
 
@@ -388,13 +390,13 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         return is_new and is_telling(call.request.sampling, sampled.logprobs[-1], self.info.vocab_size)
 
     async def _refuse(self) -> None:
-        """Freeze, with no token of the new weights given out and no KV of theirs left."""
+        """Refuse the new weights: end all requests, freeze, and drop all KV."""
         self._lifecycle.refuse()
         await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
         await self._freeze_again(is_cache_cleared=True)
 
     async def _freeze_again(self, *, is_cache_cleared: bool) -> None:
-        with contextlib.suppress(AgentLoopError):  # of an engine that is gone its caller hears
+        with contextlib.suppress(AgentLoopError):  # the caller has an error already
             await self._freeze(is_cache_cleared=is_cache_cleared)
             self._lifecycle.paused(KVPolicy.KEEP)
 
@@ -407,7 +409,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._served_weights.staged_version)
-            if not self._lifecycle.is_proved:  # what was sampled last was never looked at
+            if self._lifecycle.is_output_held:  # the last weights had no look that ended well
                 await self._refuse()
             staged = self._served_weights.take_staged()
             try:
@@ -453,7 +455,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     # --- observation --------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """Requests are counted here, so the sum is exact; how many wait in the process is its last report."""
+        """Return the load: the number of all requests is exact, that of the waiting ones as last reported."""
         num_admitted, stats = self._calls.num_admitted, self._process.stats()
         num_queued = min(stats.num_waiting, num_admitted)
         num_held_tokens = self._calls.num_held_tokens if len(self._calls) > num_admitted else 0

@@ -1,4 +1,4 @@
-"""An engine's process as its engine drives it: calls with a deadline, statistics, and what is asked of each."""
+"""The port to an engine's process: its calls, each with a deadline, and its statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentloop.errors import AgentLoopError, EngineError
 from agentloop_servers.engines.common.calls import EngineRequests
 
 Translate = Callable[[Exception], AgentLoopError]
-"""Gives our error for one that an engine's own code raised."""
+"""A function from an error of an engine's own code to ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +25,32 @@ class EngineStats:
     num_steps: int = 0
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
-    num_prefill_tokens: int = 0  # of prompts that it knows and has given out no token of
+    num_prefill_tokens: int = 0  # of prompts without a token given out
 
 
 class EngineProcess(EngineRequests, Protocol):
     """One engine's process or processes. Every method has its own deadline, and raises our errors."""
 
     async def start(self) -> None:
-        """Raises EngineError if the engine does not come up; nothing is left behind then."""
+        """Start the processes. Raises EngineError, with nothing left behind, if the engine does not come up."""
 
     def stats(self) -> EngineStats:
         """Return the latest figures. Never blocks."""
 
     async def check_health(self) -> None:
-        """Raises EngineLost if it is dead; works while paused."""
+        """Raise EngineLost if the process is dead; works while paused."""
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
         """Freeze between two tokens; returns once no step is under way."""
 
     async def clear_cache(self) -> None:
-        """Drop all KV, that of frozen requests too: they are prefilled again. It is paused."""
+        """Drop all KV of the paused engine; frozen requests are prefilled again."""
 
     async def resume(self) -> None:
-        """Go on."""
+        """End a pause."""
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
-        """Give all memory back; `asleep` is what was given back before. It is paused."""
+        """Give all memory of the paused engine back; `asleep` was given back before."""
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory back, and stay paused."""
@@ -63,7 +63,7 @@ class EngineProcess(EngineRequests, Protocol):
 async def engine_call(
     engine: str, translate: Translate, action: str, timeout_s: float | None = None
 ) -> AsyncIterator[None]:
-    """Make a call to an engine, under a deadline; what it raises becomes ours."""
+    """Run a call to an engine under a deadline, and translate its errors to ours."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -74,6 +74,6 @@ async def engine_call(
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's last line, which is where a worker's traceback names the cause."""
+    """Return the error's last line: a worker's traceback has the cause there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,8 +1,8 @@
 """The weight updates of one engine: staged, committed, offered; the same for every engine.
 
 The bytes move in the engine's worker processes (`weight_transfer/staging.py`), which this object drives by
-remote calls; each returns at once while decoding goes on, except a commit, which only comes while generation is
-paused. One stage at a time; a new one drops what the last one held.
+remote calls (`WorkerMethod`). Each returns at once while decoding goes on, except a commit, which only comes while
+generation is paused. One stage at a time; a new one drops the update that the last one held.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     StageProgress,
     StageState,
     StagingSetup,
+    WorkerMethod,
     merge_commit_reports,
     merge_stage_reports,
 )
@@ -34,7 +35,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
 STAGE_POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
 
 Staged: TypeAlias = tuple[int, WeightUpdate]
-"""A staged update and its number at the workers."""
+"""A staged update, and the number that identifies it in the workers."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -47,34 +48,34 @@ class Workers(Protocol):
         """True from the start of the processes until their end."""
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of ours in every worker, between two steps; results in the order of their ranks."""
+        """Call a `WorkerMethod` in every worker, between two steps; results in the order of their ranks."""
 
     async def clear_cache(self) -> None:
-        """Drop all KV of the paused engine, that of frozen requests too: they are prefilled again."""
+        """Drop all KV of the paused engine; frozen requests are prefilled again."""
 
 
 class ServedAdapter(Protocol):
-    """The one LoRA adapter that an engine serves, in front of base weights that do not change."""
+    """The LoRA adapter that an engine serves, over base weights that do not change."""
 
     async def start(self) -> None:
-        """Serve an adapter that changes nothing, before the first request. Raises EngineError."""
+        """Serve an adapter of zeros. Call before the first request. Raises EngineError."""
 
     def check(self, directory: str) -> int:
-        """Check an adapter and read it through; returns its bytes. Blocks. Raises CheckpointUnreadable."""
+        """Check an adapter and read all of it. Returns its size in bytes. Blocks. Raises CheckpointUnreadable."""
 
     async def commit(self, directory: str) -> CommitReport:
-        """Put the adapter in place of the served one, and prove it. After an error the served one is unknown."""
+        """Replace the served adapter, and verify the new one. After an error the adapter is of unknown state."""
 
     def close(self) -> None:
         """Remove our files. Idempotent."""
 
 
 async def no_label(version: int) -> None:
-    """Do nothing: for engines that keep no label of their weights."""
+    """Do nothing, in engines that keep no label of their weights."""
 
 
 class EngineWeights:
-    """The updates of one engine. `label` is told each version that is served, while nothing is sampled."""
+    """The updates of one engine. `label` is called with each new version, while nothing is sampled."""
 
     def __init__(
         self,
@@ -95,30 +96,29 @@ class EngineWeights:
         self._stage_lock = asyncio.Lock()
 
     async def check(self) -> None:
-        """Look at the model folder, before the engine is started. Raises CheckpointUnreadable."""
+        """Check the model folder. Call before the engine is started. Raises CheckpointUnreadable."""
         is_dummy = self._config.initial_version is None
         self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
 
     async def start(self) -> None:
-        """Let the workers of an engine that is up get ready, and label the version that it was started with."""
-        loaded = None
-        if self._config.initial_version is not None:
-            loaded = CheckedFolder(self._config.model, self._served_form().tensors)
+        """Prepare the workers of a started engine, and label its initial version."""
+        version = self._config.initial_version
+        loaded = None if version is None else CheckedFolder(self._config.model, self._served_form().tensors)
         setup = StagingSetup(loaded, self._config.weight_staging, self._config.stage_timeout_s)
-        await self._workers.on_workers("weights_prepare", codec.encode(setup))
+        await self._workers.on_workers(WorkerMethod.PREPARE, codec.encode(setup))
         if self._adapter is not None:
             await self._adapter.start()
-        if self._config.initial_version is not None:
-            await self._label(self._config.initial_version)
-            self._committed = self._config.initial_version
+        if version is not None:
+            await self._label(version)
+            self._committed = version
 
     def close(self) -> None:
-        """Idempotent; the engine may be gone."""
+        """Remove the adapter's files, if there are any. Idempotent; the engine may be gone."""
         if self._adapter is not None:
             self._adapter.close()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """Have the workers receive and check `update`. Raises CheckpointUnreadable or EngineError."""
+        """Receive and check `update` in all workers. Raises CheckpointUnreadable or EngineError."""
         async with self._stage_lock:
             self._staged = None
             number = next(self._numbers)
@@ -132,18 +132,18 @@ class EngineWeights:
 
     @property
     def staged_version(self) -> int | None:
-        """The version that can be committed; None while nothing is staged."""
+        """The version of the staged update; None while nothing is staged."""
         return None if self._staged is None else self._staged[1].version
 
     def take_staged(self) -> Staged:
-        """Return what is staged, for a commit: whatever is staged from now on does not touch it."""
+        """Take the staged update out, for its commit: later stages do not drop it."""
         if self._staged is None:
             raise InvariantBroken("nothing is staged")
         staged, self._staged = self._staged, None
         return staged
 
     async def commit(self, staged: Staged) -> CommitReport:
-        """Swap in what was staged, and label its version; the engine must be paused. After an error the weights are
+        """Swap in a staged update, and label its version; the engine must be paused. After an error the weights are
         of unknown state."""
         number, update = staged
         version = update.version
@@ -158,21 +158,21 @@ class EngineWeights:
         return report
 
     async def offer(self) -> PushSource | None:
-        """Offer the workers' own parameters, for the workers of an equal engine. Their version must be known."""
+        """Offer the workers' parameters to an equal engine; None if they cannot be sent. Their version is known."""
         if self._adapter is not None:
             return None
         token = secrets.token_hex(16)
-        offers = await self._workers.on_workers("weights_offer", token)
-        if any(offer is None for offer in offers):
+        answers = await self._workers.on_workers(WorkerMethod.OFFER, token)
+        if any(answer is None for answer in answers):
             return None
-        sources = [codec.decode(offer, PushSource) for offer in offers]
-        return replace(sources[0], addresses=tuple(source.addresses[0] for source in sources))
+        pushes = [codec.decode(answer, PushSource) for answer in answers]
+        return replace(pushes[0], addresses=tuple(push.addresses[0] for push in pushes))
 
     async def release(self) -> None:
-        """Give back all memory that is not the model's: what is staged, and the buffers of transfers."""
+        """Free the memory of staged weights and of transfer buffers."""
         async with self._stage_lock:
             self._staged = None
-            await self._workers.on_workers("weights_release")
+            await self._workers.on_workers(WorkerMethod.RELEASE)
 
     # --- inside ---
 
@@ -182,7 +182,7 @@ class EngineWeights:
         return self._form
 
     def _order(self, number: int, update: WeightUpdate) -> StageOrder:
-        """Make the workers' order of an update, checked against the served model; blocks."""
+        """Check an update against the served model, and make the workers' order of it. Blocks."""
         form = self._served_form()
         if self._adapter is not None:
             raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
@@ -196,32 +196,32 @@ class EngineWeights:
         return StageOrder(number, push=update.push)
 
     async def _stage_tensors(self, order: StageOrder) -> StageReport:
-        is_held = False
+        is_held, param = False, "directory" if order.push is None else "push"
         try:
             async with asyncio.timeout(self._config.stage_timeout_s):
-                await self._workers.on_workers("weights_stage", codec.encode(order))
+                await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
                 while True:
-                    answers = await self._workers.on_workers("weights_poll", order.number)
+                    answers = await self._workers.on_workers(WorkerMethod.POLL, order.number)
                     stages = [codec.decode(answer, StageProgress) for answer in answers]
                     failed = next((stage for stage in stages if stage.state is StageState.FAILED), None)
                     if failed is not None:
-                        raise CheckpointUnreadable(failed.error, param="directory")
+                        raise CheckpointUnreadable(failed.error, param=param)
                     if all(stage.state is StageState.HELD for stage in stages):
                         is_held = True
                         return merge_stage_reports([stage.report for stage in stages if stage.report is not None])
                     await asyncio.sleep(STAGE_POLL_S)
         except TimeoutError as error:
-            raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
+            waited = f"not received within {self._config.stage_timeout_s:g} s"
+            raise CheckpointUnreadable(waited, param=param) from error
         finally:
             if not is_held and self._workers.is_up:
                 await asyncio.shield(self._drop(order.number))
 
     async def _drop(self, number: int) -> None:
-        """Have the workers give a stage up. An engine that does not answer holds no lock for it: the next order
-        meets the same silence."""
+        """Drop a stage in all workers. The deadline is short, because a hung engine must not keep the lock."""
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
-                await self._workers.on_workers("weights_drop", number)
+                await self._workers.on_workers(WorkerMethod.DROP, number)
         except TimeoutError:
             _log.error("stage_not_dropped", number=number, waited_s=self._config.control_timeout_s)
 
@@ -234,5 +234,5 @@ class EngineWeights:
     async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
         if update.adapter is not None and self._adapter is not None:
             return await self._adapter.commit(update.adapter)
-        answers = await self._workers.on_workers("weights_commit", number)
+        answers = await self._workers.on_workers(WorkerMethod.COMMIT, number)
         return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])

@@ -24,7 +24,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class SglangConfig(ProcessEngineConfig):
-    """One SGLang engine. `block_size` is SGLang's page size; sleep needs torch_memory_saver."""
+    """The configuration of one SGLang engine. `block_size` is its page size; sleep needs torch_memory_saver."""
 
     attention_backend: str | None = None  # None: "triton", on CPU "torch_native"; others need packages of their own
     progress_tokens: int = 16  # sampled between two outputs of a request that is not streamed, or of many streams
@@ -44,7 +44,7 @@ class SglangConfig(ProcessEngineConfig):
 
 
 def prepare_environment(config: SglangConfig) -> None:
-    """Set what SGLang reads from the environment. Call before its first import; what the user set stays."""
+    """Set the environment variables that SGLang reads and the user has not set. Call before its first import."""
     wanted = {
         "HF_HUB_OFFLINE": "1",  # models are folders
         # SGLang would switch both off, and a trainer in which they are not could not join its NCCL. These are the
@@ -62,7 +62,7 @@ def prepare_environment(config: SglangConfig) -> None:
 
 
 def server_arguments(config: SglangConfig) -> dict[str, Any]:
-    """Return the keyword arguments of SGLang's `ServerArgs`."""
+    """Make the keyword arguments of SGLang's `ServerArgs`."""
     is_cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
         "model_path": config.model,
@@ -104,7 +104,7 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
 
 
 def _kv_bytes_per_token(config: SglangConfig) -> int:
-    """Return the bytes that a token takes in one worker's cache. Raises CheckpointUnreadable."""
+    """Return the bytes of one token's KV in one worker's cache. Raises CheckpointUnreadable."""
     path = Path(config.model) / "config.json"
     try:
         model = json.loads(path.read_text(encoding="utf-8"))

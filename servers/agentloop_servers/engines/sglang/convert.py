@@ -36,10 +36,10 @@ def generate_input(
     is_streamed: bool,
     logprobs_mode: LogprobsMode,
 ) -> Any:
-    """Return SGLang's GenerateReqInput: stops at `stop_token_ids` and nowhere else.
+    """Make SGLang's GenerateReqInput, which stops at `stop_token_ids` and nowhere else.
 
-    How tokens are sampled is in our own form among its `custom_params` (`scheduler.py`); SGLang's own fields say
-    only when to stop, and stay at what changes nothing.
+    The sampling parameters travel in our own form in `custom_params` (`scheduler.py`); SGLang's own fields only
+    stop the request, and keep their neutral values otherwise.
     """
     from dataclasses import replace
 
@@ -68,7 +68,7 @@ def generate_input(
 
 
 def add_output(sampled: SampledTokens, output: Any, num_top_logprobs: int) -> None:
-    """Append what one of SGLang's outputs has beyond `sampled`: its lists grow, and are given out again and again.
+    """Append the tokens of an SGLang output beyond `sampled`: every output repeats all tokens of the request.
 
     Raises MalformedEngineResponse if its logprobs are not those of its tokens.
     """
@@ -84,7 +84,7 @@ def add_output(sampled: SampledTokens, output: Any, num_top_logprobs: int) -> No
 
 
 def add_so_far(sampled: SampledTokens, state: Any, num_top_logprobs: int) -> None:
-    """Append what SGLang's state of an unfinished request has beyond `sampled`: a few steps may be missing."""
+    """Append the tokens of an unfinished request beyond `sampled`, from SGLang's state, a few steps behind."""
     values, ids = state.output_top_logprobs_val, state.output_top_logprobs_idx
     add_tokens(
         sampled,
@@ -104,7 +104,7 @@ def add_tokens(
     tops: Sequence[Sequence[Any]],
     num_top_logprobs: int,
 ) -> None:
-    """Append tokens from number `len(sampled)` on. Every list is of all tokens; `tops` has (logprob, id, ...).
+    """Append the tokens from index `len(sampled)` on. Every list is of all tokens; `tops` has (logprob, id, ...).
 
     Raises MalformedEngineResponse if they do not belong together.
     """
@@ -136,7 +136,7 @@ def _alternatives(row: Sequence[Any], start: int, num_tops: int) -> tuple[tuple[
 
 
 def start_version(starts: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    """Note that a request's tokens from number `num_tokens` on are of `version`; `starts` as in `Call`."""
+    """Record that a request's tokens from index `num_tokens` on are of `version`; `starts` as in `Call`."""
     while starts and starts[-1][1] >= num_tokens:
         starts.pop()  # of a version that sampled nothing of it
     starts.append((version, num_tokens))
@@ -154,8 +154,8 @@ def stamp(sampled: SampledTokens, starts: Sequence[tuple[int, int]]) -> None:
 
 
 def finish_reason(request: GenerateRequest, output: Any) -> FinishReason:
-    """Return how SGLang says a generation ended. Raises InvalidRequest for one that it refused, Overloaded for one
-    that it has no room for, EngineError for what is not an end."""
+    """Translate SGLang's reason for a generation's end. Raises InvalidRequest if SGLang refused the request,
+    Overloaded if it had no room, EngineError for other errors."""
     reason = output["meta_info"]["finish_reason"] or {}
     kind, status, message = reason.get("type"), reason.get("status_code"), str(reason.get("message") or "")
     if kind == "abort" and status == 400:
@@ -168,7 +168,7 @@ def finish_reason(request: GenerateRequest, output: Any) -> FinishReason:
 
 
 def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
-    """Return the finished request as a Generation; its tokens are in `sampled`, which is stamped.
+    """Make the Generation of a finished request; `sampled` has its tokens and versions.
 
     `output` is None for a request that was aborted before SGLang saw it.
     """
@@ -184,7 +184,7 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
 
 
 def translate(error: Exception) -> AgentLoopError:
-    """Return our error for one that SGLang raised."""
+    """Translate an error of SGLang to ours."""
     status = getattr(error, "status_code", None)  # of FastAPI's HTTPException, which it raises without a server too
     if isinstance(error, AgentLoopError):
         return error

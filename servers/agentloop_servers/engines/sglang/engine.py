@@ -8,8 +8,8 @@ SGLang leaves to its caller is done in `engines/common/engine.py`, and in our co
 - The answer says how many tokens each request has. After a commit the next ones are of the new version; so spans
   are exact, although SGLang has none.
 - Tokens are sampled as `SamplingParams` says (`scheduler.py`, `sampler.py`).
-- A start ends with a few sampled tokens: kernels that are compiled when they are first used (Triton's: half a
-  minute on an H100 without graphs) are not compiled in somebody's turn.
+- A start ends with a few sampled tokens: so kernels that are compiled at their first use (Triton's: half a minute
+  on an H100 without graphs) delay no turn.
 - An output that is not streamed comes at its end, and every `progress_tokens` tokens to SGLang's own record, which
   reports are read from.
 """

@@ -9,7 +9,7 @@ raises EngineLost.
 
 Calls go to our code in the schedulers (`weight_transfer/sglang_worker.py`), one at a time, and are answered by
 every rank, between two steps. So an answer to a pause proves that the schedulers stand. They are sent on the
-socket of requests: whatever was sent before a pause is known to who answers it. Answers come on the socket of
+socket of requests: so the schedulers have all earlier requests when they answer. Answers come on the socket of
 SGLang's remote calls. SGLang's own pause is not used: it returns before anything has stopped, and would hold
 requests back a second time."""
 
@@ -44,6 +44,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
+    WorkerMethod,
     from_text,
     to_text,
 )
@@ -60,7 +61,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def sglang_call(action: str, timeout_s: float | None = None) -> AbstractAsyncContextManager[None]:
-    """Make a call to SGLang, under a deadline; what it raises becomes ours."""
+    """Run a call to SGLang under a deadline, and translate its errors to ours."""
     return engine_call("SGLang", translate, action, timeout_s)
 
 
@@ -81,7 +82,7 @@ class SglangProcess:
     # --- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises EngineError if SGLang does not come up; nothing is left behind then, or if it is cancelled."""
+        """Start SGLang. Raises EngineError if that fails; then, or if cancelled, nothing is left behind."""
         # Only this user can read it.
         self._facts_dir = tempfile.mkdtemp(prefix="agentloop-")
         facts_path = str(Path(self._facts_dir) / "facts")
@@ -97,7 +98,7 @@ class SglangProcess:
             setup = SchedulerSetup(
                 facts_path, self._config.logprobs_mode, self._config.seed, self._config.can_constrain
             )
-            await self.on_workers("scheduler_extend", INSTALL, setup.to_text())
+            await self.on_workers(WorkerMethod.EXTEND_SCHEDULER, INSTALL, setup.to_text())
         except BaseException as error:
             if self._launched is None:
                 # The thread cannot be stopped, and what it starts must not outlive us.
@@ -109,7 +110,6 @@ class SglangProcess:
             raise
 
     async def close(self) -> None:
-        """End the processes and free everything. Idempotent."""
         self._lose("the engine was closed")
         for task in self._tasks:
             task.cancel()
@@ -129,7 +129,6 @@ class SglangProcess:
 
     @property
     def is_up(self) -> bool:
-        """True from the start of the processes until their end."""
         return self._launched is not None and self._lost is None
 
     @property
@@ -142,7 +141,7 @@ class SglangProcess:
         return self._launched.manager
 
     def describe(self) -> EngineInfo:
-        """Return the engine's fixed facts."""
+        """Make the engine's fixed facts."""
         model = self.manager.model_config
         return EngineInfo(
             name="sglang",
@@ -172,14 +171,14 @@ class SglangProcess:
         )
 
     async def check_health(self) -> None:
-        """Raises EngineLost if a scheduler is gone; one whose step hangs ends itself (`watchdog_timeout`)."""
+        """Raise EngineLost if a scheduler is gone; one whose step hangs ends itself (`watchdog_timeout`)."""
         if not self.is_up:
             raise EngineLost("the engine is not started" if self._lost is None else self._lost.message)
 
     # --- requests -----------------------------------------------------------------------------------------
 
     async def outputs(self, request: Any) -> AsyncGenerator[Any, None]:
-        """Hand a GenerateReqInput on, at the first step of the iteration; its outputs. Closing it aborts it."""
+        """Send a GenerateReqInput at the first step, and iterate over its outputs. Closing aborts the request."""
         manager = self.manager
         generator = manager.generate_request(request, None)
         try:
@@ -201,13 +200,13 @@ class SglangProcess:
         return None if self._launched is None else self._launched.manager.rid_to_state.get(request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these now, in a pause too. SGLang ends what has an id that begins with the one it is told: ids are of
-        one length, or this ends more than one."""
+        """End these requests now, in a pause too. SGLang ends all requests whose ids begin with a given one, so ids
+        are of one length."""
         manager = self.manager
         known = tuple(request_id for request_id in request_ids if request_id in manager.rid_to_state)
         if known and self._is_paused:
             async with sglang_call("abort", self._config.control_timeout_s):
-                await self.on_workers("requests_end", codec.encode(known))
+                await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(known))
             return
         for request_id in known:
             manager.abort_request(request_id)
@@ -219,7 +218,7 @@ class SglangProcess:
     # --- control ------------------------------------------------------------------------------------------
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of our code in every scheduler, between two steps; results in the order of their ranks."""
+        """Call a `WorkerMethod` in every scheduler, between two steps; results in the order of their ranks."""
         _ = self.manager
         async with sglang_call(method):
             answers = await self._calls.call(method, *arguments)
@@ -234,9 +233,9 @@ class SglangProcess:
         return self._counts.num_output_ids
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
-        """Freeze; returns once every scheduler has answered that it stands.
+        """Pause every scheduler; returns once all have answered.
 
-        What was aborted before would end with SGLang's next step: it is ended now.
+        Requests that were aborted before, which SGLang would end with its next step, are ended now.
         """
         self._is_paused = True
         counts = await self._pause(is_cache_cleared=is_cache_cleared)
@@ -245,21 +244,21 @@ class SglangProcess:
         ended = tuple(key for key in live if key not in states or states[key].abort_requested)
         if ended:
             async with sglang_call("pause", self._config.control_timeout_s):
-                await self.on_workers("requests_end", codec.encode(ended))
+                await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(ended))
 
     async def clear_cache(self) -> None:
         await self._pause(is_cache_cleared=True)
 
     async def _pause(self, *, is_cache_cleared: bool) -> RequestCounts:
         async with sglang_call("pause", self._config.control_timeout_s):
-            answers = await self.on_workers("requests_pause", is_cache_cleared)
+            answers = await self.on_workers(WorkerMethod.PAUSE_REQUESTS, is_cache_cleared)
         self._counts = codec.decode(answers[0], RequestCounts)
         return self._counts
 
     async def resume(self) -> None:
-        self._is_paused = False  # what is aborted from now on comes after the resume
+        self._is_paused = False  # aborts from now on reach SGLang after the resume
         async with sglang_call("resume", self._config.control_timeout_s):
-            await self.on_workers("requests_resume")
+            await self.on_workers(WorkerMethod.RESUME_REQUESTS)
 
     async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
         """As the protocol says. Level 2 keeps a copy in host memory too: SGLang decides that at its start."""
@@ -268,16 +267,16 @@ class SglangProcess:
             return
         async with sglang_call("sleep", self._config.commit_timeout_s):
             await self._pause(is_cache_cleared=True)
-            await self.on_workers("memory_release", ",".join(awake))
+            await self.on_workers(WorkerMethod.RELEASE_MEMORY, ",".join(awake))
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         async with sglang_call("wake", self._config.commit_timeout_s):
-            await self.on_workers("memory_resume", ",".join(sorted(tag.value for tag in tags)))
+            await self.on_workers(WorkerMethod.RESUME_MEMORY, ",".join(sorted(tag.value for tag in tags)))
 
     # --- inside -------------------------------------------------------------------------------------------
 
     async def _read_outputs(self) -> None:
-        """Run SGLang's reader of outputs; what ends it ends the engine."""
+        """Run SGLang's reader of outputs; its end ends the engine."""
         manager = self.manager
         manager.event_loop = asyncio.get_running_loop()  # else it makes a task of its own, and takes over signals
         try:
@@ -310,7 +309,7 @@ class SglangProcess:
 
 
 class SchedulerCalls:
-    """Calls of our methods in the schedulers, one at a time."""
+    """The calls of a `WorkerMethod` in the schedulers, one at a time."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -372,7 +371,7 @@ class SchedulerCalls:
 
 
 class _Launched:
-    """Schedulers that are up, and the tokenizer manager in front of them."""
+    """The started schedulers, with their tokenizer manager."""
 
     def __init__(self, manager: Any, ports: Any, schedulers: Sequence[Any], max_total_tokens: int) -> None:
         self.manager = manager
@@ -387,7 +386,7 @@ class _Launched:
         return endpoint
 
     def end(self) -> None:
-        """End the schedulers, and free what SGLang leaves behind. Blocks."""
+        """End the schedulers, and remove the files that SGLang leaves behind. Blocks."""
         for process in self.schedulers:
             process.terminate()
         for process in self.schedulers:

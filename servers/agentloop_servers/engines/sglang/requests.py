@@ -22,7 +22,7 @@ PARAMETER = "agentloop"
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup:
-    """The setup of our code in a scheduler."""
+    """The settings of our code in a scheduler."""
 
     facts_path: str
     logprobs_mode: LogprobsMode
@@ -30,7 +30,7 @@ class SchedulerSetup:
     can_constrain: bool
 
     def to_text(self) -> str:
-        """Return the form that a scheduler is given."""
+        """Encode the settings as text."""
         return base64.b64encode(codec.encode(self)).decode("ascii")
 
     @staticmethod
@@ -40,7 +40,7 @@ class SchedulerSetup:
 
 
 def sampling_to_text(sampling: SamplingParams) -> str:
-    """Return sampling parameters in the form that a request carries; its constraint goes another way."""
+    """Encode sampling parameters as text, without the constraint."""
     return base64.b64encode(codec.encode(sampling)).decode("ascii")
 
 
@@ -50,14 +50,14 @@ def sampling_from_text(text: str) -> SamplingParams:
 
 
 def constraint_to_text(constraint: Constraint, stop_token_ids: tuple[int, ...]) -> str:
-    """Return a constraint and the ids that end it, as the grammar's text that a request carries."""
+    """Encode a constraint, and the ids that end it, as a request's grammar text."""
     tag = structural_tag(constraint)
     return json.dumps({"tag": tag, "regex": None if tag is not None else constraint.text, "stop": stop_token_ids})
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerFacts:
-    """The counters of one scheduler, since its start where they count."""
+    """The figures of one scheduler; the totals are since its start."""
 
     num_steps: int = 0
     num_sampled_tokens: int = 0
@@ -71,9 +71,9 @@ _FACTS = struct.Struct("<6q")
 
 
 class FactsFile:
-    """A file that a scheduler writes its facts into after every step, and the engine reads at any time.
+    """A file of a scheduler's facts, written after every step and read by the engine at any time.
 
-    Each number is written at once; one that is read beside it may be a step older.
+    Two numbers that are read together may be of different steps.
     """
 
     def __init__(self, path: str, *, is_new: bool = False) -> None:
@@ -91,5 +91,5 @@ class FactsFile:
         return SchedulerFacts(*_FACTS.unpack_from(self._memory))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Unmap the file."""
         self._memory.close()

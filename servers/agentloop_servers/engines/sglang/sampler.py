@@ -32,7 +32,7 @@ from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop_servers.engines.sglang.requests import RAW_TOKEN_ID
 
 Constrain = Callable[[torch.Tensor], None]
-"""Writes minus infinity where a batch's constraints exclude an id, in place."""
+"""A function that writes minus infinity, in place, where a batch's constraints exclude an id."""
 
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
@@ -43,7 +43,7 @@ _ID_BITS = 40  # of a block's likeliest id; sums over a block stay exact in 53 b
 
 
 class Row:
-    """One request as the sampler sees it, from its first token to its last."""
+    """The sampler's state of one request."""
 
     def __init__(
         self, sampling: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, device: torch.device, seed: int
@@ -72,7 +72,7 @@ class Row:
         self.restart(())
 
     def restart(self, reply_ids: Sequence[int]) -> None:
-        """Take the reply so far from the scheduler: the request is prefilled, so nothing of it is under way."""
+        """Set the reply so far, at a prefill: no step of the request is under way then."""
         self.num_sampled = len(reply_ids)
         if self.has_history:
             self._reply = self._ids(list(reply_ids))
@@ -80,16 +80,16 @@ class Row:
 
     @property
     def is_banned_to_stop(self) -> bool:
-        """True while its stop tokens must not come."""
+        """True while stop tokens must not be sampled."""
         return self.num_sampled < self.sampling.min_tokens and len(self.sampling.stop_token_ids) > 0
 
     @property
     def may_be_adjusted(self) -> bool:
-        """True if its logits are not the model's own at some time, constraints aside."""
+        """True if `adjust` may change the logits at some step."""
         return self.has_history or len(self.sampling.logit_bias) > 0 or self.sampling.min_tokens > 0
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply biases, the ban and penalties to its logits `[vocabulary]`, in place."""
+        """Apply biases, the ban of stop tokens and penalties to logits `[vocabulary]`, in place."""
         self._count_reply()
         sampling = self.sampling
         if sampling.logit_bias:
@@ -104,7 +104,7 @@ class Row:
             logits -= sampling.frequency_penalty * self._counts + sampling.presence_penalty * (self._counts > 0)
 
     def add(self, token_id: torch.Tensor) -> None:
-        """Note a sampled id in the history, `[1]` on the device."""
+        """Add a sampled id, `[1]` on the device, to the history."""
         if self._counts is not None:
             self._counts.index_add_(0, token_id, torch.ones_like(token_id, dtype=torch.float32))
         if self._seen is not None:
@@ -163,7 +163,7 @@ class BatchSampler:
         self._recent: deque[object] = deque(maxlen=_NUM_STEPS_KEPT)
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Send all that the next step needs to the device, without waiting for it."""
+        """Copy the next step's parameters to the device, without waiting for it."""
         if self._batch is None or self._batch.rows != tuple(rows):
             self._batch = _new_batch(tuple(rows))
         if self._batch.has_drawn:
@@ -239,7 +239,7 @@ class _Softmax:
 
 
 def _to_device(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device; from pinned memory, so that nobody waits for what its stream does before."""
+    """Copy to the device, through pinned memory, so that the copy does not wait for its stream."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -324,7 +324,7 @@ def _draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _fall(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the place `[n, 1]` where a number in [0, 1) falls in the running sum of a row's weights `[n, m]`."""
+    """Return the places `[n, 1]` of numbers in [0, 1) in the running sums of rows of `weights` `[n, m]`."""
     sums = weights.long().cumsum(1)
     total = sums[:, -1:]
     point = (uniform * total).long()

@@ -58,7 +58,7 @@ class Sampling:
         self._rows: list[Row] = []
 
     def install(self) -> None:
-        """Take over from now on."""
+        """Replace SGLang's sampling from now on."""
         run_batch = self._scheduler.run_batch
 
         def run(batch: Any, *arguments: Any, **options: Any) -> Any:
@@ -144,7 +144,7 @@ def _put_logprobs(logits_output: Any, sampled: SampledBatch, nums: Sequence[int]
 
 
 def _applied(mask: Any) -> Any:
-    """Return what applies a batch's grammar mask to logits."""
+    """Make the function that applies a batch's grammar mask to logits."""
 
     def constrain(logits: torch.Tensor) -> None:
         if logits.is_cuda:
@@ -215,7 +215,7 @@ class Counters:
         self._counted_at = 0.0
 
     def install(self) -> None:
-        """Write from now on."""
+        """Write the counters from now on."""
         scheduler = self._scheduler
         process, enqueue = scheduler.process_batch_result, scheduler._add_request_to_queue
 
@@ -231,7 +231,7 @@ class Counters:
         scheduler.process_batch_result, scheduler._add_request_to_queue = processed, enqueued
 
     def write(self) -> None:
-        """Write what is so now."""
+        """Write the present figures."""
         scheduler, now = self._scheduler, time.monotonic()
         waiting = scheduler.waiting_queue
         if now - self._counted_at > _PREFILL_INTERVAL_S or not waiting:

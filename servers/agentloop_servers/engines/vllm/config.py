@@ -17,7 +17,7 @@ WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig(ProcessEngineConfig):
-    """One vLLM engine. On CPU `kv_cache_memory_bytes` is required, and `enforce_eager` always on."""
+    """The configuration of one vLLM engine. On CPU it needs `kv_cache_memory_bytes`, and is always eager."""
 
     device: str = "cpu"  # "cpu" or "cuda": which build of vLLM is installed
     block_size: int = 32  # on CPU a multiple of 32
@@ -52,7 +52,7 @@ class VllmConfig(ProcessEngineConfig):
 
 
 def prepare_environment(config: VllmConfig) -> None:
-    """Set what vLLM reads from the environment. Call before its first import; what the user set stays."""
+    """Set the environment variables that vLLM reads and the user has not set. Call before its first import."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",  # no calls home
         "HF_HUB_OFFLINE": "1",  # models are folders
@@ -75,7 +75,7 @@ def prepare_environment(config: VllmConfig) -> None:
 
 
 def engine_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `AsyncEngineArgs`."""
+    """Make the keyword arguments of vLLM's `AsyncEngineArgs`."""
     from vllm.config import StructuredOutputsConfig
 
     is_cpu = config.device == "cpu"
@@ -140,9 +140,9 @@ def _gpu_arguments(config: VllmConfig) -> dict[str, Any]:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the sizes of steps that are captured as CUDA graphs, in tokens; a step is padded to the next one.
+    """Return the step sizes, in tokens, to capture as CUDA graphs; a step is padded to the next size.
 
-    vLLM's own steps of 8 and 16, but wider above 1,024, where few steps are: half the captures at 2,048.
+    vLLM's own distances of 8 and 16, but wider ones above 1,024, where steps are rare: half the captures at 2,048.
     """
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 1024, 16), *range(1024, most, 64), most}
     return sorted(size for size in sizes if size <= most)

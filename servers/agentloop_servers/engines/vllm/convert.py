@@ -37,7 +37,7 @@ RAW_TOKEN_ID = -1
 
 
 def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: int) -> None:
-    """Append what one vLLM CompletionOutput brings; `stamp` tells its versions.
+    """Append the tokens of one vLLM CompletionOutput; `stamp` sets their versions.
 
     Raises MalformedEngineResponse if its logprobs are not those of its tokens.
     """
@@ -62,9 +62,9 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
 
 
 def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> None:
-    """Append what vLLM has of an unfinished request beyond `sampled`, which is stamped; nothing if it has ended.
+    """Append an unfinished request's tokens beyond `sampled`, with versions; none if it has ended.
 
-    vLLM gives such a request out at its end only. Its own record of it is read between two of its outputs.
+    They are read from vLLM's own record of the request, which it outputs only at the end.
     """
     processor, start = llm.output_processor, len(sampled)
     for internal_id in processor.external_req_ids.get(request.request_id, ()):
@@ -79,8 +79,10 @@ def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> No
 def _alternatives(
     flat: Any, start: int, end: int, num_top_logprobs: int, num_own: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return one position of vLLM's FlatLogprobs: `num_own` of the sampled token, then the likeliest ones; it is
-    not repeated among these where vLLM has merged pieces."""
+    """Return the alternatives at one position of vLLM's FlatLogprobs.
+
+    It has `num_own` entries of the sampled token, then the likeliest ones; these lack it if vLLM has merged pieces.
+    """
     places = list(range(start + num_own, end))
     if len(places) < num_top_logprobs:
         places.append(start)
@@ -107,7 +109,7 @@ def sampling_params(
     eos_token_id: int | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
 ) -> Any:
-    """Return vLLM's SamplingParams: stops at `stop_token_ids` and nowhere else. `eos_token_id`: the tokenizer's."""
+    """Make vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id`: the tokenizer's."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -142,7 +144,7 @@ def sampling_params(
 
 
 def structured_outputs(constraint: Constraint) -> Any:
-    """Return vLLM's form of a constraint."""
+    """Make vLLM's form of a constraint."""
     from vllm.sampling_params import StructuredOutputsParams
 
     tag = structural_tag(constraint)
@@ -150,10 +152,9 @@ def structured_outputs(constraint: Constraint) -> Any:
 
 
 def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any = None) -> Any:
-    """Return a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version.
+    """Make a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version.
 
-    `shown` is the prompt of a request with images. What the vision part made of them is cached by their names, so
-    these have the version too.
+    `shown` is the prompt of a request with images, whose encodings are cached by name: names have the version too.
     """
     from vllm.inputs import tokens_input
 
@@ -164,14 +165,14 @@ def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any =
 
 
 def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
-    """Return spans that tile `[0, end)` from the (version label, first token) pairs that vLLM keeps."""
+    """Make spans that tile `[0, end)` from vLLM's pairs (version label, first token)."""
     ends = [first for _, first in starts[1:]] + [end]
     pairs = zip(starts, ends, strict=True)
     return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
 
 
 def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
-    """Return how vLLM says a generation ended. Raises EngineError for what is not an end."""
+    """Translate vLLM's reason for a generation's end. Raises EngineError for any other."""
     reason = completion.finish_reason
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"request {request.request_id}: vLLM ended it with {reason!r}")
@@ -185,10 +186,10 @@ def final_spans(completion: Any) -> tuple[WeightVersionSpan, ...]:
 
 
 def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tuple[WeightVersionSpan, ...] | None:
-    """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM has forgotten it.
+    """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM has dropped it.
 
-    vLLM publishes spans with the final output only. Its own record is read here because the version at the time
-    of reading may be newer than a piece that waited to be read.
+    vLLM outputs spans only at the end, so its own record is read: the engine's present version may be newer than
+    a piece that waited to be read.
     """
     if output.finished:
         return final_spans(output.outputs[0])
@@ -200,14 +201,14 @@ def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tup
 
 
 def is_unbegun(llm: Any, request_id: str) -> bool:
-    """Return True if vLLM knows a request and has given out no token of it."""
+    """Tell if vLLM has a request and has output no token of it."""
     processor = llm.output_processor
     states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
 def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
-    """Return the finished vLLM RequestOutput as a Generation; its tokens may have come in pieces.
+    """Make the Generation of a finished vLLM RequestOutput; `sampled` has its tokens.
 
     `output` is None for a request that was aborted before vLLM saw it.
     """
@@ -225,7 +226,7 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
 
 
 def translate(error: Exception) -> AgentLoopError:
-    """Return our error for one that vLLM raised."""
+    """Translate an error of vLLM to ours."""
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 

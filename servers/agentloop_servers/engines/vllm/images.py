@@ -1,9 +1,9 @@
-"""Images for vLLM: each is processed by itself, by the model's own processor, and stands where our spans say.
+"""Images for vLLM: each is processed alone, by the model's own processor, and placed by our spans.
 
 vLLM's own way looks for placeholders in the prompt and puts images' tokens there. A policy can sample one,
-and would so move every later image; and an id that it sampled must not become others. Here the processor sees a
-placeholder alone: what it makes of that are the tokens of the image, wherever it stands. Requests come with those
-tokens in place, and are checked against them.
+and would so move every later image; and a sampled id must not become others. Here the processor gets a placeholder
+alone: its result is the tokens of the image at any place. Requests come with those tokens in place, and are checked
+against them.
 
 vLLM's caches of processed images are off. They mirror one another in two processes, in the order in which requests
 enter; requests wait here at a gate, and may be aborted before they enter.
@@ -23,7 +23,7 @@ from agentloop.types import GenerateRequest
 from agentloop_servers.engines.common.process import one_line
 
 MAX_PROCESSED_BYTES = 1 << 30
-"""What processed images may take up: pixels as the model reads them, some 20 bytes for one of the file's."""
+"""The bound on the bytes of processed images: about 20 times those of their files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Processed:
 
 
 class VllmImages:
-    """The processed images of one engine, the last ones used. Lives on one event loop."""
+    """The cache of an engine's processed images, least recently used ones dropped; on one event loop."""
 
     def __init__(self, llm: Any) -> None:
         """`llm` is a started AsyncLLM."""
@@ -50,11 +50,11 @@ class VllmImages:
         return self._placeholder is not None
 
     async def tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
-        """Return what the model reads for each image. Raises UnsupportedParameter and InvalidRequest."""
+        """Return the tokens of each image. Raises UnsupportedParameter and InvalidRequest."""
         return tuple([(await self._process(image)).tokens for image in images])
 
     async def prompt(self, request: GenerateRequest) -> Any:
-        """Return vLLM's prompt with the request's images; None for a request without any.
+        """Make vLLM's prompt with the request's images; None for a request without images.
 
         Raises InvalidRequest if the tokens of a span are not those of its image.
         """
@@ -125,7 +125,7 @@ class VllmImages:
 
 
 def _placeholder_of(llm: Any) -> int | None:
-    """Return the token that a chat template writes for an image; None if there is no such one."""
+    """Return the token that a chat template writes for an image; None if the model has none."""
     if not llm.model_config.supports_multimodal_inputs or llm.renderer.tokenizer is None:
         return None
     processor = llm.renderer.get_mm_processor()

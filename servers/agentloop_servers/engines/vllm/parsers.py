@@ -1,8 +1,8 @@
 """vLLM's tool parsers behind the Parser port, for families that agentloop has no parser of its own for.
 
-They are not held to what our own parsers promise: text that they cannot read becomes content, marks included; time
-need not be linear; where a call stands is found again by its name. They know no tokens and, being made for streams,
-keep state, so that one is made for each turn. Importing them takes some 20 s on two cores.
+They do not keep the promises of our own parsers: text that they cannot read becomes content, marks included; time
+need not be linear; a call's place is found again by its name. They know no tokens and, being made for streams, keep
+state, so that one is made for each turn. Importing them takes some 20 s on two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VLLM_PARSERS = "vllm:"
 def vllm_parser(name: str, folder: Path) -> VllmToolParser:
     """Make the parser called `vllm:TOOLS`, or `vllm:TOOLS+THOUGHTS` with the marks of a reasoning parser.
 
-    `folder` is the model's: its tokenizer.json is read. Raises InvalidRequest naming the parsers that there are.
+    `folder` is the model's: its tokenizer.json is read. Raises InvalidRequest naming the known parsers.
     """
     from transformers import PreTrainedTokenizerFast
     from vllm.reasoning import ReasoningParserManager
@@ -74,7 +74,7 @@ class VllmToolParser:
         self._tokenizer = tokenizer
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`. What vLLM's parser fails at is content, as it is when vLLM serves."""
+        """See `Parser.parse`. Text that vLLM's parser fails at is content, as it is when vLLM serves."""
         try:
             found = self._extract(decoded.text, tools)
         except Exception as error:  # foreign code on a policy's text
@@ -88,7 +88,7 @@ class VllmToolParser:
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
-        """Raises UnsupportedParameter: vLLM's own constraints let text stand around calls."""
+        """Raise UnsupportedParameter: vLLM's own constraints allow text around calls."""
         raise UnsupportedParameter(
             f"the parser {VLLM_PARSERS}{self._name} cannot force calls; agentloop's own can", param="tool_choice"
         )

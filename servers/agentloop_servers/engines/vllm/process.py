@@ -17,6 +17,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
+from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 
@@ -26,7 +27,7 @@ EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded tak
 
 
 class SchedulerStats:
-    """vLLM's stat-logger interface, reduced to the latest figures. They freeze while vLLM is idle or paused."""
+    """A vLLM stat logger that keeps the latest figures. They do not change while vLLM is idle or paused."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -50,7 +51,7 @@ class SchedulerStats:
 
 
 def vllm_call(action: str, timeout_s: float | None = None) -> AbstractAsyncContextManager[None]:
-    """Make a call to vLLM, under a deadline; what it raises becomes ours."""
+    """Run a call to vLLM under a deadline, and translate its errors to ours."""
     return engine_call("vLLM", translate, action, timeout_s)
 
 
@@ -64,14 +65,14 @@ class VllmProcess:
         self._num_blocks_tokens = 0  # of its KV cache
 
     async def start(self) -> None:
-        """Raises EngineError if vLLM does not come up; nothing is left behind then, or if it is cancelled."""
+        """Start vLLM. Raises EngineError if it does not come up; then, or if cancelled, nothing is left behind."""
         # In a thread, so that the loop (health checks, other tasks) goes on meanwhile.
         construction = asyncio.create_task(asyncio.to_thread(self._construct))
         try:
             self.llm = await asyncio.shield(construction)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
-                await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)
+                await self.on_workers(WorkerMethod.EXTEND_RUNNER, RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
             if self.llm is None:
                 # The thread cannot be stopped, and what it starts must not outlive us.
@@ -83,7 +84,6 @@ class VllmProcess:
             raise
 
     async def close(self) -> None:
-        """End the processes and free everything. Idempotent."""
         llm, self.llm = self.llm, None
         if llm is not None:
             if llm.output_handler is not None:
@@ -97,10 +97,9 @@ class VllmProcess:
             llm.shutdown = lambda *_: None
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the worker extension in every worker; results in the order of their ranks.
+        """Call a `WorkerMethod` in every worker; results in the order of their ranks.
 
-        Arguments and results are strings, numbers and codec bytes. Raises our error for what a worker
-        or vLLM raised.
+        Arguments and results are strings, numbers and codec bytes. Raises our errors.
         """
         async with vllm_call(method):
             call = self.llm.engine_core.call_utility_all_async
@@ -113,7 +112,7 @@ class VllmProcess:
         return self.llm is not None
 
     async def label(self, version: int) -> None:
-        """Stamp every token that is sampled from now on with this weight version."""
+        """Label every token that is sampled from now on with this weight version."""
         await self.llm.update_weight_version(str(version))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -154,14 +153,13 @@ class VllmProcess:
             await self.llm.sleep(level=level, mode="keep")
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """As the protocol says. With all memory awake vLLM goes on by itself for a step or two, until the pause
-        that follows here."""
+        """Take memory back. With all memory awake vLLM takes a step or two before the pause that follows here."""
         async with vllm_call("wake", self._config.commit_timeout_s):
             if await self.llm.wake_up(sorted(tag.value for tag in tags)):
                 await self.pause(is_cache_cleared=False)
 
     def stats(self) -> EngineStats:
-        """Return the latest figures. Its own freeze while vLLM is idle or paused."""
+        """Return the latest figures. Those of vLLM do not change while it is idle or paused."""
         stats = self.scheduler_stats
         return EngineStats(
             num_waiting=stats.num_waiting,
@@ -179,7 +177,7 @@ class VllmProcess:
         return eos_token_id
 
     def describe(self) -> EngineInfo:
-        """Return the engine's fixed facts."""
+        """Make the engine's fixed facts."""
         config = self.llm.vllm_config
         block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
         # vLLM counts one rank's, and keeps a block of each for itself.

@@ -1,8 +1,8 @@
 """Raw logprobs from the pass that samples: the half that runs inside vLLM's worker processes.
 
-vLLM 0.32 has one `logprobs_mode` for an engine, and its raw modes look at the logits after a grammar's mask: of a
-forced call they say nothing of the model. So vLLM goes on in mode "processed_logprobs", and two things are put into
-its model runner:
+vLLM 0.32 has one `logprobs_mode` for an engine, and its raw modes read the logits after a grammar's mask, which are
+not the model's own in a forced call. So vLLM runs in mode "processed_logprobs", and two things are put into its
+model runner:
 
 - the model's `compute_logits` keeps a copy of what it returns, which nothing has touched yet;
 - the sampler's output is completed from that copy: the row's log-softmax at the id that was sampled.
@@ -25,11 +25,11 @@ from agentloop_servers.engines.vllm.convert import RAW_TOKEN_ID
 
 
 def install(model_runner: Any, mode: str) -> None:
-    """Make a worker's model runner give raw logprobs: a `LogprobsMode` other than SAMPLED. Once, after its start.
+    """Make a worker's model runner return raw logprobs. Call once, after its start.
 
-    In mode BOTH each position has the raw logprob second, under the id `RAW_TOKEN_ID`, in the place of the last
-    alternative; in mode RAW the raw logprobs, and alternatives by them, take the place of vLLM's. Raises
-    UnsupportedParameter for a runner that it does not fit.
+    `mode` is a `LogprobsMode`: BOTH puts each position's raw logprob second, under the id `RAW_TOKEN_ID`, in place
+    of the last alternative; RAW replaces vLLM's logprobs and alternatives by raw ones. Raises UnsupportedParameter
+    for an unknown kind of runner.
     """
     sampler, has_drafts = getattr(model_runner, "sampler", None), model_runner.speculative_config is not None
     if has_drafts or not isinstance(sampler, torch.nn.Module):
@@ -47,18 +47,18 @@ def install(model_runner: Any, mode: str) -> None:
 
 
 class _Kept:
-    """The logits of one forward pass, as the model gave them."""
+    """The model's own logits of one forward pass."""
 
     def __init__(self, mode: LogprobsMode) -> None:
         self._mode = mode
         self._logits: torch.Tensor | None = None
 
     def keep(self, logits: torch.Tensor | None) -> None:
-        """Copy them: masks, biases and penalties are written into the originals."""
+        """Copy the logits: masks, biases and penalties are written into the originals."""
         self._logits = None if logits is None else logits.clone()
 
     def complete(self, output: Any) -> Any:
-        """Return a sampler's output with raw logprobs; unchanged if nobody asked for logprobs."""
+        """Add raw logprobs to a sampler's output, if that has logprobs."""
         logits, self._logits = self._logits, None
         tensors, sampled = output.logprobs_tensors, output.sampled_token_ids
         if tensors is None:
@@ -70,7 +70,7 @@ class _Kept:
 
 
 def with_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
-    """Return vLLM's LogprobsTensors `[n, 1 + k]` with the raw logprob second, and the last alternative gone.
+    """Put the raw logprob second in vLLM's LogprobsTensors `[n, 1 + k]`, and drop the last alternative.
 
     `logits` are `[n, vocabulary]`, `sampled` ids `[n, 1]`.
     """
@@ -85,7 +85,7 @@ def with_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
 
 
 def only_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:
-    """Return vLLM's LogprobsTensors `[n, 1 + k]` as they are under the plain softmax."""
+    """Make vLLM's LogprobsTensors `[n, 1 + k]` of the plain softmax."""
     logits, ids = logits.float(), tensors.logprob_token_ids
     chosen = logits.gather(1, sampled)
     top_logits, top_ids = logits.topk(ids.shape[1] - 1, 1)

@@ -1,9 +1,8 @@
-"""The LoRA adapter of one vLLM engine, and what its weight updates need of its configuration.
+"""The LoRA adapter of one vLLM engine, and the engine's weight updates.
 
 Exactly one LoRA adapter is served, always under the same id, name and path. Every request carries the same
-LoRARequest from the start, at first for an adapter that changes nothing. So a commit replaces the adapter's
-tensors in place, and requests that are frozen meanwhile go on under the new ones, as new requests do. What that
-rests on (vLLM 0.32):
+LoRARequest from the start, at first for an adapter of zeros. So a commit replaces the adapter's tensors in place,
+and requests that are frozen meanwhile continue under the new ones, as new requests do. That rests on vLLM 0.32:
 
 - vLLM loads an adapter again wherever a worker does not have it (after it has reloaded base weights, say), from the
   path that some request carries. That path is a link here, switched before the adapter is loaded: it can only ever
@@ -26,6 +25,7 @@ from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.weight_transfer.lora import ADAPTER_ID
+from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
 ADAPTER_NAME = "adapter"
 
@@ -38,7 +38,7 @@ def lora_request(path: str, *, is_reload: bool = False) -> Any:
 
 
 class LoraAdapters:
-    """The served adapter of an engine. `request` is what every request carries; valid after `start`."""
+    """The served adapter of an engine. Every request carries `request`, which is valid after `start`."""
 
     def __init__(self, config: VllmConfig, process: VllmProcess) -> None:
         if config.lora_rank is None:
@@ -48,25 +48,24 @@ class LoraAdapters:
         self.request: Any = None
 
     async def start(self) -> None:
-        """Serve the adapter that changes nothing. Call once, before the first request. Raises EngineError."""
+        """Serve an adapter of zeros. Call once, before the first request. Raises EngineError."""
         await self._folder.start()
         self.request = lora_request(self._folder.path)
         await self._load()
 
     def check(self, directory: str) -> int:
-        """Check an adapter and read it through; returns its bytes. Blocks. Raises CheckpointUnreadable."""
         return self._folder.check(directory)
 
     async def commit(self, directory: str) -> CommitReport:
-        """Put the adapter in place of the served one, in all workers, and prove that it arrived.
+        """Replace the served adapter in all workers, and verify the new one. vLLM must be paused.
 
-        vLLM must be paused. Raises on any failure; then the adapter is of unknown state until a later commit.
+        After an error the adapter is of unknown state until a later commit.
         """
         started_at = time.perf_counter()
         self._folder.point_to(directory)
         await self._load()
         loaded_at = time.perf_counter()
-        counts = await self._process.on_workers("weights_verify_adapter", self._folder.path)
+        counts = await self._process.on_workers(WorkerMethod.VERIFY_ADAPTER, self._folder.path)
         verified_at = time.perf_counter()
         return CommitReport(
             swap_ms=(loaded_at - started_at) * 1e3,

@@ -31,7 +31,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class DriverError(OSError):
-    """A call of the CUDA driver failed; `status` is its CUresult."""
+    """A failed call of the CUDA driver; `status` is its CUresult."""
 
     def __init__(self, function: str, status: int) -> None:
         super().__init__(f"{function} failed with CUDA error {status}")
@@ -56,7 +56,7 @@ class _Span:
 
 
 class DeviceMemory:
-    """Bytes on a CUDA device that torch did not allocate. `tensor` must not be used after `free`."""
+    """Memory on a CUDA device that torch did not allocate. `tensor` must not be used after `free`."""
 
     def __init__(self, pointer: int, num_bytes: int, device: torch.device, release: str) -> None:
         self._pointer = pointer
@@ -66,7 +66,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
-        """Take memory. Raises WeightUpdateFailed if there is no room, even after torch gave back its cache."""
+        """Allocate memory. Raises WeightUpdateFailed without room, even after torch has freed its cache."""
         pointer = ctypes.c_uint64()
         with _context(device):
             try:
@@ -104,7 +104,7 @@ class DeviceMemory:
         return bytes(handle)
 
     def free(self) -> None:
-        """Wait for the work on the device, then free or unmap. Idempotent. Raises DriverError."""
+        """Wait for the work on the device, then free or unmap the memory. Idempotent. Raises DriverError."""
         if self._pointer:
             pointer, self._pointer = self._pointer, 0
             with _context(self._device):

@@ -1,4 +1,4 @@
-"""The choice of a transport for a worker, and what the transports of shared memory (`shm`, `ipc`) have in common.
+"""The choice of a transport for a worker, and the base of the two transports of shared memory (`shm`, `ipc`).
 
 Their buckets lie in memory that both sides see. The first message of an attempt names the sender's two buffers, and
 the receiver answers that it has mapped them; then come "bucket ready" and "bucket consumed".
@@ -24,7 +24,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TransportKind(StrEnum):
-    """Way of a sender's bytes to a worker; `AUTO` chooses for each."""
+    """The transports from a sender to a worker; `AUTO` chooses one for each worker."""
 
     AUTO = "auto"
     NCCL = "nccl"  # another CUDA device, on any host
@@ -33,11 +33,11 @@ class TransportKind(StrEnum):
 
 
 class Unreachable(Exception):
-    """No transport, or not the one asked for, serves this worker. `str()` is one clear line."""
+    """A worker that no transport reaches, or not the one asked for. `str()` is one clear line."""
 
 
 def host_name() -> str:
-    """Return what processes that see one /dev/shm have in common: one boot of one host, one container on it."""
+    """Name this host's boot and container. Processes with one /dev/shm have the same name."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{socket.gethostname()}"
 
 
@@ -49,7 +49,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose(asked: TransportKind, sender_device: str, sender_host: str, hello: Hello) -> TransportKind:
-    """Return the transport from a sender to the worker that said `hello`. Raises Unreachable."""
+    """Choose the transport from a sender to the worker of a Hello. Raises Unreachable."""
     is_same_host = sender_host == hello.host
     is_between_gpus = CPU not in (sender_device, hello.device)
     if is_between_gpus:
@@ -77,20 +77,20 @@ class MapBuffers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BuffersMapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's answer: it has mapped them, or could not; `error` says why."""
+    """The receiver's answer to MapBuffers; `error`: the reason if it could not map them."""
 
     error: str | None = None
 
 
 class BucketReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sender has packed a bucket into a buffer."""
+    """The sender's word that a buffer holds a bucket."""
 
     bucket: int
     buffer: int
 
 
 class BucketConsumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver is done with a bucket."""
+    """The receiver's word that a bucket's buffer may be written again."""
 
     bucket: int
 
@@ -109,7 +109,7 @@ def take(peer: Peer, kind: type[S]) -> S:
 
 
 class AckedSendTransport:
-    """Base of sending halves whose buffers the peers map: it says what is ready and waits until all consumed it."""
+    """The base of sending halves whose buffers the peers map: it tells ready buckets, and waits for consumption."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class AckedSendTransport:
         self._consumed: list[int] = []  # the bucket that each peer consumed last
 
     def wait_free(self, buffer: int) -> None:
-        """Wait until all peers have consumed what was sent last from this buffer. Raises TransportBroken."""
+        """Wait until all peers have consumed this buffer's last bucket. Raises TransportBroken."""
         for position, peer in enumerate(self._peers or ()):
             while self._consumed[position] < self._last[buffer]:
                 self._consumed[position] = take(peer, BucketConsumed).bucket
@@ -130,14 +130,14 @@ class AckedSendTransport:
         self._peers = None
 
     def abort(self) -> None:
-        """Do nothing: a wait here is one for a peer, and the owner of the attempt has broken that."""
+        """Do nothing: all waits here are for a peer, and its `check` ends them after an abort."""
 
     def close(self) -> None:
-        """Let go of the peers."""
+        """Drop the peers."""
         self._peers = None
 
     def _map(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
-        """Have the peers map the buffers. Raises TransportBroken if one cannot."""
+        """Ask the peers to map the buffers. Raises TransportBroken if one cannot."""
         self._peers, self._last, self._consumed = peers, [-1] * len(buffers), [-1] * len(peers)
         request = MapBuffers(exports=[buffer.export for buffer in buffers], num_bytes=buffers[0].data.numel())
         for peer in peers:
@@ -157,17 +157,17 @@ class AckedSendTransport:
 
 
 class MappedReceiveTransport:
-    """Base of receiving halves that map the sender's buffers: it reads what is ready, and says what it consumed."""
+    """The base of receiving halves that map the sender's buffers: it reads ready buckets, and acknowledges them."""
 
     def __init__(self, device: torch.device, *, is_copied: bool = False) -> None:
-        """`is_copied`: buckets lie in host memory, and are copied to the device first."""
+        """`is_copied`: buckets are in host memory, and are copied to the device first."""
         self._device = device
         self._is_copied = is_copied
         self._attempt: tuple[Peer, Layout] | None = None
         self._mapped: list[torch.Tensor] = []
 
     def begin(self, peer: Peer, layout: Layout) -> None:
-        """Map the buffers. Raises TransportBroken, and the sender is told why."""
+        """Map the buffers. A failure is told to the sender, and raises TransportBroken."""
         setup = take(peer, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket or not setup.exports:

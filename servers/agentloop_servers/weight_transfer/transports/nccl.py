@@ -40,7 +40,7 @@ _UNDEFINED = -(2**31)
 
 
 class NcclFailed(Exception):
-    """A communicator broke, or was ended: it is aborted, and a new one may work."""
+    """An error of a communicator, which is aborted then; a new one may work."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -101,16 +101,16 @@ def _library() -> ctypes.CDLL:
 
 
 def unique_id() -> bytes:
-    """Make the 128 bytes that the ranks of one new communicator have in common."""
+    """Make the 128-byte id of a new communicator, which all its ranks get."""
     created = _UniqueId()
     _check("unique id", _library().ncclGetUniqueId(ctypes.byref(created)))
     return bytes(created.internal)
 
 
 class Communicator:
-    """One rank of a group. All calls from one thread, with the rank's CUDA device current.
+    """One rank of an NCCL group. All calls come from one thread, with the rank's CUDA device current.
 
-    `check` is called while a call waits for its peers; what it raises ends the wait. Abort it after any failure.
+    `check` is called while a call waits for its peers; its exception ends the wait. Abort it after any failure.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class Communicator:
         deadline_at: float,
         check: Callable[[], None],
     ) -> None:
-        """Enqueue a broadcast of device memory on a CUDA stream; returns once it is enqueued.
+        """Enqueue a broadcast of device memory on a CUDA stream.
 
-        `deadline_at` is of `time.monotonic`. The first one sets connections up, so it waits for the peers.
+        `deadline_at` is of `time.monotonic`. The first broadcast sets connections up, so it waits for the peers.
         """
         if self._handle is None:
             raise NcclFailed("the communicator was ended")
@@ -155,7 +155,7 @@ class Communicator:
         self._finish_call("broadcast", result, deadline_at, check)
 
     def wait(self, is_done: Callable[[], bool], *, deadline_at: float, check: Callable[[], None]) -> None:
-        """Poll `is_done` (a CUDA event's query) while the group is sound."""
+        """Poll `is_done` (a CUDA event's query) until it is true. Raises NcclFailed if the group breaks."""
         while not is_done():
             self._finish_call("transfer", _SUCCESS, deadline_at, check)
             check()
@@ -166,7 +166,7 @@ class Communicator:
         self._finish_call("transfer", _SUCCESS, deadline_at, check)
 
     def abort(self) -> None:
-        """End it now, whatever its peers do; what is enqueued ends too. Idempotent."""
+        """End the communicator and its enqueued work now, without its peers. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None and handle.value is not None:
             _library().ncclCommAbort(handle)
@@ -216,7 +216,7 @@ TRANSFER_TIMEOUT_S = 600.0  # of one attempt; `Peer.check` usually knows better
 
 
 class _Join(msgspec.Struct):
-    """A receiver's place in the group; `group_id` None: it is in it already.
+    """The sender's message with a receiver's rank in the group; `group_id` None: the group is kept.
 
     `settings` are the sender's NCCL variables of `SHARED_SETTINGS`.
     """
@@ -228,7 +228,7 @@ class _Join(msgspec.Struct):
 
 
 class _NcclTransport:
-    """Base of both halves: one rank of a group, and the communicator that it keeps until an attempt breaks."""
+    """The base of both halves: a rank of a group, with a communicator that lasts until an attempt breaks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -246,7 +246,7 @@ class _NcclTransport:
         return self._lazy_stream
 
     def abort(self) -> None:
-        """Give the attempt up: what waits for the group raises TransportBroken."""
+        """End the attempt: waits for the group raise TransportBroken."""
         self._is_aborted = True
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class _NcclTransport:
         self._leave()
 
     def _begin_attempt(self, peers: Sequence[Peer], layout: Layout) -> None:
-        """Begin an attempt; a group that an earlier one has left broken is left."""
+        """Begin an attempt, and leave a group that an earlier attempt has broken."""
         if self._is_aborted:
             self._leave()
         self._is_aborted = False

@@ -30,7 +30,7 @@ SHM_PREFIX = "agentloop-"
 
 
 def create_buffer(num_bytes: int) -> Buffer:
-    """Make a file of that size, mapped; `export` is its path. Raises WeightUpdateFailed if there is no room."""
+    """Make and map a file of that size; `export` is its path. Raises WeightUpdateFailed without room."""
     path = f"{SHM_FOLDER}/{SHM_PREFIX}{secrets.token_hex(16)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -46,21 +46,21 @@ def create_buffer(num_bytes: int) -> Buffer:
 
 
 def unlink(buffers: Sequence[Buffer]) -> None:
-    """Remove the names; mappings stay. Idempotent."""
+    """Remove the buffers' files; mappings stay. Idempotent."""
     for buffer in buffers:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(buffer.export)
 
 
 class HostBuffers:
-    """Two buffers of host memory, kept while their size and the connections that have them open stay the same."""
+    """Two buffers of host memory, kept while their size and the receivers' connections stay the same."""
 
     def __init__(self) -> None:
         self._buffers: tuple[Buffer, ...] = ()
         self._made_for: tuple[int, frozenset[int]] | None = None
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return both, new ones with names for other connections. Raises WeightUpdateFailed if there is no room."""
+        """Return both buffers: new ones for another size or other connections. Raises WeightUpdateFailed."""
         if (num_bytes, connections) != self._made_for:
             self.free()
             self._buffers = create_pair(num_bytes)
@@ -68,7 +68,7 @@ class HostBuffers:
         return self._buffers
 
     def free(self) -> None:
-        """Give the memory back; no transport uses it. Idempotent."""
+        """Remove and unmap both buffers, which no transport uses any more. Idempotent."""
         unlink(self._buffers)
         self._buffers, self._made_for = (), None
 
@@ -133,7 +133,7 @@ class ShmReceiveTransport(MappedReceiveTransport):
 
 
 def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
-    """Make two files; none is left if the second finds no room. Raises WeightUpdateFailed."""
+    """Make two buffers, or none if the second has no room. Raises WeightUpdateFailed."""
     first = create_buffer(num_bytes)
     try:
         return first, create_buffer(num_bytes)
