@@ -130,8 +130,10 @@ class LateReplicas:
         return of_replica, self._fleet.weight_version, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
-        """Return the seconds for a stage: those of a straggler in the fleet's update, then more with each attempt,
-        since the source of a late replica may be slower than the fleet's was."""
+        """Return the seconds for a stage: a straggler's in the fleet's update, then more with each attempt.
+
+        The source of a late replica may be slower than the fleet's was.
+        """
         report, config = self._sync.desired.weights.report, self._config
         fleets_s = max((one.stage_ms / 1000.0 for one in report.replicas), default=0.0) if report else 0.0
         patience_s = config.straggler_grace_s + READ_SLOWNESS * fleets_s
@@ -207,7 +209,7 @@ class LateReplicas:
             raise Conflict("the fleet has moved on while its replicas were asked for their weights")
         tried = "; ".join(refusals) or "no peer"
         origin = "cannot be read" if served.update.is_repeatable else "was pushed"
-        self._fleet.note(replica, f"version {served.version} {origin}, and nobody can give it on ({tried})")
+        self._fleet.note(replica, f"version {served.version} {origin}, and no replica can send it ({tried})")
         if failure is not None:
             raise failure
         return None

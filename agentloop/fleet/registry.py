@@ -330,7 +330,7 @@ class Fleet:
     def admit(self, replica: ReplicaRecord) -> bool:
         """Move a replica from UPDATING to READY, or to JOINING if the fleet serves another version by now.
 
-        Returns if it is READY; also False if it is gone or was replaced.
+        True if its weights are the fleet's; False also if it is gone or was replaced.
         """
         current = self._same(replica)
         if current is None or current.state is not ReplicaState.UPDATING:

@@ -104,7 +104,7 @@ class ReplicaSync:
 
     @property
     def ordered_pause(self) -> bool | None:
-        """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
+        """True if serving replicas are ordered to be paused; None while an order is on its way to them."""
         return None if self._gate.locked() else self._desired.orders.is_paused
 
     @property
@@ -478,8 +478,10 @@ class ReplicaSync:
         return self._fleet.admit(replica)
 
     async def _resume(self, replica: ReplicaRecord) -> None:
-        """Resume a replica, and keep traffic from it until it has answered: it may take its look only now, at
-        weights that were committed in a pause, and refuse them."""
+        """Resume a replica, and keep traffic from it until it has answered.
+
+        It may take its look only now, at weights that were committed in a pause, and refuse them.
+        """
         self._fleet.hold(replica, True)
         try:
             await self.steps.resume(replica)

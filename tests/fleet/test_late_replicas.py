@@ -358,5 +358,5 @@ async def test_where_nobody_can_give_them_on_the_record_says_what_was_tried(cloc
     with pytest.raises(CheckpointUnreadable):
         await site.late.bring_up("late")
     error = site.fleet.get("late").error
-    assert error.startswith("version 1 cannot be read, and nobody can give it on (")
+    assert error.startswith("version 1 cannot be read, and no replica can send it (")
     assert "no such directory: dir1; holder: it cannot" in error

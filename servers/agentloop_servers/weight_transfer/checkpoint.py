@@ -1,4 +1,4 @@
-"""The content of a folder of safetensors files, read from the headers alone (no torch), and its fit to a model.
+"""The content of a folder of safetensors files, read from the headers (no torch), and its fit to a model.
 
 The format: eight bytes little-endian header length, a JSON header (name -> dtype, shape, byte offsets), then the
 bytes of all tensors without a hole. Every rule is checked, so a truncated or half-written file is found here and

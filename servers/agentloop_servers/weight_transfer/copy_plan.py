@@ -193,7 +193,7 @@ def _view(base: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
-    """Yield a few elements of the first, the last and some row of a copy: in the parameter, and as the index."""
+    """Yield three spots of a copy: each as a region of the parameter, and as an index into the tensor."""
     size = copy.into.size or (1,)
     into, out_of = copy.into.stride or (1,), copy.out_of.stride or (1,)
     num_rows = prod(size[:-1])

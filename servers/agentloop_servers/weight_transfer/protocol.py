@@ -162,7 +162,7 @@ class Connection:
     def take(
         self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
     ) -> M:
-        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, and whatever `check` raises.
+        """Wait for a message of this kind. Raises ConnectionLost, TimeoutError, or the error of `check`.
 
         Without a deadline `check` must keep one.
         """

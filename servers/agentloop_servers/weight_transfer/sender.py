@@ -387,7 +387,7 @@ class ReceiverGroup:
             raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
 
     def gather(self) -> None:
-        """Wait for the Hello of all workers: as many as they were told of, or as `expect` says if that is less.
+        """Wait for the Hello of all workers, as many as each one names, or fewer after `expect`.
 
         Late workers have the grace, optional ones `OPTIONAL_GRACE_S`.
         """

@@ -277,7 +277,7 @@ class _Mark:
 
 
 def _load_copy_kernels(tensors: Sequence[torch.Tensor]) -> None:
-    """Launch the commit's copy on one number of each dtype: CUDA loads a kernel, in 12 ms, at its first launch."""
+    """Launch the commit's copy once for each dtype: CUDA takes 12 ms to load a kernel at its first launch."""
     small = [one.new_zeros(1) for one in {one.dtype: one for one in tensors}.values()]
     torch._foreach_copy_(small, [one.clone() for one in small])
 

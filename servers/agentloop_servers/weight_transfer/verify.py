@@ -50,7 +50,7 @@ def bucket_checksum(data: torch.Tensor) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's bytes as integers, [rows, words of a row]; a view of a copy where memory is not dense."""
+    """View a tensor's bytes as integers, [rows, words of a row]; of a copy if its memory is not dense."""
     num_rows = tensor.shape[0] if tensor.ndim > 0 else 1
     if tensor.numel() == 0:
         return torch.zeros((num_rows, 1), dtype=torch.uint8, device=tensor.device)

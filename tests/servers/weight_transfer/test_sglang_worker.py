@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from agentloop import codec
 from agentloop.engine import CommitReport, TensorInfo
 from agentloop_servers.weight_transfer.sglang_worker import SchedulerExtension
+from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import (
     SCHEDULER_METHOD,
     CheckedFolder,
@@ -31,6 +32,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     StageProgress,
     StageState,
     StagingSetup,
+    WorkerMethod,
     from_text,
     to_text,
 )
@@ -323,6 +325,11 @@ def test_requests_end_in_a_pause_with_what_they_have(scheduler: Scheduler, is_cl
     assert (len(first.output_ids), len(second.output_ids)) == (3, 9)
     with pytest.raises(RuntimeError, match="only in a pause"):
         scheduler.ask("requests_end", codec.encode(("b",)))
+
+
+@pytest.mark.parametrize("method", WorkerMethod)
+def test_each_call_has_its_method(method: WorkerMethod) -> None:
+    assert hasattr(SchedulerExtension, method) or hasattr(WeightWorker, method)
 
 
 def test_what_is_no_call_and_what_fails_is_answered(scheduler: Scheduler) -> None:

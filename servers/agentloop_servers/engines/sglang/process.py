@@ -9,7 +9,7 @@ raises EngineLost.
 
 Calls go to our code in the schedulers (`weight_transfer/sglang_worker.py`), one at a time, and are answered by
 every rank, between two steps. So an answer to a pause proves that the schedulers stand. They are sent on the
-socket of requests: whatever was sent before a pause is known to who answers it. Answers come on the socket of
+socket of requests: so the schedulers have all earlier requests when they answer. Answers come on the socket of
 SGLang's remote calls. SGLang's own pause is not used: it returns before anything has stopped, and would hold
 requests back a second time."""
 

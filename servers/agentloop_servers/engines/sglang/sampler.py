@@ -324,7 +324,7 @@ def _draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _fall(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the place `[n, 1]` where a number in [0, 1) falls in the running sum of a row's weights `[n, m]`."""
+    """Return the places `[n, 1]` of numbers in [0, 1) in the running sums of rows of `weights` `[n, m]`."""
     sums = weights.long().cumsum(1)
     total = sums[:, -1:]
     point = (uniform * total).long()

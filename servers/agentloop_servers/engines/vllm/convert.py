@@ -79,8 +79,10 @@ def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> No
 def _alternatives(
     flat: Any, start: int, end: int, num_top_logprobs: int, num_own: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return the alternatives at one position of vLLM's FlatLogprobs: it has `num_own` entries of the sampled
-    token, then the likeliest ones, without the sampled one if vLLM has merged pieces."""
+    """Return the alternatives at one position of vLLM's FlatLogprobs.
+
+    It has `num_own` entries of the sampled token, then the likeliest ones; these lack it if vLLM has merged pieces.
+    """
     places = list(range(start + num_own, end))
     if len(places) < num_top_logprobs:
         places.append(start)

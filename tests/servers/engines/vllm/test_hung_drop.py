@@ -42,6 +42,7 @@ async def test_a_drop_without_an_answer_holds_no_lock() -> None:
     push = PushSource(("127.0.0.1:1",), "t", (TensorInfo("w", "float32", (1,)),), TensorNames.RUNTIME, 1)
     async with asyncio.timeout(30.0):
         for version in (1, 2):
-            with pytest.raises(CheckpointUnreadable, match="the sender is gone"):
+            with pytest.raises(CheckpointUnreadable, match="the sender is gone") as refusal:
                 await weights.stage(WeightUpdate(version, push=push))
+            assert refusal.value.param == "push"
     assert process.calls == ["weights_stage", "weights_poll", "weights_drop"] * 2
