@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-mutations soak learn check house bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-hosts test-mutations soak learn check house bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -77,6 +77,10 @@ learn: $(VENV)/.dev
 # A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.run $(ARGS)
+
+# One service over three hosts, which are namespaces of this machine: cuts, kills, pushes. Needs root; six minutes.
+test-hosts: $(VENV)/.dev
+	$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
 
 # Planted faults, each killed by the fast tests of its files or by the first 300 schedules; at most an hour:
 # ARGS="--only cancel". No part of CI.

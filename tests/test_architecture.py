@@ -166,7 +166,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
-    "agentloop_servers.serve_process": set(),
+    "agentloop_servers.serve_process": {"agentloop_servers.config"},
+    "agentloop_servers.cluster": {"agentloop_servers.config", "agentloop_servers.http", "agentloop_servers.tcp"},
     "agentloop_servers.settings": {
         "agentloop.fleet",
         "agentloop.scheduling",
@@ -186,6 +187,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {
         "agentloop_servers.app",
+        "agentloop_servers.cluster",
         "agentloop_servers.config",
         "agentloop_servers.coordinator",
         "agentloop_servers.host",

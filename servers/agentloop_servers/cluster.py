@@ -30,9 +30,9 @@ ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__"
 """What an actor asks of Ray that runs on the head alone."""
 
 _CALL_TIMEOUT_S = 60.0
-_CONNECT_TIMEOUT_S = 5.0
+_LISTENS_WITHIN_S = 5.0
 _FIND_RETRY_S = 0.2
-_NAMESPACE = b"agentloop"
+_KV_NAMESPACE = b"agentloop"
 
 
 def for_nodes(config: ServiceConfig) -> ServiceConfig:
@@ -112,7 +112,7 @@ def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *argumen
 
 def announce_coordinator(app_name: str, url: str) -> None:
     """Keep the coordinator's URL in Ray's key-value store, where every process of the application finds it."""
-    _internal_kv_put(_key(app_name), url.encode(), overwrite=True, namespace=_NAMESPACE)
+    _internal_kv_put(_key(app_name), url.encode(), overwrite=True, namespace=_KV_NAMESPACE)
 
 
 async def find_coordinator(app_name: str) -> str:
@@ -123,7 +123,7 @@ async def find_coordinator(app_name: str) -> str:
     """
     while True:
         try:
-            found = await asyncio.to_thread(_internal_kv_get, _key(app_name), namespace=_NAMESPACE)
+            found = await asyncio.to_thread(_internal_kv_get, _key(app_name), namespace=_KV_NAMESPACE)
         except Exception as error:  # Ray's are plain ones
             raise ServiceUnavailable(f"Ray does not say where the coordinator is: {error_line(error)}") from error
         if found and await _listens(url := str(found, "ascii")):
@@ -138,7 +138,7 @@ def _key(app_name: str) -> bytes:
 async def _listens(url: str) -> bool:
     parts = urlsplit(url)
     try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(_LISTENS_WITHIN_S):
             _, writer = await asyncio.open_connection(parts.hostname, parts.port)
     except (OSError, TimeoutError):
         return False

@@ -39,12 +39,14 @@ def service(**changed):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_builds_an_application(path, tmp_path):
+def test_a_shipped_config_builds_an_application(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTLOOP_KEY", "user")
+    monkeypatch.setenv("AGENTLOOP_ADMIN_KEY", "admin")
     document = yaml.safe_load(path.read_text())
     assert document["applications"][0]["import_path"] == "agentloop_servers.app:build"
     assert (document["proxy_location"], document["applications"][0]["route_prefix"]) == ("Disabled", None)
     config = ServiceConfig.load(path)
-    assert (config.host, config.port > 0) == ("127.0.0.1", True)
+    assert (config.host, config.port > 0) == ("127.0.0.1" if config.cluster is None else "0.0.0.0", True)
     assert "mode" in document["applications"][0]["args"]
     if path.stem == "moe":  # the repository has no such model
         config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
@@ -99,6 +101,7 @@ def test_the_modes_of_the_shipped_configs():
     modes = {path.stem: ServiceConfig.load(path).mode for path in CONFIGS}
     assert modes == {
         "cpu": Mode.DEBUG,
+        "cluster": Mode.STANDALONE,
         "cpu_push": Mode.STANDALONE,
         "simulated": Mode.DEBUG,
         "standalone": Mode.STANDALONE,

@@ -28,7 +28,7 @@ from agentloop_servers.weight_transfer.transports.handshake import post, take
 
 NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
 POLL_S = 0.05
-CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0  # of the sender's port
 TOKEN_BYTES = 16
 
 
@@ -173,7 +173,7 @@ class TcpReceiveTransport:
         told = take(peer, Connect)
         try:
             for number in range(NUM_STREAMS):
-                connection = socket.create_connection((peer.peer_host, told.port), CONNECT_TIMEOUT_S)
+                connection = socket.create_connection((peer.peer_host, told.port), ANSWER_TIMEOUT_S)
                 self._connections.append(connection)
                 keep_alive(connection)
                 connection.sendall(told.token + bytes([number]))

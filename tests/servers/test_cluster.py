@@ -1,0 +1,124 @@
+"""A service's way over the nodes of a cluster: which there are, the trust it asks for, and addresses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import namedtuple
+
+import psutil
+import pytest
+import ray
+
+from agentloop.errors import InvalidRequest
+from agentloop_servers import cluster
+from agentloop_servers.config import ClusterSettings, ServiceConfig
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.settings import sized
+from agentloop_servers.tcp import listening_socket
+
+Address = namedtuple("Address", "address")
+KEYS = Keys.of(["user"], "admin")
+
+
+def service(**fields):
+    return ServiceConfig.model_validate({"model": "examples/tiny_policy/v0", **fields})
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The nodes that Ray tells; a test appends to them."""
+    found = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.0.5")
+    interfaces = {
+        "lo": ["127.0.0.1", "::1"],
+        "eth0": ["10.1.0.5", "fe80::1%eth0"],
+        "ib0": ["192.168.7.5", "fd00::5"],
+    }
+    addresses = {name: [Address(one) for one in of_name] for name, of_name in interfaces.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    return found
+
+
+def test_one_node_is_one_host_whatever_the_config_says(nodes):
+    config = cluster.for_nodes(service(cluster={"network": "10.0.0.0/8"}))
+    assert config.cluster is None
+    assert cluster.node_address(config) == "127.0.0.1"
+    assert cluster.node_address(config.model_copy(update={"host": "::1"})) == "::1"
+    assert cluster.where_the_run_is(config, lambda: "here") == "here"
+    cluster.check_trust(config, Keys())
+
+
+def test_several_nodes_are_a_cluster_also_where_the_config_names_none(nodes):
+    nodes.append({"Alive": True})
+    assert cluster.for_nodes(service()).cluster == ClusterSettings()
+    settings = {"network": "10.0.0.0/8"}
+    assert cluster.for_nodes(service(cluster=settings)).cluster == ClusterSettings(**settings)
+    assert cluster.num_nodes() == 2
+
+
+@pytest.mark.parametrize(
+    ("network", "address"), [(None, "10.1.0.5"), ("192.168.0.0/16", "192.168.7.5"), ("fd00::/8", "fd00::5")]
+)
+def test_a_nodes_address_is_rays_or_that_in_the_network(nodes, network, address):
+    assert cluster.node_address(service(cluster={"network": network})) == address
+
+
+def test_a_node_without_an_address_in_the_network_is_named_with_those_it_has(nodes):
+    with pytest.raises(
+        InvalidRequest, match=r"node 10\.1\.0\.5 has no address in 172\.16\.0\.0/12; it has 10\.1\.0\.5, 192"
+    ):
+        cluster.node_address(service(cluster={"network": "172.16.0.0/12"}))
+    with pytest.raises(ValueError, match="network"):
+        service(cluster={"network": "everywhere"})
+
+
+def test_an_engines_libraries_take_the_interface_of_the_network(nodes, monkeypatch):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", cluster.ADDRESS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    environment = cluster.os.environ
+    cluster.prepare_engine_network(service())
+    assert cluster.ADDRESS_VARIABLE not in environment
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the operator's")
+    cluster.prepare_engine_network(service(cluster={"network": "192.168.0.0/16"}))
+    found = [environment[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", cluster.ADDRESS_VARIABLE)]
+    assert found == ["ib0", "the operator's", "192.168.7.5"]
+
+
+@pytest.mark.parametrize("keys", [Keys(), Keys.of(["user"]), Keys.of([], "admin")])
+def test_several_nodes_need_both_keys(nodes, keys, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    nodes.append({"Alive": True})
+    with pytest.raises(InvalidRequest, match="a service on 2 nodes needs a user key and an admin key"):
+        cluster.check_trust(service(cluster={}), keys)
+    cluster.check_trust(service(cluster={}), KEYS)
+
+
+def test_several_nodes_need_rays_token(nodes, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(InvalidRequest, match="start every node with RAY_AUTH_MODE=token"):
+        cluster.check_trust(service(cluster={}), KEYS)
+
+
+def test_every_node_has_a_worker_and_an_engines_share_of_processes(tmp_path):
+    assert sized(service(engine={"kind": "simulated"}), tmp_path, num_nodes=3).workers.replicas == 3
+    one = sized(service(replicas=8), tmp_path, num_cpus=64)
+    two = sized(service(replicas=16), tmp_path, num_cpus=64, num_nodes=2)
+    assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), one.num_ingress)
+
+
+async def test_a_coordinator_is_found_once_it_listens(monkeypatch):
+    kept = {}
+    monkeypatch.setattr(cluster, "_internal_kv_put", lambda key, value, **_: kept.update({key: value}))
+    monkeypatch.setattr(cluster, "_internal_kv_get", lambda key, **_: kept.get(key))
+    finding = asyncio.create_task(cluster.find_coordinator("app"))
+    with listening_socket("127.0.0.1") as gone:
+        cluster.announce_coordinator("app", f"http://127.0.0.1:{gone.getsockname()[1]}")
+    await asyncio.sleep(0.5)
+    assert not finding.done()
+    with listening_socket("127.0.0.1") as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        cluster.announce_coordinator("app", url)
+        cluster.announce_coordinator("another", "http://127.0.0.1:1")
+        assert await asyncio.wait_for(finding, 10.0) == url
