@@ -61,6 +61,7 @@ class ReplicaReport:
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
+    host: str = ""  # the address of its private port: its node's, on several hosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path)
         kinds = [host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts]
         assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
         assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
+        shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
+        assert all(host.address in shown for host in cluster.hosts)
 
 
 @pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 30 s"])
@@ -141,7 +143,7 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:
     """Push a tensor from the head; returns the report."""
-    url = f"http://{cluster.head.address}:{PORT}"
+    url = f"http://127.0.0.1:{PORT}"  # what the trainer offers must reach the others all the same
     command = [cluster.python, "-m", "tests.hosts.push", url, str(version), str(mib)]
     return msgspec.json.decode(cluster.head.run(command, LOAD_S), type=dict[str, Any])
 

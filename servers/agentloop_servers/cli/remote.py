@@ -135,14 +135,20 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
     names = ("state", "engine", "version", "running", "waiting", "leases")
-    replicas = Table(Column("replica", no_wrap=True), *names, "KV used / predicted / limit", "hits", box=None)
-    for replica in service.replicas:
+    has_hosts = len({replica.host for replica in service.replicas}) > 1
+    hosts = ("host",) if has_hosts else ()
+    replicas = Table(
+        Column("replica", no_wrap=True), *hosts, *names, "KV used / predicted / limit", "hits", box=None
+    )
+    for replica in sorted(service.replicas, key=lambda replica: replica.host):
         own = "none" if replica.weight_version is None else str(replica.weight_version)
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
         kv = (replica.load.kv_used_tokens, replica.kv_predicted_tokens, replica.kv_limit_tokens)
         hits = "-" if replica.kv_hit_rate is None else f"{replica.kv_hit_rate:.0%}"
         tokens = " / ".join(map(_in_thousands, kv))
-        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers), tokens, hits)
+        where = (replica.host,) if has_hosts else ()
+        state_of = (replica.state, replica.engine, own, *map(str, numbers))
+        replicas.add_row(replica.replica_id, *where, *state_of, tokens, hits)
     console.print(replicas)
     if service.queue.reason:
         console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from structlog.typing import FilteringBoundLogger
 
@@ -204,6 +205,7 @@ class Replicas:
                 max_context_tokens=replica.registration.info.max_context_tokens,
                 lora_rank=replica.registration.info.lora_rank,
                 is_noise=replica.report.is_noise,
+                host=urlsplit(replica.url).hostname or "",
             )
             for replica in self.fleet.replicas
         )

@@ -35,6 +35,7 @@ from agentloop.checks import is_loopback
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
+from agentloop_servers.tcp import url_of
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
 from agentloop_servers.weight_transfer.sender import WeightSender
@@ -273,7 +274,7 @@ class TensorPusher:
                 self._compare_precision(tensors, status)
                 dtype = _fleet_dtype(status) if options.dtype is None else parse_dtype(options.dtype)
                 items = [Outgoing(one.info(dtype), one.load) for one in tensors]
-                sender = await self._open_sender(options.transport)
+                sender = await self._open_sender(options.transport, status)
                 push = await _in_thread(sender.offer, items)
                 report = await self._exchange(sender, push, options, before_attempt)
                 await _in_thread(sender.release)  # the training step may need it
@@ -345,12 +346,13 @@ class TensorPusher:
         if gap is not None:
             _log.warning("precision_differs", reason=gap)
 
-    async def _open_sender(self, transport: str) -> WeightSender:
+    async def _open_sender(self, transport: str, status: ServiceStatus) -> WeightSender:
         if self._sender is not None and transport != self._transport:
             await self._drop_sender()
         if self._sender is None:
             if self._listen_host is None:
-                self._listen_host = await _in_thread(host_towards, self._target.url)
+                url = way_to_replicas(self._target.url, status)
+                self._listen_host = await _in_thread(host_towards, url)
             self._sender, self._transport = self._make_sender(self._listen_host, transport), transport
         return self._sender
 
@@ -358,6 +360,12 @@ class TensorPusher:
         if self._sender is not None:
             sender, self._sender = self._sender, None
             await _in_thread(sender.close)
+
+
+def way_to_replicas(url: str, status: ServiceStatus) -> str:
+    """Return a URL on the way to all replicas: the service's, or beside one on loopback a replica's on another host."""
+    others = [replica.host for replica in status.replicas if replica.host and not is_loopback(replica.host)]
+    return url_of(others[0], 80) if others and is_loopback(urlsplit(url).hostname or "") else url
 
 
 def host_towards(url: str) -> str:

@@ -15,14 +15,15 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from agentloop.api.coordinator import ReplicaStatus, ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
-from agentloop.engine import TensorInfo, WeightUpdate
+from agentloop.engine import Load, TensorInfo, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from agentloop_servers.weight_transfer.trainer import TensorPusher, host_towards
+from agentloop_servers.weight_transfer.trainer import TensorPusher, host_towards, way_to_replicas
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -269,6 +270,18 @@ def test_where_workers_can_reach_this_machine() -> None:
         assert host_towards(url) == "127.0.0.1"
     with pytest.raises(InvalidRequest, match="listen_host"):
         host_towards("http://no-such-host.invalid")
+
+
+def test_a_trainer_beside_the_service_offers_where_the_replicas_of_other_hosts_reach_it() -> None:
+    def status(*hosts: str) -> ServiceStatus:
+        replicas = tuple(ReplicaStatus("r", "ready", "e", 0, Load(), 0, 0.5, host=host) for host in hosts)
+        return ServiceStatus(True, False, 0, replicas, 1, (), ())
+
+    here = "http://127.0.0.1:8000"
+    assert way_to_replicas(here, status()) == way_to_replicas(here, status("127.0.0.1", "")) == here
+    assert way_to_replicas(here, status("10.0.0.1", "10.0.0.2")) == "http://10.0.0.1:80"
+    assert way_to_replicas(here, status("fd00::5")) == "http://[fd00::5]:80"
+    assert way_to_replicas("http://head:8000", status("10.0.0.1")) == "http://head:8000"
 
 
 def test_a_client_without_torch_says_what_is_missing() -> None:
