@@ -61,7 +61,6 @@ class ReplicaReport:
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
-    host: str = ""  # the address of its private port: its node's, on several hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +269,7 @@ class ReplicaStatus:
     max_context_tokens: int = 0
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
+    host: str = ""  # the address of its private port: its node's, on several hosts
 
 
 @dataclass(frozen=True, slots=True)
