@@ -16,7 +16,7 @@ from agentloop import __version__
 from agentloop_servers.cli import load
 
 COMMANDS = {
-    "serve": ("service", "Run the service on a local Ray of its own, until Ctrl-C, or SIGTERM."),
+    "serve": ("service", "Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM."),
     "rollout": ("service", "Roll out a task file, by a service of its own or by a running one."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
     "export": ("export", "Write a run's trajectories, also while it is running."),

@@ -363,7 +363,7 @@ class TensorPusher:
 
 
 def way_to_replicas(url: str, status: ServiceStatus) -> str:
-    """Return a URL on the way to all replicas: the service's, or a replica's on another host if that is loopback."""
+    """Return a URL on the way to all replicas: the service's, or beside loopback a replica's elsewhere."""
     others = [replica.host for replica in status.replicas if replica.host and not is_loopback(replica.host)]
     return url_of(others[0], 80) if others and is_loopback(urlsplit(url).hostname or "") else url
 
