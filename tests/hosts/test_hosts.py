@@ -114,7 +114,7 @@ def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path)
         assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
         assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
         shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
-        assert all(host.address in shown for host in cluster.hosts)
+        assert all(host.address in shown for host in cluster.hosts), shown
 
 
 @pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 30 s"])

@@ -136,7 +136,7 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
     names = ("state", "engine", "version", "running", "waiting", "leases")
     has_hosts = len({replica.host for replica in service.replicas}) > 1
-    hosts = ("host",) if has_hosts else ()
+    hosts = (Column("host", no_wrap=True),) if has_hosts else ()
     replicas = Table(
         Column("replica", no_wrap=True), *hosts, *names, "KV used / predicted / limit", "hits", box=None
     )
