@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -66,6 +66,12 @@ async def asked(base_url: str, api_key: str, messages: list[Any], **options: Any
         return (await client.chat.completions.create(model="m", messages=messages, **options)).choices[0]
 
 
+def anthropic_client(base_url: str, api_key: str) -> Any:
+    """A client of the SDK, which takes more than a second to import, in the process of these tests alone."""
+    sdk = importlib.import_module("anthropic")
+    return sdk.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+
+
 # --- a context that is full -------------------------------------------------------------------------------
 
 
@@ -115,7 +121,7 @@ async def test_every_dialect_says_that_a_limit_cut_it(tmp_path: Path) -> None:
             assert raw.status_code == 200
             with pytest.raises(openai.BadRequestError):
                 await sdk.completions.create(model="m", prompt=LONG)
-        async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0) as sdk:
+        async with anthropic_client(url, key) as sdk:
             message = await sdk.messages.create(model="m", messages=messages, max_tokens=9)
             assert message.stop_reason == "max_tokens"
             assert message.usage.output_tokens == 0
@@ -243,9 +249,7 @@ async def test_a_stream_shows_an_unreadable_call_as_the_whole_answer_does(tmp_pa
                 content += delta.content or ""
                 for one in delta.tool_calls or ():
                     calls.setdefault(one.index, []).append(one.function.arguments)
-        async with anthropic.AsyncAnthropic(
-            base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0
-        ) as sdk:
+        async with anthropic_client(session.base_url, session.api_key) as sdk:
             said = await sdk.messages.create(model="m", messages=[QUESTION], max_tokens=200, tools=[ANTHROPIC_TOOL])
     assert content == choice.message.content == f"First.\n{UNREADABLE}"
     wanted = [one.function.arguments for one in choice.message.tool_calls]
