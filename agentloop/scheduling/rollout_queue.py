@@ -15,8 +15,7 @@ others are cancelled. No more than these become complete records: each claims a 
 
 Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
 Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
-there but under `PoisonIsolation`: only a sample that shared its workers' deaths time and again is given up for
-them.
+there but in `SuspectTrials`: only a sample that shared its workers' deaths time and again is given up for them.
 
 A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
 meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
@@ -32,13 +31,12 @@ from types import MappingProxyType
 
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import Begin, DispatchOrder
-from agentloop.scheduling.poison_isolation import PoisonIsolation, is_trial
+from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace
 from agentloop.scheduling.samples import (
-    BeginOutcome,
     Cancellation,
     LiveGroup,
     LiveRollout,
+    NoPlace,
     PendingRecord,
     Sample,
     SampleState,
@@ -46,8 +44,9 @@ from agentloop.scheduling.samples import (
     task_sizes,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
+from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
 from agentloop.scheduling.user_turns import UserTurns
-from agentloop.types import RolloutGroup, StopReason
+from agentloop.types import Lease, RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
 
@@ -89,7 +88,7 @@ class RolloutQueue:
         self._live: dict[str, Sample] = {}  # queued or running
         self._users = users or UserTurns()
         self._order = DispatchOrder(self._users)
-        self._isolation = PoisonIsolation()
+        self._suspects = SuspectTrials()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
         self._versions = FleetVersions()
@@ -208,25 +207,26 @@ class RolloutQueue:
             self._versions = versions
             self._order.versions_changed()
 
-    def take(
-        self, worker_id: str, num_free: int, now: float, begin: Begin = lambda _: BeginOutcome.BEGUN
-    ) -> tuple[Sample, ...]:
-        """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others.
+    def take(self, worker_id: str, num_free: int, now: float, try_to_place: TryToPlace) -> tuple[Placed, ...]:
+        """Give a worker with `num_free` free places its next samples: suspects that it may try, then the others.
 
-        Of those whose turn it is, `begin` says which have room; what it lets begin is among what is returned.
+        `try_to_place` is called with each sample whose turn it is. With a lease the sample runs at the worker, and
+        both are returned; with a `NoPlace` it stays queued.
         """
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
-        taken = self._isolation.take(
-            running, num_free, now, lambda sample: self._begun(sample, worker_id, now, begin)
+        placed = self._suspects.take(
+            running, num_free, now, lambda sample: self._place_suspect(sample, worker_id, now, try_to_place)
         )
         later: set[str] = set()
-        while len(taken) < num_free and not is_trial(running, now):
-            sample = self._order.next(self._versions, begin, later)
-            if sample is None:
+        while len(placed) < num_free and not is_trial(running, now):
+            following = self._order.next(self._versions, try_to_place, later)
+            if following is None:
                 break
-            self._run(sample, worker_id, now)
-            taken.append(sample)
-        return tuple(sample.hand_out(now) for sample in taken)
+            self._run(following[0], worker_id, now)
+            placed.append(following)
+        for sample, _ in placed:
+            sample.note_wait(now)
+        return tuple(placed)
 
     def report(
         self, worker_id: str, running: Iterable[str], now: float, num_sampled: Sequence[int] = ()
@@ -291,7 +291,7 @@ class RolloutQueue:
         """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
-        for sample in self._isolation.note_death(lost, now, now if alive_at is None else alive_at):
+        for sample in self._suspects.note_death(lost, now, now if alive_at is None else alive_at):
             self._order.add_again(sample)
         for sample in lost:
             sample.silent[worker_id] = Silence(
@@ -299,7 +299,7 @@ class RolloutQueue:
             )
             self._lose(sample, f"worker {worker_id} was lost")
             if sample.state is SampleState.QUEUED and sample.num_deaths:
-                self._isolation.add(sample, now)
+                self._suspects.add(sample, now)
             elif sample.state is SampleState.QUEUED:
                 self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in lost)
@@ -428,7 +428,8 @@ class RolloutQueue:
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.is_cancelled else sample.lost_reason
-            result.append(PendingRecord(sample.hand_out(now), reason, sample.error))
+            sample.note_wait(now)
+            result.append(PendingRecord(sample, reason, sample.error))
         return tuple(result)
 
     # --- looking ---
@@ -471,7 +472,7 @@ class RolloutQueue:
 
     def check(self) -> None:
         """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
-        waiting = [*self._order, *self._isolation]
+        waiting = [*self._order, *self._suspects]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
@@ -497,12 +498,13 @@ class RolloutQueue:
 
     # --- inside ---
 
-    def _begun(self, sample: Sample, worker_id: str, now: float, begin: Begin) -> bool:
-        """Give a suspect to a worker, if its limits admit it now and there is room for it."""
-        if not self._order.admits(sample, self._versions) or begin(sample) is not BeginOutcome.BEGUN:
-            return False
+    def _place_suspect(self, sample: Sample, worker_id: str, now: float, try_to_place: TryToPlace) -> Lease | None:
+        """Give a suspect to a worker, if its limits admit it now and it gets a lease."""
+        lease = try_to_place(sample) if self._order.admits(sample, self._versions) else None
+        if lease is None or isinstance(lease, NoPlace):
+            return None
         self._run(sample, worker_id, now)
-        return True
+        return lease
 
     def _run(self, sample: Sample, worker_id: str, begun_at: float) -> None:
         """Note that a sample, queued no more, runs at a worker, or waits at the coordinator for its record."""
@@ -539,7 +541,7 @@ class RolloutQueue:
 
     def _unqueue(self, sample: Sample) -> None:
         self._order.discard(sample)
-        self._isolation.discard(sample)
+        self._suspects.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
         """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""

@@ -18,12 +18,11 @@ from agentloop.scheduling.staleness_budget import StalenessBudget
 from agentloop.types import RolloutGroup, StopReason
 
 
-class BeginOutcome(StrEnum):
-    """The answer to a sample whose turn it is."""
+class NoPlace(StrEnum):
+    """The reason for which a sample gets no lease now."""
 
-    BEGUN = "begun"  # it has its place
-    LATER = "later"  # its group waits for one of its own; another group may begin
-    FULL = "full"  # nothing may begin, so nothing overtakes it
+    LATER = "later"  # its group waits for a place that only this group needs; another group may begin
+    FULL = "full"  # no sample may begin, so none overtakes this one
 
 
 class SampleState(StrEnum):
@@ -98,10 +97,9 @@ class Sample:
             else:
                 budget.give_back()
 
-    def hand_out(self, now: float) -> Sample:
-        """Note how long it has waited; returns itself, which only the queue changes."""
+    def note_wait(self, now: float) -> None:
+        """Note how long the sample has waited, as it leaves the queue."""
         self.queued_s = max(0.0, now - self.queued_at)
-        return self
 
     def forgive(self, silence: Silence) -> None:
         """Count a loss no more: the worker was only silent."""

@@ -30,7 +30,7 @@ from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
-from agentloop.scheduling.samples import BeginOutcome
+from agentloop.scheduling.samples import NoPlace
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
 
@@ -95,22 +95,22 @@ class Waiting:
 
     # --- samples ---
 
-    def begin(self, demand: Demand) -> Lease | BeginOutcome:
+    def try_to_place(self, demand: Demand) -> Lease | NoPlace:
         """Grant a sample its lease, or say why it has to wait."""
         now = self._clock.now()
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
-        if not self._fleet.may_serve(demand.needs):  # its turn will be told so
+        if not self._fleet.may_serve(demand.needs):  # its turn is told so, by an error
             demand = replace(demand, needs=NO_NEEDS)
         if not self._fits(demand, over):
             is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(replace(demand, needs=NO_NEEDS), over)
             self._refused_at = now
             if is_full and self._refused_since is None:
                 self._refused_since = now
-            return BeginOutcome.FULL if is_full else BeginOutcome.LATER
+            return NoPlace.FULL if is_full else NoPlace.LATER
         try:
             lease = self._balancer.acquire(demand, now)
         except NoHealthyReplica:
-            return BeginOutcome.FULL
+            return NoPlace.FULL
         self._refused_since = None
         return lease
 

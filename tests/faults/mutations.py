@@ -24,7 +24,7 @@ STEP_S = 600.0  # one that hangs a test or a schedule is killed by that
 FAST = "not engine and not ray and not clients and not trainers and not long and not slow"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
 _STORE, _RETENTION, _SQLITE = (f"agentloop/storage/{one}.py" for one in ("trajectory_store", "retention", "sqlite"))
-_QUEUE, _ISOLATION = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "poison_isolation"))
+_QUEUE, _TRIALS = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "suspect_trials"))
 _ROLLOUTS = "servers/agentloop_servers/coordinator/rollouts.py"
 _ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
@@ -174,12 +174,12 @@ MUTATIONS = (
     Mutation("missing_is_never_lost", _QUEUE, ">= self._missing_after_s:", "< 0:", _QUEUE_TESTS),
     Mutation(
         "deaths_count_for_the_cohort",
-        _ISOLATION,
+        _TRIALS,
         "sample.is_only_suspect = len(again) + len(first) == 1",
         "sample.is_only_suspect = True",
         _QUEUE_TESTS,
     ),
-    Mutation("cohort_not_cleared", _ISOLATION, "        return cleared", "        return []", _QUEUE_TESTS),
+    Mutation("cohort_not_cleared", _TRIALS, "        return cleared", "        return []", _QUEUE_TESTS),
     Mutation(
         "hand_in_gives_up_on_a_full_disk",
         _WORKER,

@@ -42,7 +42,6 @@ from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUn
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
-from agentloop.scheduling.samples import BeginOutcome, Sample
 from agentloop.score import ended
 from agentloop.storage.retention import Unfinished
 from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, TrajectoryStore, encoded_groups, groups_digest
@@ -494,17 +493,11 @@ class Rollouts:
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
-        leases: dict[str, Lease] = {}
-
-        def begin(sample: Sample) -> BeginOutcome:
-            lease = self._replicas.waiting.begin(demand(worker_id, sample))
-            if isinstance(lease, BeginOutcome):
-                return lease
-            leases[sample.assignment_id] = lease
-            return BeginOutcome.BEGUN
-
-        samples = self.queue.take(worker_id, num_free, self._clock.now(), begin)
-        return tuple(assignment(sample, leases[sample.assignment_id]) for sample in samples)
+        waiting, now = self._replicas.waiting, self._clock.now()
+        placed = self.queue.take(
+            worker_id, num_free, now, lambda sample: waiting.try_to_place(demand(worker_id, sample))
+        )
+        return tuple(assignment(sample, lease) for sample, lease in placed)
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
