@@ -1,6 +1,7 @@
 """The coordinator's ports, one for each kind of caller, and the values that its calls carry.
 
-Every call is idempotent or keyed, so a caller may repeat one whose answer was lost.
+Every call is idempotent or keyed, so a caller may repeat one whose answer was lost. `agentloop_servers.coordinator`
+implements them: its `server.py` has the table of ports and classes.
 """
 
 from __future__ import annotations
@@ -324,19 +325,18 @@ class ServiceStatus:
     users: tuple[UserUsage, ...] = ()
 
 
-def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
-    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
+def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
+    """Return the id of one sample. One-to-one, because a rollout id holds no slash."""
     return f"{rollout_id}/{group_id}/{sample_index}"
 
 
-def group_key(name: str) -> str:
-    """Return what the siblings of an assignment have in common, over all rollouts."""
-    return name.rpartition("/")[0]
+def group_key(assignment_id: str) -> str:
+    """Return the key of an assignment's group, which no other rollout has."""
+    return assignment_id.rpartition("/")[0]
 
 
 def session_holder(session_id: str) -> str:
-    """Return the name under which a session or a direct call holds its lease: no assignment's, which begin with the
-    id of a rollout."""
+    """Return the holder id of a session's or a direct call's lease. No assignment id begins with a slash."""
     return f"/{session_id}"
 
 
@@ -393,7 +393,7 @@ class WorkerPort(Protocol):
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
         """Renew the leases of the worker's process, which is named as the worker, and tell of their turns."""
 
-    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
         """Return the assignments among these whose samples lack their record."""
 
 
@@ -457,7 +457,7 @@ class LeasePort(Protocol):
         """
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Grant another place, as `WorkerPort.move` does. Raises NotFound too."""
+        """Grant another place, as `WorkerPort.move` does; here the id may be a session's. Raises NotFound too."""
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
         """Renew the leases of a process, and tell of their turns and their ends."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import GoesOn, LeasedEngine
+from agentloop.generation.leased_engine import ContinuesAfterAbort, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -55,18 +55,29 @@ class TurnRequest:
 
 
 async def sample_turn(
-    engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, goes_on: GoesOn | None = None
+    engine: LeasedEngine,
+    reader: TurnReader,
+    wanted: TurnRequest,
+    continues_after_abort: ContinuesAfterAbort | None = None,
 ) -> Reply:
     """Sample the whole turn. Raises what the engine raises.
 
-    `goes_on` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends with
-    FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
+    `continues_after_abort` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends
+    with FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    turn, request = _Turn(reader, wanted), wanted.request
+    turn, request = TurnText(reader, wanted), wanted.request
     if not wanted.stop:
-        last = await engine.generate(request, turn.sampled, deadline=wanted.deadline, goes_on=goes_on)
+        last = await engine.generate(
+            request, turn.sampled, deadline=wanted.deadline, continues_after_abort=continues_after_abort
+        )
         return turn.finish(last)
-    items = engine.stream(request, turn.sampled, deadline=wanted.deadline, is_shown=False, goes_on=goes_on)
+    items = engine.stream(
+        request,
+        turn.sampled,
+        deadline=wanted.deadline,
+        is_shown=False,
+        continues_after_abort=continues_after_abort,
+    )
     async with aclosing(items):
         async for item in items:
             if isinstance(item, Generation):
@@ -85,7 +96,7 @@ async def stream_turn(
     Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can take up a
     grammar in the middle, and what was given out cannot be taken back.
     """
-    turn, last = _Turn(reader, wanted, is_streamed=True), None
+    turn, last = TurnText(reader, wanted, is_streamed=True), None
     async with aclosing(engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline)) as items:
         async for item in items:
             if isinstance(item, Generation):
@@ -99,8 +110,11 @@ async def stream_turn(
     yield reply
 
 
-class _Turn:
-    """A turn's tokens as they are read: pieces out, a reply at the end."""
+class TurnText:
+    """A turn's tokens as they are read: pieces out, a reply at the end.
+
+    `sampled` is shared with the turn's rounds (`leased_engine.py`), which add to it while the engine samples.
+    """
 
     def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""

@@ -243,7 +243,7 @@ class Worker:
 
         A full disk is waited out.
         """
-        is_late = stop_after_delay(self._config.commit_timeout_s)
+        is_late = stop_after_delay(self._config.hand_in_timeout_s)
 
         def gives_up(state: RetryCallState) -> bool:
             error = state.outcome.exception() if state.outcome is not None else None
@@ -262,5 +262,5 @@ class Worker:
             return await retrying(self._coordinator.finish, self.worker_id, trajectory)
         except Exception as error:
             # The coordinator still counts it as running here, and gives it out again when it hears it is not.
-            self._log.error("record_not_committed", error=repr(error))
+            self._log.error("record_not_handed_in", error=repr(error))
             return False

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
+from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id_of
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace
 from agentloop.scheduling.samples import (
@@ -185,12 +185,12 @@ class RolloutQueue:
                 num_complete.get(group.group_id, 0),
             )
             self._num_bytes += one.num_bytes
-            names = [assignment_id(rollout_id, group.group_id, index) for index in sample_indexes]
+            ids = [assignment_id_of(rollout_id, group.group_id, index) for index in sample_indexes]
             samples = [
-                Sample(name, rollout, group, index, now, is_restored=is_restored)
-                for name, index in zip(names, sample_indexes, strict=True)
+                Sample(assignment_id, rollout, group, index, now, is_restored=is_restored)
+                for assignment_id, index in zip(ids, sample_indexes, strict=True)
             ]
-            self._live |= zip(names, samples, strict=True)
+            self._live |= zip(ids, samples, strict=True)
             rollout.num_accepted += len(samples)
             rollout.num_queued += len(samples)
             if samples:
@@ -259,8 +259,8 @@ class RolloutQueue:
         """Samples that a worker runs become its own, with the tokens it has of each: after a restart of the
         coordinator those that are queued, and when a worker that was given up for lost is heard again also those
         that another worker has less of. Its silence then was a stall, which costs no attempt."""
-        for name, num_sampled in running.items():
-            sample = self._live.get(name)
+        for assignment_id, num_sampled in running.items():
+            sample = self._live.get(assignment_id)
             if sample is None or sample.worker_id == worker_id:
                 continue
             silence = sample.silent.pop(worker_id, None)
@@ -275,7 +275,7 @@ class RolloutQueue:
                 holder_id = sample.worker_id or COORDINATOR
                 self._leave_worker(sample)
                 if holder_id != COORDINATOR:
-                    self._workers[holder_id].strays.add(name)
+                    self._workers[holder_id].strays.add(assignment_id)
             sample.attempt = sample.attempt if silence is None else silence.attempt
             self._run(sample, worker_id, now if silence is None else silence.begun_at)
             sample.num_sampled = num_sampled
@@ -314,50 +314,50 @@ class RolloutQueue:
                 self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in left)
 
-    def give_back(self, worker_id: str, name: str) -> bool:
+    def give_back(self, worker_id: str, assignment_id: str) -> bool:
         """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
-        if not self.is_running_at(worker_id, name):
+        if not self.is_running_at(worker_id, assignment_id):
             return False
-        self._fail(self._live[name], f"worker {worker_id} gave it back")
+        self._fail(self._live[assignment_id], f"worker {worker_id} gave it back")
         return True
 
-    def drop_stale(self, worker_id: str, name: str, attempt: int) -> bool:
+    def drop_stale(self, worker_id: str, assignment_id: str, attempt: int) -> bool:
         """A worker threw away a sample's tokens for their age: it is begun anew, while attempts are left. False: it
         is not the worker's, or this attempt was dropped before; nothing changes."""
-        if not self.is_running_at(worker_id, name) or attempt < self._live[name].attempt:
+        if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
-        sample = self._live[name]
+        sample = self._live[assignment_id]
         sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
         sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
         self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
-    def claim(self, name: str) -> bool:
-        """Take a place among the samples that its group keeps, for a complete record that is about to be stored.
+    def take_keep_place(self, assignment_id: str) -> bool:
+        """Take one of the `keep` places of a sample's group, before its complete record is stored.
 
-        False: the group has its samples, so this one is cancelled. `finished` follows once it is stored; `unclaim`
-        does if it was not.
+        False: the group has its samples, so this one is cancelled. `finished` follows once the record is stored, or
+        `give_back_keep_place` if that failed.
         """
-        group = self._group_of(name)
-        if group is None or group.keep is None or name in group.claimed:
+        group = self._group_of(assignment_id)
+        if group is None or group.keep is None or assignment_id in group.keep_places:
             return True
-        if group.num_complete + len(group.claimed) >= group.keep:
+        if group.num_complete + len(group.keep_places) >= group.keep:
             return False
-        group.claimed.add(name)
+        group.keep_places.add(assignment_id)
         return True
 
-    def unclaim(self, name: str) -> None:
+    def give_back_keep_place(self, assignment_id: str) -> None:
         """Give the place back. Idempotent."""
-        group = self._group_of(name)
+        group = self._group_of(assignment_id)
         if group is not None:
-            group.claimed.discard(name)
+            group.keep_places.discard(assignment_id)
 
-    def finished(self, name: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
+    def finished(self, assignment_id: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
         """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
         who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it;
         `is_kept`: its group needs no other in its place."""
-        sample = self._live.pop(name, None)
+        sample = self._live.pop(assignment_id, None)
         if sample is None:
             return False
         if sample.state is SampleState.QUEUED:
@@ -365,22 +365,22 @@ class RolloutQueue:
         else:
             worker = self._workers[sample.worker_id or COORDINATOR]
             if sample.worker_id != COORDINATOR:
-                worker.strays.add(name)
+                worker.strays.add(assignment_id)
         sample.count_begun(is_trained, self._versions.served)
         self._leave_worker(sample)
         sample.set_state(SampleState.FINISHED)
         rollout = sample.rollout
-        rollout.finished.add(name)
+        rollout.finished.add(assignment_id)
         group = rollout.groups[sample.group.group_id]
         group.num_left -= 1
-        group.claimed.discard(name)
+        group.keep_places.discard(assignment_id)
         if is_kept and group.keep is not None:
             group.num_complete += 1
             if group.is_full:
-                names = (
-                    assignment_id(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
+                ids = (
+                    assignment_id_of(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
                 )
-                self._drop(self._live[other] for other in names if other in self._live)
+                self._drop(self._live[other] for other in ids if other in self._live)
         self._num_bytes -= group.num_bytes if group.num_left == 0 else 0
         if rollout.num_queued + rollout.num_running == 0:
             del self._rollouts[rollout.rollout_id]
@@ -404,9 +404,9 @@ class RolloutQueue:
         ids = tuple(sample.assignment_id for sample in running if sample.worker_id != COORDINATOR)
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
-    def is_cancelled(self, name: str) -> bool:
+    def is_cancelled(self, assignment_id: str) -> bool:
         """Return true if a client asked to end this live sample."""
-        sample = self._live.get(name)
+        sample = self._live.get(assignment_id)
         return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
@@ -447,12 +447,12 @@ class RolloutQueue:
             queued[user] += rollout.num_queued
         return running, queued
 
-    def is_live(self, name: str) -> bool:
+    def is_live(self, assignment_id: str) -> bool:
         """Return true if a sample was accepted and still lacks its record."""
-        return name in self._live
+        return assignment_id in self._live
 
-    def is_running_at(self, worker_id: str, name: str) -> bool:
-        sample = self._live.get(name)
+    def is_running_at(self, worker_id: str, assignment_id: str) -> bool:
+        sample = self._live.get(assignment_id)
         return sample is not None and sample.worker_id == worker_id
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
@@ -479,8 +479,8 @@ class RolloutQueue:
                 raise InvariantBroken(f"a sample among the {state} ones is in another state")
             if any(sample.is_begun != _takes_a_place(sample) for sample in samples):
                 raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's budget")
-        names = [sample.assignment_id for sample in waiting + running]
-        if len(names) != len(set(names)) or set(names) != set(self._live):
+        ids = [sample.assignment_id for sample in waiting + running]
+        if len(ids) != len(set(ids)) or set(ids) != set(self._live):
             raise InvariantBroken("a live sample is in no place, or in two")
         for rollout in self._rollouts.values():
             counted = (
@@ -491,7 +491,7 @@ class RolloutQueue:
             if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
         groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
-        if any(one.keep is not None and one.num_complete + len(one.claimed) > one.keep for one in groups):
+        if any(one.keep is not None and one.num_complete + len(one.keep_places) > one.keep for one in groups):
             raise InvariantBroken("a group keeps more samples than it was asked for")
         if sum(group.num_bytes for group in groups if group.num_left) != self._num_bytes:
             raise InvariantBroken("the bytes of unfinished tasks are miscounted")
@@ -526,8 +526,8 @@ class RolloutQueue:
             self._order.ended(sample)
         sample.worker_id = None
 
-    def _group_of(self, name: str) -> LiveGroup | None:
-        sample = self._live.get(name)
+    def _group_of(self, assignment_id: str) -> LiveGroup | None:
+        sample = self._live.get(assignment_id)
         return None if sample is None else sample.rollout.groups[sample.group.group_id]
 
     def _drop(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -577,7 +577,7 @@ class RolloutQueue:
             self._run(sample, COORDINATOR, sample.begun_at)
 
     def _to_end(self, worker: _WorkerSamples) -> set[str]:
-        cancelled = {name for name, sample in worker.running.items() if sample.is_cancelled}
+        cancelled = {assignment_id for assignment_id, sample in worker.running.items() if sample.is_cancelled}
         return cancelled | worker.strays
 
 

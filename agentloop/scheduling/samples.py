@@ -125,7 +125,7 @@ class LiveGroup:
     num_bytes: int  # that its task takes, until none is left
     keep: int | None = None  # complete samples that make the group; None: all
     num_complete: int = 0  # whose records are durable
-    claimed: set[str] = field(default_factory=set)  # complete, and about to be stored as such
+    keep_places: set[str] = field(default_factory=set)  # complete samples that are about to be stored as such
 
     @property
     def is_full(self) -> bool:

@@ -38,7 +38,7 @@ from agentloop.types import RolloutGroup, Trajectory
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""
 
-MAX_COMMIT_BATCH = 512
+MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""
 
 _PAGE_TRAJECTORIES = 64
@@ -189,7 +189,7 @@ class TrajectoryStore:
             db,
             _SCHEMA.kind,
             new_thread("trajectories"),
-            max_batch=MAX_COMMIT_BATCH,
+            max_batch=MAX_RECORD_BATCH,
             guard=self._check_owner,
         )
         # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
@@ -197,7 +197,7 @@ class TrajectoryStore:
             open_database(Path(path), _SCHEMA, is_read_only=True),
             _SCHEMA.kind,
             new_thread("trajectory-reads"),
-            max_batch=MAX_COMMIT_BATCH,
+            max_batch=MAX_RECORD_BATCH,
             guard=self._check_owner,
             is_read_only=True,
         )
@@ -251,7 +251,7 @@ class TrajectoryStore:
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
         await self._writer.run(work)
 
-    async def commit(self, trajectories: Sequence[Trajectory]) -> int:
+    async def add_records(self, trajectories: Sequence[Trajectory]) -> int:
         """Store terminal records together; returns how many were new. The first of a key stays."""
         self._require_room()
 

@@ -682,9 +682,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def end(self, name, is_complete=True, is_disk_full=False):
         """Hand in a record as the coordinator does."""
-        is_complete = is_complete and self.queue.claim(name)
+        is_complete = is_complete and self.queue.take_keep_place(name)
         if is_disk_full:
-            self.queue.unclaim(name)
+            self.queue.give_back_keep_place(name)
             return
         is_new = name not in self.finished
         assert self.queue.finished(name, is_kept=is_complete) == is_new

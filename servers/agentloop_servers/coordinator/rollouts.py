@@ -30,7 +30,7 @@ from agentloop.api.coordinator import (
     RolloutTerms,
     TurnEnded,
     WorkerReport,
-    assignment_id,
+    assignment_id_of,
     group_key,
     is_session_holder,
     session_holder,
@@ -44,7 +44,7 @@ from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
 from agentloop.score import ended
 from agentloop.storage.retention import Unfinished
-from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, TrajectoryStore, encoded_groups, groups_digest
+from agentloop.storage.trajectory_store import MAX_RECORD_BATCH, TrajectoryStore, encoded_groups, groups_digest
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -211,46 +211,51 @@ class Rollouts:
 
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
         """Join the hand-in of this sample that is under way, or begin one: a slow disk holds one copy of each."""
-        name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-        under_way = self._hand_ins.get(name)
+        assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        under_way = self._hand_ins.get(assignment_id)
         if under_way is None:
-            self._hand_ins[name] = under_way = self.tasks.start(self._finish(worker_id, name, trajectory))
-            under_way.add_done_callback(lambda _: self._hand_ins.pop(name, None))
+            self._hand_ins[assignment_id] = under_way = self.tasks.start(
+                self._finish(worker_id, assignment_id, trajectory)
+            )
+            under_way.add_done_callback(lambda _: self._hand_ins.pop(assignment_id, None))
         return await asyncio.shield(under_way)
 
-    async def _finish(self, worker_id: str, name: str, trajectory: Trajectory) -> bool:
-        if not self.queue.is_live(name):
+    async def _finish(self, worker_id: str, assignment_id: str, trajectory: Trajectory) -> bool:
+        if not self.queue.is_live(assignment_id):
             with suppress(Gone):  # it was stored, and is deleted
                 if not await self._store.has_record(trajectory):
-                    raise InvalidRequest(f"{name} was never accepted", param="sample_index")
+                    raise InvalidRequest(f"{assignment_id} was never accepted", param="sample_index")
             return True
         if _is_dropped(trajectory):
-            if self.queue.drop_stale(worker_id, name, trajectory.attempt):
-                self._log.info("trajectory_dropped", assignment=name, attempt=trajectory.attempt)
-                self._lost((name,))
+            if self.queue.drop_stale(worker_id, assignment_id, trajectory.attempt):
+                self._log.info("trajectory_dropped", assignment=assignment_id, attempt=trajectory.attempt)
+                self._lost((assignment_id,))
             return False  # else it is queued or run by another worker already
-        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
-            if not self.queue.is_running_at(worker_id, name):
+        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(assignment_id):
+            if not self.queue.is_running_at(worker_id, assignment_id):
                 return False  # it is queued, or another worker runs it: a failure here is not its end
             if trajectory.stop_reason is StopReason.CANCELLED or self._is_run_again(trajectory):
-                self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
-                self._lost((name,))
+                self.queue.give_back(worker_id, assignment_id)  # it was not cancelled: another worker shall run it
+                self._lost((assignment_id,))
                 return False
         trajectory = self._aged(trajectory)
-        is_wanted = self.queue.claim(name) if trajectory.is_sound else not self.queue.is_cancelled(name)
+        if trajectory.is_sound:
+            is_wanted = self.queue.take_keep_place(assignment_id)
+        else:
+            is_wanted = not self.queue.is_cancelled(assignment_id)
         if trajectory.is_complete and not is_wanted:
             trajectory = _surplus(trajectory)
         try:
-            is_new = await self._store.commit([trajectory]) > 0
+            is_new = await self._store.add_records([trajectory]) > 0
         except BaseException:
-            self.queue.unclaim(name)
+            self.queue.give_back_keep_place(assignment_id)
             raise
         # Else it has a record that was written meanwhile, of a sample that no worker was to finish any more.
-        self._recorded(name, trajectory if is_new else _surplus(trajectory))
+        self._recorded(assignment_id, trajectory if is_new else _surplus(trajectory))
         return True
 
-    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if self.queue.is_live(name))
+    async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
 
     def look(self, now: float) -> None:
         """Count the silence of workers and of processes that report, and end the grace of a restart."""
@@ -292,13 +297,13 @@ class Rollouts:
     async def write_owed(self) -> None:
         """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
         owed = self.queue.pending_records(self._clock.now())
-        for start in range(0, len(owed), MAX_COMMIT_BATCH):
+        for start in range(0, len(owed), MAX_RECORD_BATCH):
             batch = [
-                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]
+                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_RECORD_BATCH]
             ]
-            await self._store.commit([trajectory for _, trajectory in batch])
-            for name, trajectory in batch:
-                self._recorded(name, trajectory)
+            await self._store.add_records([trajectory for _, trajectory in batch])
+            for assignment_id, trajectory in batch:
+                self._recorded(assignment_id, trajectory)
 
     # --- clients ---
 
@@ -354,8 +359,8 @@ class Rollouts:
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
         if await self._store.record(self._aged(trajectory), owner):
-            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
+            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("session_recorded", assignment=assignment_id, is_complete=trajectory.is_complete)
 
     async def read(
         self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
@@ -468,18 +473,18 @@ class Rollouts:
             return None
         return tuple(one for one in leases if is_session_holder(one.holder_id) or self.queue.is_live(one.holder_id))
 
-    def _holder_of(self, name: str) -> str:
-        """Return the holder that a trajectory's or a session's name stands for."""
-        return name if self.queue.is_live(name) else session_holder(name)
+    def _holder_of(self, given_id: str) -> str:
+        """Return the holder of a lease: the assignment of this id, or else the session."""
+        return given_id if self.queue.is_live(given_id) else session_holder(given_id)
 
-    def _moved(self, name: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
+    def _moved(self, given_id: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
         balancer = self._replicas.balancer
-        holder_id = self._holder_of(name)
+        holder_id = self._holder_of(given_id)
         held = balancer.lease_of(holder_id)
-        if held is None and holder_id != name:
-            raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")
+        if held is None and holder_id != given_id:
+            raise NotFound(f"{given_id} is neither running nor a session with a lease", param="assignment_id")
         if held is None:  # granted by a coordinator before this one
-            balancer.adopt(Demand(name, group_id=group_key(name)), lease, self._clock.now())
+            balancer.adopt(Demand(given_id, group_id=group_key(given_id)), lease, self._clock.now())
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
         return balancer.move(lease, is_failed, needs)
@@ -512,15 +517,15 @@ class Rollouts:
             staleness = max(staleness, max(versions) - served)
         limit = trajectory.max_staleness
         if limit is not None and staleness > limit:
-            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
+            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("record_is_stale", assignment=assignment_id, staleness=staleness, max_staleness=limit)
         return replace(trajectory, staleness=staleness)
 
     async def _stored(self, rollout_id: str) -> _StoredCounts:
         """Count what an earlier coordinator stored of a rollout."""
         num_trained, oldest, cursor = 0, list[int](), 0
         num_complete: Counter[str] = Counter()
-        while page := await self._store.read(rollout_id, cursor, MAX_COMMIT_BATCH):
+        while page := await self._store.read(rollout_id, cursor, MAX_RECORD_BATCH):
             cursor = page[-1][0]
             for record in (codec.decode(record, Trajectory) for _, record in page):
                 num_complete[record.group_id] += record.is_sound
@@ -534,22 +539,22 @@ class Rollouts:
         is_failed = trajectory.stop_reason is StopReason.ENGINE_FAILED
         return is_failed and trajectory.attempt + 1 < self._config.max_attempts
 
-    def _recorded(self, name: str, trajectory: Trajectory) -> None:
+    def _recorded(self, assignment_id: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
-        if not self.queue.finished(name, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
+        if not self.queue.finished(assignment_id, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
             return
-        self._replicas.end_lease(name, num_tokens)
+        self._replicas.end_lease(assignment_id, num_tokens)
         self._changed.notify()
         event = self._readers.pop(trajectory.rollout_id, None)
         if event is not None:
             event.set()
 
-    def _lost(self, names: tuple[str, ...]) -> None:
+    def _lost(self, assignment_ids: tuple[str, ...]) -> None:
         """These left their worker: queued again or owed a record, in either case without a place."""
-        for name in names:
-            self._replicas.end_lease(name)
-        if names:
+        for assignment_id in assignment_ids:
+            self._replicas.end_lease(assignment_id)
+        if assignment_ids:
             self._changed.notify()
 
     async def _status(self, rollout_id: str, reaches: tuple[str, ...] | None) -> RolloutStatus:

@@ -293,7 +293,7 @@ class RolloutRoutes:
         tenants = None if self._endpoint is None else self._endpoint.tenants
         try:
             with nullcontext() if tenants is None else tenants.call(owner_of(request.request_id)):
-                return await engine.generate(request, goes_on=lambda sampled: False)
+                return await engine.generate(request, continues_after_abort=lambda sampled: False)
         finally:
             self._leases.end(request.request_id)
 
