@@ -405,16 +405,16 @@ class RolloutPort(Protocol):
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         """Accept work, durably. Raises Overloaded if the queue has no room for all of it.
 
-        Here as below `reaches` are the caller's names, and `rollout_id` is what it calls the rollout
-        (`possible_ids`); None: any owner's, by its whole id. The answer has the whole id.
+        Here as below `user_names` are all names of the caller's user, who calls the rollout `rollout_id`
+        (`possible_ids`); None: any user's, by its whole id. The answer has the whole id.
         """
 
-    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
-        """Return the whole id of a rollout that is for a user's sessions from now on. Raises Conflict, Gone."""
+    async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
+        """Reserve a rollout for a user's sessions. Returns its whole id. Raises Conflict, Gone."""
 
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         """Store a finished session under its `rollout_id`. Returns once it is durable; a repeat changes nothing.
@@ -424,17 +424,17 @@ class RolloutPort(Protocol):
         """
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
         """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
 
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
+    async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
         """The caller has the records up to `cursor`: they may be deleted. Raises NotFound, Gone."""
 
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
 
-    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         """Run the samples again whose records are damaged on the disk. Raises NotFound, Gone, and Conflict while
         the rollout runs."""
 

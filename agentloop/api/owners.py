@@ -70,18 +70,18 @@ def own_id(owner: str, given: str) -> str:
     return f"{owner}{_MARK}{given}" if owner else given
 
 
-def possible_ids(given: str, reaches: Sequence[str] | None) -> Iterator[tuple[str, str | None]]:
-    """Iterate over what a caller may mean: ids, each with the owner that it must have; None is any owner.
+def possible_ids(given: str, user_names: Sequence[str] | None) -> Iterator[tuple[str, str | None]]:
+    """Iterate over the ids that a caller may mean, each with the owner that it must have; None: any owner.
 
-    `reaches` are the caller's names, the present one first; None: all is within reach. Stores of before have plain
-    ids, whose owner was the digest of a key.
+    `user_names` are all names of the caller's user, the present one first; None: the caller may use any user's.
+    Stores of before have plain ids, whose owner was the digest of a key.
     """
-    if reaches is None:
+    if user_names is None:
         yield given, None
         return
-    for name in reaches:
+    for name in user_names:
         yield own_id(name, given), name
-    for name in filter(None, reaches):
+    for name in filter(None, user_names):
         yield given, name
 
 

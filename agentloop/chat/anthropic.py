@@ -73,7 +73,7 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
+def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     """Return the call that a body asks for.
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
@@ -112,7 +112,7 @@ def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSO
 
 
 def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
-    """The messages and tools that a prompt is made of. Raises as `chat_call`."""
+    """The messages and tools that a prompt is made of. Raises as `to_call`."""
     tools = tuple(
         function_definition(tool.name, tool.description, tool.input_schema)
         for tool in body.tools or []

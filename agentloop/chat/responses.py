@@ -53,7 +53,7 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
+def to_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
     """Return the call that a body asks for.
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.

@@ -43,7 +43,7 @@ class Service(Protocol):
 
 @dataclass(slots=True)
 class _Part:
-    """A piece of a rollout as the service knows it, and how far it has been read."""
+    """A part of a rollout: a rollout of its own to the service, and how far it was read."""
 
     rollout_id: str
     num_trajectories: int
@@ -111,11 +111,11 @@ class Rollout:
         return _sum([await self._service.cancel(name) for name in self.rollout_ids])
 
     def expect(self, rollout_id: str, num_trajectories: int) -> None:
-        """A piece is about to be sent."""
+        """Add a part that is about to be sent."""
         self._parts[rollout_id] = _Part(rollout_id, num_trajectories)
 
     def drop(self, rollout_id: str) -> None:
-        """The piece was refused."""
+        """Take out a part that was refused."""
         del self._parts[rollout_id]
 
     async def _read_page(self) -> bool:

@@ -295,8 +295,8 @@ class LeasedEngine:
             await asyncio.sleep(_pause_s(turn.num_lost, turn.num_failures))
 
 
-class SessionLeases:
-    """The leases of a process's sessions; a direct call is a session of one call.
+class CallLeases:
+    """The leases of a process's calls: one for each session, and one for each call outside of a session.
 
     Close it before its reporter: it waits for changes under way.
     """
@@ -319,7 +319,7 @@ class SessionLeases:
         self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
 
     def engine(self, session_id: str) -> LeasedEngine:
-        """Return a session's engine. All engines of a session share one lease, which the first call takes."""
+        """Return an engine of a session or of one call. Engines of one id share the lease that a first call takes."""
         holder = self._holders.get(session_id)
         if holder is None:
             timeout_s = self._config.coordinator_timeout_s

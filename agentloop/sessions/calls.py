@@ -26,21 +26,23 @@ _RECORD_BYTES = 215  # with its entry in a dict
 class LiveCall:
     """A call that runs: who waits for it, what was streamed so far, and its outcome."""
 
-    def __init__(self, call_id: str, chat: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool) -> None:
+    def __init__(
+        self, call_id: str, chat_call: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool
+    ) -> None:
         """Inside a running loop: the call's deadline begins now."""
         loop = asyncio.get_running_loop()
         self.call_id = call_id
-        self.chat = chat
+        self.chat_call = chat_call
         self.digest = key.digest
         self.created_at = created_at
         self.is_streamed = is_streamed
-        self.deadline = Deadline(loop.time() + chat.timeout_s)
+        self.deadline = Deadline(loop.time() + chat_call.timeout_s)
         self.is_begun = False  # in the journal
-        self.is_sampled = False  # it will be committed, whatever its clients do
+        self.is_past_giving_up = False  # sampled: it is committed, whatever its clients do
         self.num_new_tokens = 0  # of its prompt, stored once it is committed
         self.generate_s = 0.0
         self.result: ChatResult | None = None
-        self.lost: BaseException | None = None  # why it fails, as soon as that is known
+        self.failure: BaseException | None = None  # why it will fail, as soon as that is known
         self.pieces: list[TurnPiece] = []  # bounded by the reply
         self.task: asyncio.Task[None] | None = None
         self._held: list[TurnPiece] = []  # a choice's last piece says that it is good: it waits for the journal
@@ -60,18 +62,18 @@ class LiveCall:
             self.give_up(AgentLoopError("its client left before the answer"))
 
     def give_up(self, error: AgentLoopError) -> None:
-        """End the call with `error`, unless it is sampled already. Idempotent."""
-        if self.lost is not None or self.is_sampled or self._outcome.done():
+        """End the call with `error`, unless it is past giving up. Idempotent."""
+        if self.failure is not None or self.is_past_giving_up or self._outcome.done():
             return
-        self.lost = error
+        self.failure = error
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncIterator[None]:
         """Hold a part of the work that the deadline or `give_up` may end, with DeadlineExceeded or the reason."""
-        if self.lost is not None:
-            raise self.lost
+        if self.failure is not None:
+            raise self.failure
         scope = asyncio.timeout_at(self.deadline.at)
         try:
             async with scope:
@@ -83,10 +85,10 @@ class LiveCall:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = DeadlineExceeded(f"no answer within {self.chat.timeout_s:g} s")
-            raise (self.lost if self.lost is not None else late) from error
-        if self.lost is not None:
-            raise self.lost  # given up in the moment it was done
+            late = DeadlineExceeded(f"no answer within {self.chat_call.timeout_s:g} s")
+            raise (self.failure if self.failure is not None else late) from error
+        if self.failure is not None:
+            raise self.failure  # given up in the moment it was done
 
     def add_piece(self, piece: TurnPiece) -> None:
         """Show a piece to those who stream."""
@@ -175,7 +177,7 @@ class CallTable:
                 return self.live.get(record.call_id, record)
         return None
 
-    def lost(self) -> list[CallRecord]:
+    def unhealed_failures(self) -> list[CallRecord]:
         """Return the calls that failed and were not made good by a later one."""
         found = []
         healed: set[bytes] = set()
@@ -190,12 +192,7 @@ class CallTable:
     def num_healed(self) -> int:
         """Calls that failed, and that their client made again."""
         num_failed = sum(record.state is ModelCallState.FAILED for record in self._records.values())
-        return num_failed - len(self.lost())
-
-    def begin(self, live: LiveCall) -> None:
-        """Note that a call has begun, as the journal has it."""
-        live.is_begun = True
-        self.note(record_of(live, ModelCallState.OPEN))
+        return num_failed - len(self.unhealed_failures())
 
     def note(self, record: CallRecord) -> None:
         """Keep the present state of a call that has begun."""

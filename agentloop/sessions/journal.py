@@ -1,6 +1,6 @@
 """A session's record and how it ends, and the journal in which both outlive its process.
 
-A journal's order is that of `begin`: of two calls with the same digest the later one can make the earlier one good.
+A journal keeps the order of `open_call`: of two calls with one digest the later can make the earlier good.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Journal(Protocol):
     """The durable record of sessions. A method that raises has stored nothing; writes are kept in order.
 
     A session bounds its waits: a write that it gave up on may still arrive. Later writes about a call replace
-    earlier ones, so an `end` with FAILED after one with COMMITTED takes the call's nodes away.
+    earlier ones, so a `close_call` with FAILED after one with COMMITTED takes the call's nodes away.
     """
 
-    def begin(self, session_id: str, call: CallRecord) -> None:
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep that a call is open, before its first token is sampled. Of microseconds: it waits for no disk."""
 
-    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep what became of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
 
     async def save(self, record: SessionRecord) -> None:

@@ -313,13 +313,13 @@ class Rollouts:
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         if self.is_draining:
             raise ServiceUnavailable("the service is stopping")
         async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
-            name, owner = await self._place(rollout_id, terms.owner, reaches)
-            return await self._submit(name, groups, replace(terms, owner=owner))
+            own_rollout_id, owner = await self._whole_id(rollout_id, terms.owner, user_names)
+            return await self._submit(own_rollout_id, groups, replace(terms, owner=owner))
 
     async def _submit(
         self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
@@ -350,10 +350,10 @@ class Rollouts:
         return await self._by_id(rollout_id)
 
     @to_its_end
-    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
-        name, owner = await self._place(rollout_id, names[0], names)
-        await self._store.claim(name, owner)
-        return name
+    async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
+        own_rollout_id, owner = await self._whole_id(rollout_id, user_names[0], user_names)
+        await self._store.claim(own_rollout_id, owner)
+        return own_rollout_id
 
     @to_its_end
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
@@ -363,13 +363,13 @@ class Rollouts:
             self._log.info("session_recorded", assignment=assignment_id, is_complete=trajectory.is_complete)
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
         if after < 0:
             raise InvalidRequest("a cursor is not negative", param="after")
         if limit < 1:
             raise InvalidRequest("a page holds at least one record", param="limit")
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         limit = min(limit, self._config.max_page)
         deadline_at = deadline_after(min(wait_s, self._config.max_wait_s))
         while True:
@@ -385,13 +385,13 @@ class Rollouts:
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
 
     @to_its_end
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         await self._store.acknowledge(rollout_id, cursor)
 
     @to_its_end
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self._store.cancel(rollout_id)  # before the answer: the next coordinator goes on with it
@@ -401,8 +401,8 @@ class Rollouts:
         return await self._by_id(rollout_id)
 
     @to_its_end
-    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         async with self._submitting.of(rollout_id):
             if self.queue.status(rollout_id) is not None:
                 raise Conflict(f"rollout {rollout_id} runs: resubmit when it has ended", param="rollout_id")
@@ -557,22 +557,22 @@ class Rollouts:
         if assignment_ids:
             self._changed.notify()
 
-    async def _status(self, rollout_id: str, reaches: tuple[str, ...] | None) -> RolloutStatus:
-        """Raises NotFound for a rollout that is unknown, or beyond what the caller reaches."""
-        for name, owner in possible_ids(rollout_id, reaches):
+    async def _status(self, rollout_id: str, user_names: tuple[str, ...] | None) -> RolloutStatus:
+        """Raises NotFound for a rollout that is unknown, or another user's."""
+        for possible_id, owner in possible_ids(rollout_id, user_names):
             with suppress(NotFound):
-                status = await self._by_id(name)
+                status = await self._by_id(possible_id)
                 if owner in (None, status.owner):
                     return status
         raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
 
-    async def _place(self, rollout_id: str, owner: str, reaches: tuple[str, ...] | None) -> tuple[str, str]:
-        """Return the whole id, and the owner, of a rollout that a user names: the one there is, or a new one."""
+    async def _whole_id(self, rollout_id: str, owner: str, user_names: tuple[str, ...] | None) -> tuple[str, str]:
+        """Return the whole id and the owner of a rollout that a user names, known or new."""
         try:
-            known = await self._status(rollout_id, reaches)
+            known = await self._status(rollout_id, user_names)
         except NotFound:
-            return rollout_id if reaches is None else own_id(owner, rollout_id), owner
-        return known.rollout_id, owner if reaches is None else known.owner
+            return rollout_id if user_names is None else own_id(owner, rollout_id), owner
+        return known.rollout_id, owner if user_names is None else known.owner
 
     async def _by_id(self, rollout_id: str) -> RolloutStatus:
         self.queue.set_versions(self._replicas.versions)

@@ -64,7 +64,7 @@ class OpenCallsLog:
             os.close(self._fd)
             self._fd = -1
 
-    def begin(self, number: int, session_id: str, call: CallRecord) -> None:
+    def add(self, number: int, session_id: str, call: CallRecord) -> None:
         """Keep an open call, of which the number, ids, digest and creation time count.
 
         Raises ServiceUnavailable if it cannot be written, and InvariantBroken for one that has begun; nothing is
@@ -92,8 +92,8 @@ class OpenCallsLog:
         """Return a session's open calls, in the order they began."""
         return [opened for opened, _ in self._held.get(session_id, {}).values()]
 
-    def end(self, session_id: str, call_id: str) -> None:
-        """Note that a call's end is on disk. Unknown calls: no-op."""
+    def remove(self, session_id: str, call_id: str) -> None:
+        """Take out a call whose end is on disk. Unknown calls: no-op."""
         calls = self._held.get(session_id, {})
         held = calls.pop(call_id, None)
         if held is None:
@@ -105,10 +105,10 @@ class OpenCallsLog:
         except (OSError, ServiceUnavailable) as error:
             _log.debug("end_not_logged", call=call_id, error=repr(error))  # the store has it, which counts
 
-    def end_all(self, session_id: str) -> None:
-        """Note that a session and all that it had is gone."""
+    def remove_all(self, session_id: str) -> None:
+        """Take out all calls of a session that is gone."""
         for opened in self.of_session(session_id):
-            self.end(session_id, opened.call.call_id)
+            self.remove(session_id, opened.call.call_id)
 
     def _append(self, framed: bytes) -> None:
         """Write a frame whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""

@@ -143,18 +143,18 @@ class SessionStore:
 
     # --- the journal of a session ---
 
-    def begin(self, session_id: str, call: CallRecord) -> None:
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
-        self._log.begin(next(self._numbers), session_id, call)
+        self._log.add(next(self._numbers), session_id, call_record)
 
-    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep a call that is committed, with its turns, or has failed; this replaces what was said of it before.
 
         Raises SessionNotFound for a tombstone.
         """
-        opened, number = self._log.of_call(session_id, call.call_id), next(self._numbers)
+        opened, number = self._log.of_call(session_id, call_record.call_id), next(self._numbers)
         began = number if opened is None else opened.number
-        stored = StoredCall(call, tuple(nodes))
+        stored = StoredCall(call_record, tuple(nodes))
 
         def work(db: sqlite3.Connection) -> None:
             _, good_until = _require(db, session_id, _LIVE)
@@ -162,7 +162,7 @@ class SessionStore:
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
-        await self._run(work, lambda: self._log.end(session_id, call.call_id))
+        await self._run(work, lambda: self._log.remove(session_id, call_record.call_id))
 
     async def save(self, record: SessionRecord) -> bool:
         """Replace a session's record; return whether this has finished it.
@@ -228,7 +228,7 @@ class SessionStore:
                 db.execute(statement, (state, session_id))
             return was_open
 
-        return await self._run(work, lambda: self._log.end_all(session_id))
+        return await self._run(work, lambda: self._log.remove_all(session_id))
 
     async def last_use(self) -> float:
         """Return when a live session was last used, about; 0 if there is none."""

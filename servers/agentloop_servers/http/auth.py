@@ -123,9 +123,11 @@ class Keys:
         if not is_loopback(host) and (self.is_open or not self.has_admin):
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
 
-    def flow_of(self, headers: Headers) -> str:
-        """Return whose turn a request takes, before anything is checked: a user's by its key, a session's by the
-        owner that its key names. A wrong key's turn is nobody's."""
+    def turn_user(self, headers: Headers) -> str:
+        """Return the user whose turn a request takes, before anything is checked; "" for a wrong key.
+
+        A session's key takes the turn of the session's owner.
+        """
         texts = headers.getlist("authorization")[:1], headers.getlist("x-api-key")[:1]
         for credential in (*(text.removeprefix("Bearer ") for text in texts[0]), *texts[1]):
             if credential.startswith(_SESSION_KEY_PREFIXES):
@@ -151,7 +153,7 @@ class Keys:
         elif not self.user_of(request).is_admin:
             raise Forbidden("this needs the admin key")
 
-    def names_of(self, request: Request) -> tuple[str, ...]:
+    def user_names_of(self, request: Request) -> tuple[str, ...]:
         """Return the names of the caller, ("",) where user routes are open. Raises Unauthorized."""
         if self.is_open:
             if len(_credentials(request)) > 1:  # one may be a session's, whose record would lack the call
@@ -272,12 +274,12 @@ class Caller:
         return None if self.key is None else self.key.session_id
 
     @property
-    def reaches(self) -> tuple[str, ...] | None:
-        """The names whose sessions it may use; None: that of its key, whoever owns it."""
+    def user_names(self) -> tuple[str, ...] | None:
+        """The names of the user whose sessions it may use; None: its key names the one session."""
         return self.names if self.key is None else None
 
 
-def admit(
+def authenticate(
     keys: Keys, opened_by: Callable[[str], SessionKey | None], *, takes_agents: bool = True
 ) -> Callable[[Request], Awaitable[None]]:
     """Make a route dependency: raises Unauthorized unless a user key or a session's key of this run is given, and
@@ -293,20 +295,20 @@ def admit(
                 raise Forbidden("an agent's key is for calls: this needs the session's control key, or its owner's")
             caller = Caller(key=key)
         else:
-            caller = Caller(keys.names_of(request))
+            caller = Caller(keys.user_names_of(request))
         request.scope["state"]["caller"] = caller
 
     return check
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sent a request, after `admit`."""
+    """Return the sender of a request, as `authenticate` has found it."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
-def require_owner(request: Request) -> Caller:
-    """Return the caller, where a session key is not enough. Raises Forbidden."""
+def require_user_key(request: Request) -> Caller:
+    """Return the caller. Raises Forbidden if it has a session's key."""
     caller = caller_of(request)
     if caller.key is not None:
         raise Forbidden("a session key opens only its own session")

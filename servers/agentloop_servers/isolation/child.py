@@ -64,7 +64,7 @@ _OOM_SCORE = "900"  # of 1000: where memory ends, the kernel takes this process 
 
 
 class WorkerLink:
-    """The worker at the other end, as the engine and the coordinator of the trajectory that runs here."""
+    """The connection to the worker, in the place of the trajectory's engine and of its coordinator."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -76,7 +76,7 @@ class WorkerLink:
         self._writer.write(packed(value))
 
     def hear(self, frame: Answered | Refused | Heard) -> None:
-        """Take in what the worker says of a call."""
+        """Give an answer, an error or progress to the call that waits for it."""
         answer, on_progress = self._waiting.get(frame.call_id, (None, None))
         if answer is None or answer.done():
             return
@@ -92,7 +92,10 @@ class WorkerLink:
                     answer.set_exception(error)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does."""
+        """Generate, as `TokenEngine.generate` does.
+
+        Raises EnginePaused also while the worker has no place for the turn: the caller asks again.
+        """
         return await self._ask(WorkerCall.GENERATE, request, Generation, on_progress)
 
     async def stream(
@@ -131,7 +134,7 @@ class WorkerLink:
 
 
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
-    """Load what trajectories share, as a worker does."""
+    """Load what trajectories share, as a worker does. Their engine and coordinator are `link`."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
     engine = cast(TokenEngine, link)
     return RunParts(

@@ -82,14 +82,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nobody waits for a call any more."""
+    """The process waits for a call no more."""
 
     call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Progress of a generation under way."""
+    """The progress of a generation under way."""
 
     call_id: int
     progress: Progress

@@ -169,7 +169,7 @@ class IsolatedRuns:
                 return child
             await self.discard(child)
         async with self._starting:
-            return await self._started()
+            return await self._start()
 
     def give_back(self, child: _Child) -> bool:
         """Keep a process for the next trajectory. False: there are enough, and it is to be discarded."""
@@ -191,7 +191,7 @@ class IsolatedRuns:
         children, self._idle = [*self._idle, *self._busy], []
         await asyncio.gather(*(self.discard(child) for child in children))
 
-    async def _started(self) -> _Child:
+    async def _start(self) -> _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -253,7 +253,7 @@ class ProcessRun:
         is_reusable, reason = False, ""
         try:
             self._child = child
-            done = await self._driven(child)
+            done = await self._serve(child)
             record = self._own(decode(done.record, Trajectory))
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
@@ -276,7 +276,7 @@ class ProcessRun:
         if self._runs.journal is not None:
             await self._runs.journal.forget_sample(self._assignment.assignment_id)
 
-    async def _driven(self, child: _Child) -> HandIn:
+    async def _serve(self, child: _Child) -> HandIn:
         """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
         blank = replace(self._assignment, lease=_blank(self._assignment.lease))
         child.send(Begin(blank, self._runs.newest.value))
@@ -324,7 +324,7 @@ class ProcessRun:
     async def _answer(self, child: _Child, ask: Ask) -> None:
         """Perform a call, and send its answer or its error."""
         try:
-            child.send(Answered(ask.call_id, await self._performed(child, ask)))
+            child.send(Answered(ask.call_id, await self._perform(child, ask)))
         except Exception as error:
             ours = error if isinstance(error, AgentLoopError) else AgentLoopError(error_line(error))
             child.send(Refused(ask.call_id, orjson.dumps(ours.to_wire()), ours.http_status))
@@ -332,10 +332,10 @@ class ProcessRun:
             self._active_at = asyncio.get_running_loop().time()
             self._calls.pop(ask.call_id, None)
 
-    async def _performed(self, child: _Child, ask: Ask) -> bytes:
+    async def _perform(self, child: _Child, ask: Ask) -> bytes:
         match ask.call:
             case WorkerCall.GENERATE:
-                return await self._generated(ask, lambda progress: child.send(Heard(ask.call_id, progress)))
+                return await self._generate(ask, lambda progress: child.send(Heard(ask.call_id, progress)))
             case WorkerCall.IMAGE_TOKENS:
                 return encode(await self._engine.image_tokens(decode(ask.body, tuple[Image, ...])))
             case WorkerCall.ABORT:
@@ -359,7 +359,7 @@ class ProcessRun:
             raise Conflict(f"trajectory {self._assignment.assignment_id} is over")
         return self._lease.lease
 
-    async def _generated(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
+    async def _generate(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
         request = decode(ask.body, GenerateRequest)
         self._check(request.request_id)
         holder, lease = self._lease, None
@@ -376,8 +376,10 @@ class ProcessRun:
         return encode(generation)
 
     async def _place(self, request: GenerateRequest) -> Lease:
-        """Return the lease to call under. Raises EnginePaused while there is no room: the process asks again, and
-        does not count the time."""
+        """Return the lease to call under.
+
+        No room is raised as EnginePaused, on which the process asks again, and does not count the time.
+        """
         try:
             needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
             return await self._lease.ask((), needs)

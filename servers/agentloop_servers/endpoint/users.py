@@ -24,7 +24,7 @@ _REPORT_S = 1.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class Tenants:
+class ServedUsers:
     """The users that one process serves. `start` it, and `close` it in the end."""
 
     def __init__(
