@@ -50,7 +50,7 @@ class ChatRequest:
 
 
 def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
-    """Read the request that `data` holds; what of it is not in the cache is then. Raises as `read_body`."""
+    """Read a chat request; new messages and tools are added to the cache. Raises as `read_body`."""
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
     found = cache.messages.find(given) if isinstance(given, list) else []
@@ -75,7 +75,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
 
 
 def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
-    """The call that is asked for. Raises InvalidRequest for what does not fit together."""
+    """Return a request's `ChatCall`. Raises InvalidRequest for fields that do not fit together."""
     body = request.body
     images = each_once(image for message in request.messages for image in message.images)
     if images and not model.takes_images:
@@ -120,8 +120,10 @@ def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser
 def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
-    """Return messages and tool definitions as the renderer takes them. Raises UnsupportedParameter for images: only
-    an engine knows their tokens."""
+    """Return messages and tool definitions as the renderer takes them.
+
+    Raises UnsupportedParameter for images: only an engine knows their tokens.
+    """
     read = [_cached(one, f"messages.{index}.content") for index, one in enumerate(messages)]
     _refuse_images(read, "the tokens of images are counted in a session only")
     return _conversation(read), _definitions(tools)
@@ -157,7 +159,7 @@ def sampling_of(
 
 
 def stops_of(body: ChoiceFields) -> tuple[str, ...]:
-    """The stop strings, each once."""
+    """Return the stop strings, each once."""
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
@@ -285,7 +287,7 @@ class ChatWriter(ChoiceWriter):
         super().__init__(body, texts, created_at, shows_logprobs=body.logprobs is True)
 
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """The deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
+        """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
 
         Some clients read only the first entry of a chunk.
         """

@@ -91,10 +91,10 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation of all its trajectories.
+    """The newest weight version that a worker has heard of, in the generations of all its trajectories.
 
-    It is the newest that any replica said last, of those heard of lately: a replica that says less than before was
-    taken back to older weights, as the fleet then is.
+    It is the newest of the last versions of all replicas heard of lately. A replica that reports an older one than
+    before was taken back, as the fleet then is.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class NewestVersion:
         self._num_seen = 0
 
     def see(self, generation: Generation) -> None:
-        """Learn from a replica's load and from the last span, which may be newer than the load's snapshot."""
+        """Learn the version of a generation: that of its load, or of its last span, which may be newer."""
         heard = [span.version for span in generation.weight_versions[-1:]]
         if generation.load.weight_version is not None:
             heard.append(generation.load.weight_version)
@@ -119,7 +119,7 @@ class NewestVersion:
 
 
 class LeasedEngine:
-    """An engine wherever the lease leads. Calls may run side by side: they share the lease."""
+    """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class LeasedEngine:
     async def image_tokens(
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
     ) -> tuple[ImageTokens, ...]:
-        """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
+        """Ask as `TokenEngine.image_tokens` does, before `request` is made, under the lease that it will have."""
         turn = _TurnRounds(request, SampledTokens(), deadline, self._vocab_size)
 
         async def asked() -> tuple[ImageTokens, ...]:
@@ -163,13 +163,12 @@ class LeasedEngine:
         deadline: Deadline | None = None,
         continues_after_abort: ContinuesAfterAbort | None = None,
     ) -> Generation:
-        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes. Raises the last round's error,
-        or DeadlineExceeded.
+        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
-        The maker of a `deadline` ends the call then by itself, a request that `keeps_late` `TURN_GRACE_S` later;
-        without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each round.
-        Tokens are added to `sampled`, which is empty. `continues_after_abort` is asked after an engine's abort:
-        if it says no, the reply ends with FinishReason.ABORT.
+        At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the
+        call ends after `request.timeout_s`. `request.timeout_s` bounds each round. Tokens are added to `sampled`,
+        which is empty. If `continues_after_abort` says no after an engine's abort, the reply ends with
+        FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
         """
         turn = _TurnRounds(
             request, sampled, deadline, self._vocab_size, continues_after_abort=continues_after_abort
@@ -191,7 +190,7 @@ class LeasedEngine:
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
-        What `is_shown` cannot be taken back; if not, `sampled` may become shorter before a piece.
+        With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
         """
         turn = _TurnRounds(
             *(request, sampled, deadline, self._vocab_size),
@@ -319,7 +318,7 @@ class CallLeases:
         self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
 
     def engine(self, session_id: str) -> LeasedEngine:
-        """Return an engine of a session or of one call. Engines of one id share the lease that a first call takes."""
+        """Return an engine of a session, or of one call. All engines of an id share its lease."""
         holder = self._holders.get(session_id)
         if holder is None:
             timeout_s = self._config.coordinator_timeout_s
@@ -335,7 +334,7 @@ class CallLeases:
             holder.release()
 
     def end(self, session_id: str) -> None:
-        """Give a session's place back for good: calls from now on raise SessionFinished. Idempotent."""
+        """Give a session's place back for good: later calls raise SessionFinished. Idempotent."""
         if (holder := self._holders.get(session_id)) is not None:
             holder.close()
 

@@ -28,9 +28,9 @@ _SAYS_NAME = re.compile(r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*
 
 
 class Llama3JsonParser(MarkedParser):
-    """Bare JSON. Several calls of a turn are read, although the template writes one and refuses more.
+    """The parser of bare JSON. It reads several calls of a turn, although the template writes one and refuses more.
 
-    An object that is a call but for its parameters is one if its name is a tool's.
+    An object without parameters is a call if its name is a tool's.
     """
 
     marks = Marks((_TAG,), leading=("{",))

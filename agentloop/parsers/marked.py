@@ -26,14 +26,14 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """Add the call or calls that begin with a mark; return where the last one ends."""
+        """Add the call or calls that begin with a mark. Returns the end of the last one."""
 
     @abstractmethod
     def syntax(self, name: str) -> CallSyntax | None:
         """Return the text around the arguments of a tool's call; None if the tool cannot be written."""
 
     def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
-        """Add the calls without a mark at the turn's beginning; return where the last one ends."""
+        """Add the calls without a mark at the turn's beginning. Returns the end of the last one."""
         return 0
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:

@@ -30,7 +30,7 @@ WriteCall: TypeAlias = Callable[[str], CallSyntax | None]
 
 
 class TaggedParser(MarkedParser):
-    """One format. A missing closing mark is forgiven if what stands before the next call can be read."""
+    """The parser of one format. A missing closing mark is forgiven if the text before the next call can be read."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
 
 
 class OnUnstable(StrEnum):
-    """Answers to a template with turns that cannot be bridged."""
+    """The reaction to a template with turns that cannot be bridged."""
 
     RAISE = "raise"  # refuse it
     FORK = "fork"  # accept it: where a bridge is refused, the caller renders the turn whole, and forks the path
@@ -88,11 +88,11 @@ class ModelText:
         return self._vocab_size
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included, nothing stripped."""
+        """Return the text of ids, special tokens included, nothing stripped."""
         return self.tokens.decode(ids)
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
+        """Return `decode(ids)`, with the number of characters complete after each id, in linear time."""
         return self.tokens.decode_with_offsets(ids)
 
     def decoder(self) -> TextDecoder:
@@ -100,11 +100,11 @@ class ModelText:
         return TextDecoder(self.tokens, self._stop_token_ids[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text: it may be a part of a character."""
+        """Return the bytes that one token adds to a text: they may be a part of a character."""
         return self.tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are spelled out, or of what `text` returned."""
+        """Return the ids of a text in which control tokens are spelled out, or of what `text` returned."""
         return self.tokens.encode(text)
 
 
@@ -125,7 +125,7 @@ def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
 
 
 class TemplateRenderer(ModelText):
-    """One model folder's way from messages to ids and back. `from_directory` makes one."""
+    """One model folder's renderer of messages to ids and back. `from_directory` makes one."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class TemplateRenderer(ModelText):
         directory: str | Path,
         settings: RenderSettings = RenderSettings(),
     ) -> TemplateRenderer:
-        """The renderer of a Hugging Face model folder. Reads files only; raises TemplateError naming the file."""
+        """Make the renderer of a Hugging Face model folder. Raises TemplateError naming the file."""
         folder = Path(directory)
         text = model_text(folder, settings.stop_tokens)
         template = ChatTemplate.from_directory(
@@ -214,7 +214,7 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> str:
-        """The whole prompt as masked text: content that spells a control token is hidden until `ids`."""
+        """Return the whole prompt as masked text: content that spells a control token is hidden until `ids`."""
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
         prompts = self._under(template_kwargs)[0]

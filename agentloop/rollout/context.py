@@ -118,7 +118,7 @@ class LoopContext:
 
     @property
     def num_resampled_turns(self) -> int:
-        """Samplings that were lost with their replica, and begun anew."""
+        """Samplings that were lost with their replica, and made again."""
         return self._num_resampled_before + self._engine.num_resampled
 
     @property
@@ -196,7 +196,7 @@ class LoopContext:
         self._score = self._score.updated(Score(untrainable_turns=(self.turn_id,)))
 
     def close(self) -> None:
-        """End the trajectory for a loop that goes on all the same: it can sample and run tools no more."""
+        """End the trajectory, also for a loop that ignores it: sampling and tools raise from here on."""
         self._is_over = True
 
     async def _refuse(self) -> NoReturn:

@@ -107,31 +107,30 @@ class RunParts:
 
 
 class AssignedRun(Protocol):
-    """One trajectory as its worker sees it, wherever it runs."""
+    """One trajectory as its worker sees it, in this process or in one of its own."""
 
     @property
     def is_dropped(self) -> bool:
-        """True of a record that was dropped for its age: its sample is begun anew."""
+        """True if the record was dropped for its age: its sample is begun anew."""
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens of the turns so far."""
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
 
     async def to_record(self) -> Trajectory:
         """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
 
     async def forget(self) -> None:
-        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Remove the journal of the trajectory, and of earlier runs of its sample."""
 
 
 class TrajectoryRun:
     """One trajectory, from its assignment to its terminal record.
 
-    The steps, in this order: `_load`, `_open_tools`, `_run_loop`, `_apply_staleness_policy`, `_score`,
-    `_final_record`.
+    In this order: `_load`, `_open_tools`, `_run_loop`, `_apply_staleness_policy`, `_score`, `_final_record`.
     """
 
     def __init__(self, parts: RunParts, assignment: Assignment) -> None:
@@ -157,7 +156,7 @@ class TrajectoryRun:
 
     @property
     def is_dropped(self) -> bool:
-        """True of a record that was dropped for its age: its sample is begun anew."""
+        """True if the record was dropped for its age: its sample is begun anew."""
         return self._outcome.is_dropped
 
     @property
@@ -166,7 +165,7 @@ class TrajectoryRun:
         return self._ctx.budget.num_sampled_tokens if self._ctx else 0
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
             if self._loop_task is not None:
@@ -428,7 +427,7 @@ class TrajectoryRun:
         return journal
 
     async def forget(self) -> None:
-        """Remove, soon, what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Have the journal's thread remove the journal of the trajectory, and of earlier runs of its sample."""
         if self._journal is not None:
             self._journal.forget()
 
@@ -522,6 +521,6 @@ def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, t
 
 
 def trajectory_seed(assignment: Assignment) -> int:
-    """A seed that differs between samples and repeats between runs: of the task's seed and the sample's name."""
+    """Return a seed made of the task's seed and the sample's name: one for each sample, the same in each run."""
     name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
     return zlib.crc32(name.encode())

@@ -47,7 +47,7 @@ class _Running:
 
 
 class Worker:
-    """Takes trajectories from a coordinator and runs them. Construct, then `await run()` until `close()`."""
+    """The runner of a coordinator's trajectories in this process. Construct, then `await run()` until `close()`."""
 
     def __init__(
         self,

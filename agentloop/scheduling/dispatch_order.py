@@ -147,7 +147,7 @@ class DispatchOrder:
         self._num_flows = 0
 
     def join(self, rollout: LiveRollout) -> None:
-        """Make a rollout's flow, or find it. `leave` follows."""
+        """Add a rollout to its flow, which is made for the first. `leave` follows."""
         key = _key(rollout)
         flow = self._flows.get(key)
         if flow is None:
@@ -156,7 +156,7 @@ class DispatchOrder:
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
-        """Forget a rollout of which nothing is queued or runs; the last one of its flow takes that along."""
+        """Remove a rollout of which nothing is queued or runs, and its flow with the last one."""
         flow = self._flows[_key(rollout)]
         flow.num_rollouts -= 1
         if flow.num_rollouts == 0:
@@ -172,7 +172,7 @@ class DispatchOrder:
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before, behind those only of its flow that one had before too."""
+        """Queue a sample that a worker had before: behind the others of its flow that one had, before the rest."""
         flow = self._flows[_key(sample.rollout)]
         flow.line.add_again(sample)
         self._offer(flow)
@@ -239,7 +239,7 @@ class DispatchOrder:
         self._running[self._users.name_of(sample.rollout.terms.owner)] += 1
 
     def ended(self, sample: Sample) -> None:
-        """Count a sample as running no more; what its place or its budget held back is offered again."""
+        """Count a sample as running no more, and offer again the flows that its place or budget held back."""
         flow = self._flows[_key(sample.rollout)]
         flow.num_running -= 1
         self._running[self._users.name_of(flow.terms.owner)] -= 1
@@ -248,7 +248,7 @@ class DispatchOrder:
             self._release(flow.budget)
 
     def versions_changed(self) -> None:
-        """Offer again what the staleness limits held back."""
+        """Offer again the flows that staleness limits held back."""
         for budget in list(self._held):
             self._release(budget)
 

@@ -68,7 +68,7 @@ class _Reservation:
 
 
 class RolloutQueue:
-    """Groups, who runs what, and what each rollout still lacks."""
+    """The samples that lack records: their groups, their workers, and what each rollout still needs."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RolloutQueue:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         lengths: Sequence[int] = (),
     ) -> None:
-        """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
+        """Hold room and the id for work that is not durable yet; `add` or `unreserve` follows.
 
         `lengths` are the encoded groups', where known. Raises InvalidRequest (a bad id or limit, no groups, a group
         twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
@@ -161,7 +161,7 @@ class RolloutQueue:
         is_restored: bool = True,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
+        """Queue the work that an earlier process accepted and did not finish, past the bounds.
 
         `num_trained` of the finished ones can be trained on, the first under `first_version`; `num_complete` counts
         the complete ones of groups that keep fewer than they have. `sizes` are of their tasks.
@@ -231,10 +231,10 @@ class RolloutQueue:
     def report(
         self, worker_id: str, running: Iterable[str], now: float, num_sampled: Sequence[int] = ()
     ) -> tuple[str, ...]:
-        """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
+        """Compare a worker's list of samples with ours. Returns the ids taken from the worker, whose leases end.
 
-        Samples that it runs and nobody else has more of become its own (`adopt`); samples that it does not name for
-        a while are lost (the answer that handed them out never arrived); what is not its own it is told to cancel.
+        The worker adopts samples of which no other has more (`adopt`). Samples that it does not name for a while
+        are lost: the answer that handed them out never arrived. It is told to cancel what is not its own.
         `num_sampled` has the tokens of each; without it, no worker is ahead of another.
         """
         reported = dict(zip(running, num_sampled, strict=True)) if num_sampled else dict.fromkeys(running, 0)
@@ -256,9 +256,11 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
-        """Samples that a worker runs become its own, with the tokens it has of each: after a restart of the
-        coordinator those that are queued, and when a worker that was given up for lost is heard again also those
-        that another worker has less of. Its silence then was a stall, which costs no attempt."""
+        """Give a worker samples that it runs already, with the tokens that it has of each.
+
+        After a restart of the coordinator these are queued ones. A worker that was given up for lost and is heard
+        again gets back also those of which the worker after it has fewer tokens: its silence costs no attempt.
+        """
         for assignment_id, num_sampled in running.items():
             sample = self._live.get(assignment_id)
             if sample is None or sample.worker_id == worker_id:
@@ -285,9 +287,9 @@ class RolloutQueue:
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
     def worker_lost(self, worker_id: str, now: float, alive_at: float | None = None) -> tuple[str, ...]:
-        """A worker is silent: what it ran is suspect and queued again, or owed a record. Returns the ids it ran.
+        """Queue the samples of a silent worker again, as suspects, or owe them a record. Returns their ids.
 
-        `alive_at` is the last sign of its life; None: it died this moment.
+        `alive_at` is the last sign of the worker's life; None: it died this moment.
         """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
@@ -305,7 +307,7 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def worker_left(self, worker_id: str) -> tuple[str, ...]:
-        """A worker ends in order: what it ran is queued again, at no cost of an attempt. Returns the ids it ran."""
+        """Queue the samples of a worker that ends in order again, at no cost of an attempt. Returns their ids."""
         worker = self._workers.pop(worker_id, None)
         left = list(worker.running.values()) if worker is not None else []
         for sample in left:
@@ -315,15 +317,17 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in left)
 
     def give_back(self, worker_id: str, assignment_id: str) -> bool:
-        """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
+        """Queue a sample again that its worker stopped without a cancel. False: it was not the worker's."""
         if not self.is_running_at(worker_id, assignment_id):
             return False
         self._fail(self._live[assignment_id], f"worker {worker_id} gave it back")
         return True
 
     def drop_stale(self, worker_id: str, assignment_id: str, attempt: int) -> bool:
-        """A worker threw away a sample's tokens for their age: it is begun anew, while attempts are left. False: it
-        is not the worker's, or this attempt was dropped before; nothing changes."""
+        """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left.
+
+        False, without a change: it is not the worker's, or this attempt was dropped before.
+        """
         if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
         sample = self._live[assignment_id]
@@ -348,15 +352,17 @@ class RolloutQueue:
         return True
 
     def give_back_keep_place(self, assignment_id: str) -> None:
-        """Give the place back. Idempotent."""
+        """Give a place back that `take_keep_place` took. Idempotent."""
         group = self._group_of(assignment_id)
         if group is not None:
             group.keep_places.discard(assignment_id)
 
     def finished(self, assignment_id: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
-        """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
-        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it;
-        `is_kept`: its group needs no other in its place."""
+        """Note that a sample's terminal record is durable. False: it was so before.
+
+        A worker that still runs the sample is told to cancel. `is_trained`: the trainer will consume the record;
+        `is_kept`: the sample fills a keep place of its group.
+        """
         sample = self._live.pop(assignment_id, None)
         if sample is None:
             return False
@@ -392,8 +398,10 @@ class RolloutQueue:
     # --- cancelling ---
 
     def cancel(self, rollout_id: str) -> Cancellation:
-        """End a rollout: its queued samples are owed a CANCELLED record, its workers are told to end the rest.
-        Unknown or done rollouts: no-op."""
+        """End a rollout: queued samples are owed a CANCELLED record, workers are told to end the others.
+
+        Unknown or done rollouts: no-op.
+        """
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return Cancellation((), ())
@@ -410,21 +418,21 @@ class RolloutQueue:
         return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
-        """Return what a worker has to end, told before or not: an answer may have been lost."""
+        """Return the samples that a worker has to end, also those it was told of: an answer may have been lost."""
         worker = self._workers.get(worker_id)
         return () if worker is None else tuple(sorted(self._to_end(worker)))
 
     def has_new_cancels(self, worker_id: str) -> bool:
-        """Return true if there is something to end that the worker was not yet told."""
+        """Tell if a worker has to end a sample that it was not told of yet."""
         worker = self._workers.get(worker_id)
         return worker is not None and not self._to_end(worker) <= worker.ordered
 
     def cancels_told(self, worker_id: str, told: Iterable[str]) -> None:
-        """The worker got these; they alone are no reason to answer it again."""
+        """Note the cancellations that a worker was told of: they are no reason to answer it again."""
         self._workers.setdefault(worker_id, _WorkerSamples()).ordered = set(told)
 
     def pending_records(self, now: float) -> tuple[PendingRecord, ...]:
-        """The samples whose terminal record the coordinator has to write, until `finished` is called."""
+        """Return the samples whose terminal record the coordinator has to write, until `finished` is called."""
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.is_cancelled else sample.lost_reason
@@ -456,13 +464,13 @@ class RolloutQueue:
         return sample is not None and sample.worker_id == worker_id
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
-        """Counts of a live rollout since this process knows it; None if it is unknown or done."""
+        """Return the counts of a live rollout; None if it is unknown or done."""
         rollout = self._rollouts.get(rollout_id)
         return None if rollout is None else rollout.status(self._num_held(rollout))
 
     @property
     def live(self) -> tuple[LiveRollout, ...]:
-        """The rollouts that lack records; they are the queue's, to be read only."""
+        """The rollouts that lack records. Only the queue changes them."""
         return tuple(self._rollouts.values())
 
     @property

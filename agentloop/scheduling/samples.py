@@ -42,7 +42,7 @@ _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """The run of a sample at a worker that was given up for lost, and what was counted for it."""
+    """One run of a sample at a worker that was given up for lost, and the losses counted for it."""
 
     attempt: int
     begun_at: float
@@ -102,12 +102,12 @@ class Sample:
         self.queued_s = max(0.0, now - self.queued_at)
 
     def forgive(self, silence: Silence) -> None:
-        """Count a loss no more: the worker was only silent."""
+        """Take back the losses that were counted for a worker's silence."""
         self.num_failed -= silence.num_failed
         self.num_deaths = max(0, self.num_deaths - silence.num_deaths)
 
     def set_state(self, state: SampleState) -> None:
-        """Move on, and count that in the rollout. Raises InvariantBroken for a move that cannot be."""
+        """Change the state, and the rollout's counts. Raises InvariantBroken for a move that cannot be."""
         if state not in _MOVES[self.state]:
             raise InvariantBroken(f"{self.assignment_id} cannot go from {self.state} to {state}")
         rollout = self.rollout
@@ -129,7 +129,7 @@ class LiveGroup:
 
     @property
     def is_full(self) -> bool:
-        """True once all samples that it keeps are durable."""
+        """True once the group has all the durable samples that it keeps."""
         return self.keep is not None and self.num_complete >= self.keep
 
 
@@ -173,7 +173,7 @@ class PendingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The samples a cancel met: ids now owed a record by the coordinator, and ids that workers have to end."""
+    """The samples that a cancel met: ids that are owed a record, and ids that workers have to end."""
 
     dropped: tuple[str, ...]
     running: tuple[str, ...]

@@ -111,7 +111,7 @@ class SuspectTrials:
 
 
 def is_trial(running: Collection[Sample], now: float) -> bool:
-    """Tell if these are all the suspects of a trial: their worker gets no other work until it has ended."""
+    """Tell if a worker that runs these is in a trial: it gets no other work until the trial has ended."""
     return all(sample.num_deaths for sample in running) and any(is_tried(sample, now) for sample in running)
 
 
@@ -125,5 +125,5 @@ def _trial_factor(sample: Sample) -> float:
 
 
 def has_not_outlived(sample: Sample, at: float) -> bool:
-    """Tell if a sample has run for no longer, since it was begun, than it had when its last worker died."""
+    """Tell if a suspect has not run longer by now than it had when its last worker died."""
     return sample.num_deaths > 0 and at - sample.begun_at <= sample.outlived_s

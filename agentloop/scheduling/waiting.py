@@ -144,7 +144,7 @@ class Waiting:
     # --- what has begun ---
 
     async def go_on(self, holder_id: str, grant: Callable[[], Lease], wait_s: float) -> Lease:
-        """Return what `grant` does, now or as soon as a replica takes traffic again, or has room.
+        """Return a lease from `grant`, now or once a replica takes traffic again or has room.
 
         Raises NoHealthyReplica after `wait_s`: a caller with time left asks again.
         """
@@ -169,20 +169,20 @@ class Waiting:
     # --- for all ---
 
     def fleet_changed(self) -> None:
-        """Try those that wait: a replica takes traffic that did not, or the other way round."""
+        """Try all that wait, as a replica takes traffic that did not, or no more."""
         for event in self._going_on.values():
             event.set()
         self.changed()
 
     def changed(self) -> None:
-        """Try what waits, as KV was given back: of holders that have begun the first of each line alone."""
+        """Try what waits, as KV was given back. Of the holders that have begun, the first of each line is tried."""
         self._wake_next()
         if self._is_refusing(self._clock.now()):
             self._changed.notify()
         self._wake()
 
     def status(self, num_queued: int) -> QueueStatus:
-        """Return what waits, and why."""
+        """Return the numbers that wait, and the reason."""
         uses = [self._balancer.kv_use(replica.replica_id) for replica in self._fleet.placeable()]
         predicted, limit = sum(use.predicted_tokens for use in uses), sum(use.limit_tokens for use in uses)
         waits = self._num_waiting > 0 or (num_queued > 0 and self._is_refusing(self._clock.now()))

@@ -72,7 +72,7 @@ class SessionParts:
     image_files: ImageFiles | None = None  # where images of calls are kept; None: nowhere
 
     async def keep_images(self, images: Sequence[Image]) -> None:
-        """Have a call's images on disk, before any record names them. Raises ServiceUnavailable."""
+        """Store a call's images before a record names them. Raises ServiceUnavailable."""
         if self.image_files is None or not images:
             return
         try:
@@ -84,7 +84,7 @@ class SessionParts:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A call's prompt: `ids` are the whole of it, `observed_ids` what it has more than the path of `parent_id`.
+    """A call's prompt: all its `ids`, and the `observed_ids` that follow the path of `parent_id`.
 
     `images` are spans of `ids`; images' own tokens are in all ids.
     """
@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A chat call as it is sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
+    """A chat call ready to be sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -116,8 +116,10 @@ class PreparedCall:
 async def prepare_call(
     chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> PreparedCall:
-    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; where images are new,
-    also what the engine raises."""
+    """Match, render and check a call.
+
+    Raises InvalidRequest and its kind, and TemplateError; with new images also what the engine raises.
+    """
     sampling, reads_calls = _sampling(chat_call, parts)
     if chat_call.prompt_ids is not None:
         prompt = _given_prompt(chat_call.prompt_ids, graph, parts)
@@ -297,7 +299,7 @@ def _call_constraint(chat_call: ChatCall, parts: SessionParts) -> Constraint:
 
 
 def with_client_param(error: BaseException, chat_call: ChatCall) -> BaseException:
-    """Return the error; if its `param` is the constraint, it names the field that the client sent instead."""
+    """Return the error; where its `param` is the constraint, it names the client's own field."""
     if not isinstance(error, AgentLoopError) or error.param != "constraint":
         return error
     param = "tool_choice" if chat_call.tool_choice is ToolChoice.REQUIRED else chat_call.constraint_param

@@ -140,8 +140,8 @@ class Session:
     def policy_failure(self) -> StopReason | None:
         """The stop reason of the policy's own that the session would end with if its agent failed now.
 
-        MAX_CONTEXT if the last prompt left no room; else what is wrong with the last turn, by which agents fail: a
-        limit cut it, or it has a call that cannot be read. None: an agent that fails now does so by itself.
+        MAX_CONTEXT if the last prompt left no room; else the fault of the last turn: a limit cut it, or it has a
+        call that cannot be read. None: an agent that fails now does so by itself.
         """
         last = self.graph.last
         if last is None:
@@ -176,8 +176,7 @@ class Session:
 
     @property
     def is_complete(self) -> bool:
-        """False while a call is open, once one is lost, and after a finish that says that the agent failed, unless
-        the policy had failed before it."""
+        """True if all calls have their answers and the agent ended well, or the policy had failed before it."""
         record = self._record
         is_ended_well = record.stop_reason not in FAILURES | {StopReason.CANCELLED} and not record.error
         if record.stop_reason is StopReason.LOOP_FAILED:
@@ -187,7 +186,8 @@ class Session:
     # --- calls --------------------------------------------------------------------------------------------
 
     async def call(self, chat_call: ChatCall, key: CallKey) -> ChatResult:
-        """Answer a call; durable when this returns. Cancelling it gives the call up unless another client waits.
+        """Answer a call; durable when this returns. A cancelled caller gives the call up if it was the last to
+        wait.
 
         Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
         DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised.
@@ -201,7 +201,7 @@ class Session:
             entered.leave()
 
     async def stream(self, chat_call: ChatCall, key: CallKey) -> AsyncGenerator[TurnPiece | ChatResult, None]:
-        """The same answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
+        """Yield the answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
 
         Closing it leaves the call. A choice's last piece comes only when the answer is durable. A retry gets all
         pieces from the first on; an answer that was not streamed comes as one piece a choice.
@@ -241,9 +241,9 @@ class Session:
     # --- its end ------------------------------------------------------------------------------------------
 
     async def set_score(self, score: Score) -> None:
-        """Keep a score, durably; what a later one says of the same replaces it.
+        """Keep a score, durably, over what an earlier one says of the same.
 
-        Raises SessionFinished, and InvalidRequest for numbers that are none and turns that there are not.
+        Raises SessionFinished, and InvalidRequest for bad numbers and unknown turns.
         """
         self._check_score(score)
         if self._closed is not None:
@@ -252,15 +252,15 @@ class Session:
         await run_to_end(self._save(lambda record: replace(record, score=record.score.updated(score))))
 
     async def revoke(self) -> None:
-        """Take no more calls, durably; those that run go on. Idempotent. Raises SessionFinished."""
+        """Take no more calls, durably; open calls continue. Idempotent. Raises SessionFinished."""
         self._require_open("it takes no calls")
         await run_to_end(self._save(lambda record: replace(record, is_revoked=True)))
 
     async def finish(self, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
-        """Take no more calls, give those that run `end.wait_s`, and return the trajectory; durable on return.
+        """Take no more calls, wait `end.wait_s` for open ones, and return the trajectory; durable on return.
 
-        A call that is open then is lost. Finishing again returns the same trajectory and changes nothing. It
-        goes on if its caller leaves. Raises ServiceUnavailable if the journal fails: the session is open again.
+        A call that is open then fails. A repeat returns the same trajectory and changes nothing. A caller that
+        leaves ends nothing. Raises ServiceUnavailable if the journal fails: the session is open again.
         """
         self._check_score(end.score)
         if self._record.state is SessionState.OPEN:
@@ -272,7 +272,7 @@ class Session:
         return self.trajectory()
 
     async def close(self, error: AgentLoopError) -> None:
-        """Take no more calls, lose those that run, and return when nothing does. What comes later raises `error`.
+        """Take no more calls, fail those that run, and return when none does. Later calls raise `error`.
 
         For a session that leaves memory: it is not finished by that.
         """

@@ -554,7 +554,7 @@ def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
-    """Raise InvalidRequest, naming the entry, if its replicas could not start."""
+    """Raise InvalidRequest, naming the entry, for a missing Python, or experts that a dense model lacks."""
     python = None if entry.environment is None else entry.environment.py_executable
     if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would try for ever
         raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")

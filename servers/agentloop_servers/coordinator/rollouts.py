@@ -81,7 +81,7 @@ class _StoredCounts:
 
 
 class Rollouts:
-    """A WorkerPort, a RolloutPort and a LeasePort.
+    """The WorkerPort, RolloutPort and LeasePort of a coordinator.
 
     Construct, `await restore()`, then call `look` and `write_owed` now and then.
     """
@@ -127,8 +127,8 @@ class Rollouts:
         return len(self._polls)
 
     async def restore(self) -> None:
-        """Queue what an earlier coordinator left unfinished. It is given out after a grace period, in which
-        workers may say that they still run it."""
+        """Queue an earlier coordinator's unfinished work. It is given out after a grace period in which workers may
+        name what they still run."""
         now = self._clock.now()
         by_rollout: dict[str, list[tuple[RolloutGroup, tuple[int, ...]]]] = {}
         for group, sample_indexes in await self._store.unfinished():
@@ -273,7 +273,7 @@ class Rollouts:
             self._changed.notify()
 
     def begin_trim(self, now: float) -> None:
-        """Delete what the retention policy lets go, if it is time to and nobody does."""
+        """Begin to delete what the retention policy lets go, if that is due and not under way."""
         is_due = now >= self._trim_at and self._config.retention.deletes
         if is_due and (self._trimming is None or self._trimming.done()):
             self._trim_at = now + self._config.retention_interval_s
@@ -295,7 +295,7 @@ class Rollouts:
             self._log.info("records_deleted", num_rows_and_pages=num_deleted)
 
     async def write_owed(self) -> None:
-        """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
+        """Write the records that the coordinator owes. Raises the store's errors; what failed stays owed."""
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_RECORD_BATCH):
             batch = [
@@ -357,7 +357,7 @@ class Rollouts:
 
     @to_its_end
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
-        """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
+        """Store a finished session's record. Readers do not wait for more: their number is not known."""
         if await self._store.record(self._aged(trajectory), owner):
             assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
             self._log.info("session_recorded", assignment=assignment_id, is_complete=trajectory.is_complete)

@@ -50,7 +50,7 @@ _MAX_RETRY_COUNT = 1000
 async def answer_call(
     request: Request, endpoint: Endpoint, chat_call: ChatCall, name: str | None, render: Callable[[ChatResult], Any]
 ) -> Response:
-    """Answer a call as JSON, which `render` gives as `orjson` takes it. `name` is the body's of the session.
+    """Answer a call as JSON, which `render` makes for `orjson`. `name` is the session in the body.
 
     Raises as `find_or_create_session`, and what the call raises.
     """
@@ -66,7 +66,7 @@ async def answer_call(
 async def json_of_replies(
     replies: list[Reply], render: Callable[[], Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Return what `render` makes of replies; long ones are written in a thread."""
+    """Return `render`'s answer of replies as JSON; long ones are written in a thread."""
     if sum(len(reply.token_ids) for reply in replies) > LONG_ANSWER_TOKENS:
         return json_response(await asyncio.to_thread(lambda: orjson.dumps(render())), headers=headers)
     return json_response(render(), headers=headers)
@@ -107,7 +107,7 @@ async def stream_call(
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call, ending no later than the client stops waiting for it."""
+    """Return the call with the client's read timeout as its own, if that is shorter."""
     hint_s = _read_timeout_s(request)
     return chat_call if hint_s is None or hint_s >= chat_call.timeout_s else replace(chat_call, timeout_s=hint_s)
 
@@ -141,9 +141,9 @@ async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -
 
 
 def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
-    """Check that a model is served. In a session every name means its policy: agents have names of their own.
+    """Check that a model is served; in a session any name will do. Raises ModelNotFound.
 
-    Raises ModelNotFound.
+    Agents have model names of their own.
     """
     if body_session_id is None and not names_session(request):
         endpoint.check_model(name)

@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 3
 
 
 class DirectServer:
-    """Serves one app on the running loop, from `start` to `close`."""
+    """The server of one app on the running loop, from `start` to `close`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DirectServer:
                 raise ServiceUnavailable("the endpoint's own port is closed") from task.exception()
 
     async def close(self) -> None:
-        """Stop listening; what is in flight has a few seconds. Idempotent."""
+        """Stop listening; open requests have a few seconds. Idempotent."""
         for server in self._servers:
             server.should_exit = True
         if self._serving:

@@ -73,7 +73,7 @@ class Endpoint:
         )
 
     async def weight_version(self) -> int | None:
-        """Return the version of the weights that are served now; None while nobody can tell."""
+        """Return the served weight version; None if there is none, or the coordinator does not answer."""
         if self.live_version is None:
             return None
         try:
@@ -89,7 +89,7 @@ class Endpoint:
             )
 
     def name_adapter(self, name: str) -> None:
-        """Know the policy by an adapter's name, too; of more than `MAX_ADAPTERS` the oldest is forgotten."""
+        """Accept an adapter's name for the policy, too; beyond `MAX_ADAPTERS` the oldest is dropped."""
         self.adapters.pop(name, None)
         self.adapters[name] = None
         if len(self.adapters) > MAX_ADAPTERS:
@@ -102,7 +102,7 @@ class Endpoint:
 
     @contextmanager
     def hold_call_place(self, owner: str) -> Iterator[None]:
-        """Hold one of the places for calls. Raises Overloaded if all, or all of its owner's, are taken."""
+        """Hold a place for a call. Raises Overloaded if all, or all of its user's, are taken."""
         if self.num_open_calls >= self.limits.max_open_calls:
             raise Overloaded(f"{self.limits.max_open_calls} calls are running")
         self.num_open_calls += 1

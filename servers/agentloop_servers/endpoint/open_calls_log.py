@@ -47,7 +47,7 @@ class OpenCallsLog:
         self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their frames, in order
 
     def open(self) -> None:
-        """Make the file anew: what an earlier process left is gone.
+        """Make the file anew, without an earlier process's calls.
 
         Raises StorageFull, or ServiceUnavailable when the disk fails otherwise.
         """
@@ -65,10 +65,10 @@ class OpenCallsLog:
             self._fd = -1
 
     def add(self, number: int, session_id: str, call: CallRecord) -> None:
-        """Keep an open call, of which the number, ids, digest and creation time count.
+        """Keep an open call: its number, ids, digest and creation time.
 
-        Raises ServiceUnavailable if it cannot be written, and InvariantBroken for one that has begun; nothing is
-        kept then.
+        Raises ServiceUnavailable if it cannot be written, and InvariantBroken for a known call; nothing is kept
+        then.
         """
         calls = self._held.get(session_id, {})
         if call.call_id in calls:
@@ -84,7 +84,7 @@ class OpenCallsLog:
         self._held[session_id] = calls
 
     def of_call(self, session_id: str, call_id: str) -> OpenCall | None:
-        """Return what a call began with; None if it does not run."""
+        """Return an open call; None if it is not open."""
         held = self._held.get(session_id, {}).get(call_id)
         return None if held is None else held[0]
 
@@ -140,7 +140,7 @@ class OpenCallsLog:
 
 
 def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
-    """Return what a process left in its file, in the order the calls began, and how many gaps the file has.
+    """Return the calls in a dead process's file, in the order they began, and the file's number of gaps.
 
     A last frame that was cut off is none: its call has not begun. No file: nothing. Raises OSError.
     """

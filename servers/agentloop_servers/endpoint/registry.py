@@ -139,14 +139,14 @@ class SessionCache:
         return self.num_bytes >= self._max_bytes
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session, if it is in memory; it counts as used now."""
+        """Return the session, if it is in memory; this counts as a use."""
         session = self._alive.get(session_id)
         if session is not None:
             self.add(session)
         return session
 
     def add(self, session: Session) -> None:
-        """Hold a session; it counts as used now."""
+        """Hold a session; this counts as a use."""
         session_id = session.session_id
         if self._held.get(session_id) is not session:
             self._held[session_id] = self._alive[session_id] = session
@@ -161,12 +161,12 @@ class SessionCache:
             self._num_bytes -= self._sizes.pop(session_id, 0)
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that has ended for good: a caller that still has it does not find it here again."""
+        """Drop a session that has ended for good: it is found here no more, also by a caller that has it."""
         self.drop(session_id)
         self._alive.pop(session_id, None)
 
     def evict(self) -> list[str]:
-        """Drop what is idle, and over the quota what is longest unused. Returns the ids."""
+        """Drop idle sessions, and over the quota the longest unused. Returns the ids."""
         idle_since = self._now() - self._idle_s
         evicted: list[str] = []
         for session_id in list(self._held):
@@ -248,7 +248,10 @@ class Sessions:
         self.num_open -= 1
 
     async def start(self) -> None:
-        """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
+        """Open the file, and begin the watch, which expires, evicts and records.
+
+        Raises InvalidRequest if the file is no session store.
+        """
         self.num_open = await self.store.start()
         self._time.not_before(await self.store.last_use())
         await self.store.spare(self._limits.restart_grace_s)
@@ -275,8 +278,7 @@ class Sessions:
     # --- requests ---
 
     async def create(self, wanted: NewSession, names: Sequence[str]) -> Session:
-        """Create a session of the user whose names these are. The same request again, before the first call, gives
-        the same session.
+        """Create a session of the user with these names. A repeat before the first call gets the same session.
 
         Raises Conflict for an id that was used, or a rollout that was submitted, Overloaded, InvalidRequest.
         """
@@ -305,7 +307,7 @@ class Sessions:
         return None
 
     async def find(self, session_id: str, user_names: Sequence[str] | None) -> Session:
-        """Find a session of the caller's that exists, open or finished.
+        """Return a session of the caller's, open or finished.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
@@ -320,7 +322,7 @@ class Sessions:
         raise _not_found(session_id)
 
     async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> Session:
-        """Find a session, or make it at its first use; None: a one-off session. Raises as `find`, Overloaded."""
+        """Return a session, created at its first use; None: a one-off session. Raises as `find`, Overloaded."""
         if session_id is None:
             session = await self._create(self._new_record(NewSession(), names[0], is_one_off=True))
             if session is None:
@@ -348,7 +350,7 @@ class Sessions:
         user_names: Sequence[str] | None,
         end: SessionEnd = SessionEnd(),  # noqa: B008 - frozen
     ) -> Trajectory:
-        """End a session, and return its trajectory once the run's store has it. A repeat changes nothing.
+        """End a session. Returns its trajectory once the run's store has it. A repeat changes nothing.
 
         Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
         finished then, and its record follows.
@@ -362,10 +364,7 @@ class Sessions:
         return trajectory
 
     async def delete(self, session_id: str, user_names: Sequence[str] | None) -> None:
-        """Throw a session away for good: no record, and its id is never used again. Calls under way are lost.
-
-        Raises as `find`.
-        """
+        """Delete a session for good: no record, and its id is never used again. Raises as `find`."""
         own = (await self.find(session_id, user_names)).session_id
         async with self._locks.of(own):
             await self._delete(await self._found(own, None), SessionState.DELETED, _not_found(own))

@@ -202,7 +202,7 @@ class CallRoutes:
         )
 
     async def check_session(self, request: Request) -> None:
-        """Raises what `find_or_create_session` raises for a session that is not the caller's."""
+        """Raises as `find_or_create_session` for a session that is not the caller's."""
         await find_or_create_session(request, self._endpoint, None)
 
     # --- OpenAI's chat and completions ---

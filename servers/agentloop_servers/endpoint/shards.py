@@ -56,13 +56,12 @@ _log = structlog.stdlib.get_logger(__name__)
 async def take_shard_lock(
     run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> tuple[int, FileLock]:
-    """Take a free shard, `first` if it is: its number, and so one file of sessions, with the lock that holds it.
+    """Take a free shard, `first` if it is free. Returns its number, and so its file of sessions, with its lock.
 
-    So no two processes write the sessions of one shard, not even while a wedged one is being replaced, when Serve's
-    own rank of the new one is beyond their number. The lock's text is the port on which the shard was last reached:
-    the process that takes it over listens there again, and the URLs that agents hold go on working.
-
-    Raises ServiceUnavailable if none gets free in time.
+    So no two processes write the sessions of one shard, also while a wedged one is replaced and Serve's own rank of
+    the new one is beyond their number. The lock's text is the port on which the shard was last reached: its new
+    process listens there again, and the URLs that agents hold still work. Raises ServiceUnavailable if none gets
+    free in time.
     """
 
     def take() -> tuple[int, FileLock] | None:
@@ -80,7 +79,7 @@ async def take_shard_lock(
 
 
 class HeldElsewhere(Exception):
-    """The session belongs to process `rank`."""
+    """The session is held by process `rank`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the session is that of process {rank}")
@@ -88,7 +87,7 @@ class HeldElsewhere(Exception):
 
 
 class ShardRouter:
-    """The endpoint's processes as one of them sees it. `start` it once its own URL is known."""
+    """The endpoint's processes for one of them. `start` it once its own URL is known."""
 
     def __init__(
         self, coordinator: FrontPort, rank: int = 0, num_processes: int = 1, holder_wait_s: float = HOLDER_WAIT_S
@@ -105,7 +104,7 @@ class ShardRouter:
         self._num_passed_on = 0
 
     def new_id(self) -> str:
-        """The id of a new session of this process."""
+        """Return the id of a new session of this process."""
         while True:  # as many tries as there are processes, on average
             session_id = f"s-{uuid.uuid4().hex[:20]}"
             if self._holder_rank(session_id) == self._rank:
@@ -145,7 +144,7 @@ class ShardRouter:
             await http.close()
 
     async def forward(self, request: Request, rank: int) -> Response:
-        """The holder's answer, byte for byte, streams too; 503 if the holder is not there, 429 if too many wait."""
+        """Return the holder's answer, byte for byte, streams too; 503 if it is absent, 429 if too many wait."""
         return _PassedOn(self, request, rank, await request.body())
 
     async def ask_others(self, request: Request) -> list[bytes]:
@@ -165,8 +164,11 @@ class ShardRouter:
         return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
-        """Ask the holder and send what it answers; an error answer if it cannot be asked. Raises ServiceUnavailable
-        for an answer that is cut short, and ClientDisconnect for a client that does not read."""
+        """Send the holder's answer; an error answer if the holder cannot be asked.
+
+        Raises ServiceUnavailable for an answer that is cut short, and ClientDisconnect for a client that does not
+        read.
+        """
         self._num_passed_on += 1
         try:
             try:

@@ -49,7 +49,7 @@ class _Affinity:
 
 
 class TokenCalls:
-    """The unrecorded calls of one process. Whoever owns the leases gives back at the end what it holds."""
+    """The unrecorded calls of one process. The owner of the leases gives them back in the end."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TokenCalls:
                 self._sweep_later()
 
     def finish(self, affinity: str) -> bool:
-        """Give an affinity's place back now, unless it has a call; tells if there was one to give back."""
+        """Give an affinity's place back, unless a call runs. Returns true if it had one."""
         shared = self._affinities.get(affinity)
         if shared is None or shared.num_open:
             return False

@@ -55,7 +55,7 @@ class ModeRules:
             )
 
     def check_sleep(self) -> None:
-        """Raises InvalidRequest where memory is never given back."""
+        """Raises InvalidRequest in a mode that never gives memory back."""
         if not self.can_sleep:
             raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
 
@@ -170,7 +170,7 @@ class AdminRoutes:
 
 
 def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:
-    """The real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
+    """Return the real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
 
     The message is the same whatever is wrong, so that it tells nothing of the file system.
     """

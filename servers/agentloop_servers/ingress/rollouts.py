@@ -67,7 +67,7 @@ class Health:
 
 
 class Readiness:
-    """The fleet's readiness, asked of the coordinator once a second at most, however many want to know."""
+    """The fleet's readiness, asked of the coordinator at most once a second."""
 
     def __init__(self, coordinator: FrontPort) -> None:
         self._coordinator = coordinator
@@ -75,7 +75,7 @@ class Readiness:
         self._answered_at = 0.0
 
     async def known(self) -> Health:
-        """Return what was true a second ago or later; not ready also while the coordinator does not answer."""
+        """Return the readiness of at most a second ago; not ready if the coordinator does not answer."""
         loop = asyncio.get_running_loop()
         if self._asked is None or (self._asked.done() and loop.time() - self._answered_at > READINESS_AGE_S):
             self._asked = asyncio.create_task(self._ask(), name="readiness")
@@ -130,7 +130,7 @@ class RolloutRoutes:
         return router
 
     def generate_route(self) -> APIRouter:
-        """Return the route of direct generation; with an endpoint the keys of sessions are good for it too."""
+        """Return the route of direct generation; with an endpoint, sessions' keys open it too."""
         is_user = (
             self._keys.require_user
             if self._endpoint is None
@@ -160,7 +160,7 @@ class RolloutRoutes:
         return json_response(health, 200 if health.is_ready else 503, headers)
 
     async def close(self) -> None:
-        """End what is asked for health checks. Idempotent."""
+        """End the question for health checks. Idempotent."""
         await self._readiness.close()
 
     async def status(self, request: Request) -> Response:

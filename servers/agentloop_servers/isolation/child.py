@@ -114,8 +114,7 @@ class WorkerLink:
         await self._ask(WorkerCall.ABORT, request_id, type(None))
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Ask for another lease, as `WorkerPort.move` does, in place of the one that the worker holds; what a
-        request needs the worker sees itself."""
+        """Ask for another lease in place of the worker's own. The worker sees a request's needs itself."""
         return await self._ask(WorkerCall.MOVE, is_failed, Lease)
 
     async def _ask(

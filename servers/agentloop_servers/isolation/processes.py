@@ -157,7 +157,7 @@ class IsolatedRuns:
         return len(self._idle) + len(self._busy)
 
     def begin(self, assignment: Assignment) -> ProcessRun:
-        """Return the run of an assignment, not begun."""
+        """Return the run of an assignment, which begins with `to_record`."""
         return ProcessRun(self, assignment)
 
     async def take(self) -> _Child:
@@ -172,7 +172,7 @@ class IsolatedRuns:
             return await self._start()
 
     def give_back(self, child: _Child) -> bool:
-        """Keep a process for the next trajectory. False: there are enough, and it is to be discarded."""
+        """Keep a process for the next trajectory. False: enough are idle, so it has to be discarded."""
         if len(self._idle) >= self.config.max_idle:
             return False
         self._busy.discard(child)
@@ -180,7 +180,7 @@ class IsolatedRuns:
         return True
 
     async def discard(self, child: _Child) -> str:
-        """End a process, and say how it ended."""
+        """End a process. Returns the way it ended."""
         try:
             return await child.end()
         finally:
@@ -237,7 +237,7 @@ class ProcessRun:
         self._cancelled_at: float | None = None
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
         if self._cancelled_at is None:
             self._cancelled_at = asyncio.get_running_loop().time()
             if self._child is not None:
@@ -272,7 +272,7 @@ class ProcessRun:
         return self._unmade(StopReason.LOOP_FAILED, f"{reason or 'its process ended'}: {ending}")
 
     async def forget(self) -> None:
-        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Remove the journal of the trajectory, and of earlier runs of its sample."""
         if self._runs.journal is not None:
             await self._runs.journal.forget_sample(self._assignment.assignment_id)
 
