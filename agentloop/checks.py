@@ -84,10 +84,8 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
-    """Check a request but for its prompt. `features` are the engine's, as `bits_of` makes them.
-
-    Raises InvalidRequest (naming the field), or UnsupportedParameter for a missing feature.
-    """
+    """Check a request but for its prompt. `features` are the engine's, as `bits_of` makes them. Raises
+    InvalidRequest (naming the field), or UnsupportedParameter for a missing feature."""
     _check_numbers(sampling)
     _check_adjustments(sampling, vocab_size)
     _check_features(features_asked(sampling) & ~features, engine)

@@ -87,10 +87,8 @@ class VirtualClock:
         self._now_s += seconds
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run `main` in a new event loop under this clock, and close the loop.
-
-        Time continues from where it stands, so a clock can run several times.
-        """
+        """Run `main` in a new event loop under this clock, and close the loop. Time continues from where it stands,
+        so a clock can run several times."""
         with asyncio.Runner(loop_factory=self._new_loop) as runner:
             try:
                 return runner.run(main)

@@ -152,10 +152,8 @@ def shown(parts: Iterable[str | Image]) -> tuple[str, tuple[ImageRef, ...]]:
 
 
 def parts_of(content: str, images: Sequence[ImageRef]) -> list[str | ImageRef]:
-    """Return a message's texts and images in their order, as `shown` took them.
-
-    Neighbouring texts are one, and none is empty.
-    """
+    """Return a message's texts and images in their order, as `shown` took them. Neighbouring texts are one, and
+    none is empty."""
     parts: list[str | ImageRef] = []
     start = 0
     for ref in images:

@@ -83,10 +83,8 @@ class SamplingParams(SamplingOptions):
     @property
     def looks_back(self) -> bool:
         """True if the next token depends on the split between prompt and reply: no new request can continue the
-        reply.
-
-        A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
-        """
+        reply. A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt
+        too."""
         return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def of_choice(self, index: int) -> SamplingParams:

@@ -83,11 +83,8 @@ class AgentProgram:
     @classmethod
     def load(cls, path: str, *, grace_s: float = AGENT_GRACE_S) -> AgentProgram:
         """Make a program of the function `run(task, base_url, api_key)` at `my_module:run`; it returns a reward or
-        None.
-
-        If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each run.
-        Raises InvalidRequest with param "agent".
-        """
+        None. If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each
+        run. Raises InvalidRequest with param "agent"."""
         found = resolve(path, param="agent")
         if not callable(found):
             raise InvalidRequest(f"{path!r} is not a function", param="agent")

@@ -500,10 +500,8 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     async def report_users(
         self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
     ) -> UsersNews:
-        """Report the users' use of one ingress process. Returns the use of all processes.
-
-        With `reads_again` the users' file is read anew. Raises InvalidRequest.
-        """
+        """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
+        users' file is read anew. Raises InvalidRequest."""
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Announce the URL of chat endpoint process `rank`. Returns the known URL of each."""

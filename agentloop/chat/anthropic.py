@@ -74,10 +74,8 @@ _ERROR_TYPES = {
 
 
 def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`.
-
-    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
-    """
+    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
+    answer."""
     messages, tools = prompt(body)
     choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
     forced = _forced_tool(body)
@@ -204,10 +202,8 @@ def _read_tool_use(block: ToolUseBlock) -> ToolCall:
 
 
 class MessageWriter(BlockWriter):
-    """The writer of one message; `message_key` is 32 hex digits, new for each.
-
-    Streamed arguments of a call come whole too: only then it is known if they can be read.
-    """
+    """The writer of one message; `message_key` is 32 hex digits, new for each. Streamed arguments of a call come
+    whole too: only then it is known if they can be read."""
 
     def __init__(self, body: MessagesBody, message_key: str) -> None:
         super().__init__()

@@ -120,10 +120,8 @@ def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser
 def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
-    """Return messages and tool definitions as the renderer takes them.
-
-    Raises UnsupportedParameter for images: only an engine knows their tokens.
-    """
+    """Return messages and tool definitions as the renderer takes them. Raises UnsupportedParameter for images: only
+    an engine knows their tokens."""
     read = [_cached(one, f"messages.{index}.content") for index, one in enumerate(messages)]
     _refuse_images(read, "the tokens of images are counted in a session only")
     return _conversation(read), _definitions(tools)
@@ -301,7 +299,6 @@ class ChatWriter(ChoiceWriter):
         return [{"delta": delta} for delta in deltas]
 
     def whole_part(self, reply: Reply) -> Answer:
-        """The message."""
         message = reply.message
         answer: Answer = {"role": "assistant", "content": message.content, "refusal": None}
         if message.tool_calls:
@@ -314,7 +311,6 @@ class ChatWriter(ChoiceWriter):
         return {"message": answer}
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
-        """An entry for each token."""
         return {"content": self.texts.entries(token_ids, logprobs, top), "refusal": None}
 
 

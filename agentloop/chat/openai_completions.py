@@ -62,11 +62,9 @@ class CompletionWriter(ChoiceWriter):
         return [{"text": piece.content}] if piece.content else []
 
     def whole_part(self, reply: Reply) -> Answer:
-        """The text."""
         return {"text": reply.message.content}
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
-        """Columns of the tokens."""
         before = self._num_chars.get(index, 0)
         columns = self.texts.columns(token_ids, logprobs, top, before)
         self._num_chars[index] = before + sum(map(len, columns["tokens"]))

@@ -54,10 +54,8 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
 
 
 def to_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`.
-
-    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
-    """
+    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
+    answer."""
     tools = _tools(body)
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)

@@ -119,10 +119,7 @@ def sampling_params(
     body: SamplingFields, max_tokens: int | None, vocab_size: int, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Return the sampling of a body. None is the default, a `top_p` of 0 the likeliest token. Raises
-    InvalidRequest.
-
-    A temperature too small for engines is 0: clients write it for that.
-    """
+    InvalidRequest. A temperature too small for engines is 0: clients write it for that."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
     stops = tuple(dict.fromkeys(body.stop_token_ids or ()))

@@ -51,7 +51,6 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Get ready."""
         connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
@@ -73,10 +72,8 @@ class Transport:
         repeat_overloaded: bool = True,
         key: str = "",
     ) -> bytes:
-        """Make one call with its repeats, with the client's key or with `key`.
-
-        An Overloaded that is not to be repeated here is raised as Retryable.
-        """
+        """Make one call with its repeats, with the client's key or with `key`. An Overloaded that is not to be
+        repeated here is raised as Retryable."""
 
         def may_repeat(failure: BaseException) -> bool:
             is_full = isinstance(failure, Retryable) and isinstance(failure.error, Overloaded)

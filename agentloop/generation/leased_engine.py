@@ -295,10 +295,8 @@ class LeasedEngine:
 
 
 class CallLeases:
-    """The leases of a process's calls: one for each session, and one for each call outside of a session.
-
-    Close it before its reporter: it waits for changes under way.
-    """
+    """The leases of a process's calls: one for each session, and one for each call outside of a session. Close it
+    before its reporter: it waits for changes under way."""
 
     def __init__(
         self,
@@ -361,12 +359,10 @@ def _pause_s(num_before: int, num_failures: int = 0) -> float:
 
 
 class _TurnRounds:
-    """One turn over its rounds: what it has, and what is still to be asked.
-
-    A round is one engine request. It ends with the turn, by an engine's abort, or by a failure; the next one goes
-    on from the ids so far. `sampled` is shared with the turn's reader (`TurnText` in `turn_sampler.py`): tokens are
-    added here, and cut here or, at a stop string, there. Invariant: its tokens are the beginning of the reply.
-    """
+    """One turn over its rounds: what it has, and what is still to be asked. A round is one engine request. It ends
+    with the turn, by an engine's abort, or by a failure; the next one goes on from the ids so far. `sampled` is
+    shared with the turn's reader (`TurnText` in `turn_sampler.py`): tokens are added here, and cut here or, at a
+    stop string, there. Invariant: its tokens are the beginning of the reply."""
 
     def __init__(
         self,
@@ -417,10 +413,8 @@ class _TurnRounds:
         return self._reply(FinishReason.ABORT)
 
     def next_request(self) -> GenerateRequest:
-        """Return what is still to be asked: the prompt with the ids so far, under an id of its own.
-
-        Raises EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often.
-        """
+        """Return what is still to be asked: the prompt with the ids so far, under an id of its own. Raises
+        EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often."""
         if self._last is not None and not self._survives_abort():
             raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
         request, self._last = self.request, None
@@ -437,11 +431,9 @@ class _TurnRounds:
         return can_go_on and self._num_idle < MAX_ABORTS
 
     def prepare_to_continue(self) -> bool:
-        """Get ready to continue the tokens so far, or cut them to sample from the start.
-
-        False if neither gives a reply of the same distribution: the tokens were shown, and the sampling looks back
-        at them, which a new request takes for its prompt.
-        """
+        """Get ready to continue the tokens so far, or cut them to sample from the start. False if neither gives a
+        reply of the same distribution: the tokens were shown, and the sampling looks back at them, which a new
+        request takes for its prompt."""
         if not self.request.sampling.looks_back or not self.sampled:
             return True
         if not self._is_shown:
@@ -470,11 +462,9 @@ class _TurnRounds:
         self._append(piece)
 
     def end_round(self, last: Generation) -> None:
-        """Add the rest of a round's generation, of which pieces may have come before.
-
-        Raises as `add`, MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for
-        one without a token if there is time for another round.
-        """
+        """Add the rest of a round's generation, of which pieces may have come before. Raises as `add`,
+        MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for one without a
+        token if there is time for another round."""
         if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
             raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
         self._stand_still(last.standstill_s)

@@ -111,10 +111,8 @@ async def stream_turn(
 
 
 class TurnText:
-    """A turn's tokens as they are read: pieces out, a reply at the end.
-
-    `sampled` is shared with the turn's rounds (`leased_engine.py`), which add to it.
-    """
+    """A turn's tokens as they are read: pieces out, a reply at the end. `sampled` is shared with the turn's rounds
+    (`leased_engine.py`), which add to it."""
 
     def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""
@@ -197,10 +195,8 @@ class TurnText:
         return self._piece(self._splitter.finish(reply.message), len(self.sampled), finish_of(reply))
 
     def _piece(self, shown: TurnPiece, num_tokens: int, finish: TurnFinish | None = None) -> TurnPiece:
-        """Add the tokens up to there that no earlier piece had: those that no stop string can cut.
-
-        Logprobs are rounded as the reply stores them.
-        """
+        """Add the tokens up to there that no earlier piece had: those that no stop string can cut. Logprobs are
+        rounded as the reply stores them."""
         tokens, self._num_given = self.sampled.since(self._num_given, num_tokens), num_tokens
         return TurnPiece(
             shown.choice_index,

@@ -105,11 +105,8 @@ class Parser(Protocol):
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
         """Return the constraint to calls of `tools` and nothing else: one or more, exactly one unless
-        `is_parallel`.
-
-        `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not. Raises
-        InvalidRequest if no such turn can be written.
-        """
+        `is_parallel`. `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not.
+        Raises InvalidRequest if no such turn can be written."""
 
 
 class NoCallsParser:
@@ -119,13 +116,11 @@ class NoCallsParser:
         self.marks = Marks((), thoughts=thoughts)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`."""
         return ParsedTurn(decoded.text.strip(), ())
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
-        """See `Parser.call_constraint`."""
         raise InvalidRequest("this service reads no tool calls: its model has no parser", param="tools")
 
 

@@ -37,7 +37,6 @@ class MarkedParser(ABC):
         return 0
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`."""
         builder = TurnBuilder(decoded, turn_index)
         text, position = decoded.text, self.read_leading(builder, tools)
         while (found := self.opening.search(text, position)) is not None:
@@ -50,7 +49,6 @@ class MarkedParser(ABC):
         return builder.finish()
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """See `Parser.call_constraint`."""
         is_parallel = is_parallel and not self.writes_one
         return constraint_of_calls(tools, self._written, self.turn, forced=forced, is_parallel=is_parallel)
 

@@ -79,28 +79,22 @@ class ModelText:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn, the model's own first. Never empty."""
         return self._stop_token_ids
 
     @property
     def vocab_size(self) -> int:
-        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
         return self._vocab_size
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included, nothing stripped."""
         return self.tokens.decode(ids)
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """Return `decode(ids)`, with the number of characters complete after each id, in linear time."""
         return self.tokens.decode_with_offsets(ids)
 
     def decoder(self) -> TextDecoder:
-        """Make a decoder for ids that come in pieces."""
         return TextDecoder(self.tokens, self._stop_token_ids[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text: they may be a part of a character."""
         return self.tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:
@@ -203,7 +197,6 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """See `Renderer.render`."""
         return self.tokens.encode(self.text(messages, tools, template_kwargs, is_open=is_open))
 
     def text(

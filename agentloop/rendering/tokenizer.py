@@ -87,11 +87,8 @@ class Tokens:
 
     def mask(self, text: str, *, keeps_markup: bool = False) -> str:
         """Return a text whose spellings of control tokens `encode` takes as text, whatever a template writes beside
-        it.
-
-        `keeps_markup`: the text is trusted or a policy's own, so markup that is no special token (`<think>`) stays
-        a token.
-        """
+        it. `keeps_markup`: the text is trusted or a policy's own, so markup that is no special token (`<think>`)
+        stays a token."""
         if self._control.search(text) is not None:
             text = self._control.sub(
                 lambda m: m[0] if keeps_markup and m[0] not in self._special else self._placeholder(m[0]), text

@@ -50,10 +50,8 @@ class ToolSession(Protocol):
         """Return the tool's answer. Raises ToolError with a message for the policy, or ToolLost."""
 
     async def close(self) -> None:
-        """Free what the session holds. Called once, also after a failed `open`, a timeout or a cancellation.
-
-        A process that is killed calls nothing.
-        """
+        """Free what the session holds. Called once, also after a failed `open`, a timeout or a cancellation. A
+        process that is killed calls nothing."""
 
 
 @runtime_checkable
@@ -65,12 +63,9 @@ class OpeningSession(ToolSession, Protocol):
 
     async def open(self, task: RolloutTask) -> None:
         """Prepare for a task. Called once, first; `task.tool_setup` has what the task brings, under the tool's
-        name.
-
-        Raises InvalidRequest for a task that the session cannot be opened for, which ends as `invalid_task`. Any
-        other error, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a
-        reward.
-        """
+        name. Raises InvalidRequest for a task that the session cannot be opened for, which ends as `invalid_task`.
+        Any other error, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a
+        reward."""
 
 
 @runtime_checkable

@@ -128,10 +128,8 @@ class AssignedRun(Protocol):
 
 
 class TrajectoryRun:
-    """One trajectory, from its assignment to its terminal record.
-
-    In this order: `_load`, `_open_tools`, `_run_loop`, `_apply_staleness_policy`, `_score`, `_final_record`.
-    """
+    """The AssignedRun of a trajectory in its worker's process: `_load`, `_open_tools`, `_run_loop`,
+    `_apply_staleness_policy`, `_score` and `_final_record`, in this order."""
 
     def __init__(self, parts: RunParts, assignment: Assignment) -> None:
         self._parts = parts
@@ -156,23 +154,19 @@ class TrajectoryRun:
 
     @property
     def is_dropped(self) -> bool:
-        """True if the record was dropped for its age: its sample is begun anew."""
         return self._outcome.is_dropped
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of the turns so far."""
         return self._ctx.budget.num_sampled_tokens if self._ctx else 0
 
     def cancel(self) -> None:
-        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
             if self._loop_task is not None:
                 self._loop_task.cancel()
 
     async def to_record(self) -> Trajectory:
-        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
         try:
             if await self._load():
                 await self._to_end()

@@ -89,7 +89,6 @@ class Balancer:
 
     @property
     def holders(self) -> Iterable[str]:
-        """The trajectories and sessions that hold a lease."""
         return self._table.holders
 
     def num_leases(self, replica_id: str) -> int:

@@ -84,7 +84,6 @@ class LeaseTable:
 
     @property
     def holders(self) -> Iterable[str]:
-        """The holders of leases."""
         return self._by_holder
 
     def of_holder(self, holder_id: str) -> Holding | None:

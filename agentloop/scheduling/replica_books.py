@@ -151,10 +151,7 @@ class ReplicaBooks:
 
     def needing(self, demand: Demand, needs: Needs) -> Demand:
         """Return a demand with all needs that its holder ever had, if one engine can serve them all, or the new
-        ones.
-
-        Raises UnsupportedParameter if no engine can serve the new ones.
-        """
+        ones. Raises UnsupportedParameter if no engine can serve the new ones."""
         joined = demand.needs.joined(needs)
         if joined is demand.needs:
             return demand

@@ -209,10 +209,8 @@ class RolloutQueue:
 
     def take(self, worker_id: str, num_free: int, now: float, try_to_place: TryToPlace) -> tuple[Placed, ...]:
         """Give a worker with `num_free` free places its next samples: suspects that it may try, then the others.
-
         `try_to_place` is called with each sample whose turn it is. With a lease the sample runs at the worker, and
-        both are returned; with a `NoPlace` it stays queued.
-        """
+        both are returned; with a `NoPlace` it stays queued."""
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
         placed = self._suspects.take(
             running, num_free, now, lambda sample: self._place_suspect(sample, worker_id, now, try_to_place)
@@ -256,11 +254,9 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
-        """Give a worker samples that it runs already, with the tokens that it has of each.
-
-        After a restart of the coordinator these are queued ones. A worker that was given up for lost and is heard
-        again gets back also those of which the worker after it has fewer tokens: its silence costs no attempt.
-        """
+        """Give a worker samples that it runs already, with the tokens that it has of each. After a restart of the
+        coordinator these are queued ones. A worker that was given up for lost and is heard again gets back also
+        those of which the worker after it has fewer tokens: its silence costs no attempt."""
         for assignment_id, num_sampled in running.items():
             sample = self._live.get(assignment_id)
             if sample is None or sample.worker_id == worker_id:
@@ -324,10 +320,8 @@ class RolloutQueue:
         return True
 
     def drop_stale(self, worker_id: str, assignment_id: str, attempt: int) -> bool:
-        """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left.
-
-        False, without a change: it is not the worker's, or this attempt was dropped before.
-        """
+        """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left. False,
+        without a change: it is not the worker's, or this attempt was dropped before."""
         if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
         sample = self._live[assignment_id]
@@ -338,11 +332,9 @@ class RolloutQueue:
         return True
 
     def take_keep_place(self, assignment_id: str) -> bool:
-        """Take one of the `keep` places of a sample's group, before its complete record is stored.
-
-        False: the group has its samples, so this one is cancelled. `finished` follows once the record is stored, or
-        `give_back_keep_place` if that failed.
-        """
+        """Take one of the `keep` places of a sample's group, before its complete record is stored. False: the group
+        has its samples, so this one is cancelled. `finished` follows once the record is stored, or
+        `give_back_keep_place` if that failed."""
         group = self._group_of(assignment_id)
         if group is None or group.keep is None or assignment_id in group.keep_places:
             return True
@@ -358,11 +350,9 @@ class RolloutQueue:
             group.keep_places.discard(assignment_id)
 
     def finished(self, assignment_id: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
-        """Note that a sample's terminal record is durable. False: it was so before.
-
-        A worker that still runs the sample is told to cancel. `is_trained`: the trainer will consume the record;
-        `is_kept`: the sample fills a keep place of its group.
-        """
+        """Note that a sample's terminal record is durable. False: it was so before. A worker that still runs the
+        sample is told to cancel. `is_trained`: the trainer will consume the record; `is_kept`: the sample fills a
+        keep place of its group."""
         sample = self._live.pop(assignment_id, None)
         if sample is None:
             return False
@@ -398,10 +388,8 @@ class RolloutQueue:
     # --- cancelling ---
 
     def cancel(self, rollout_id: str) -> Cancellation:
-        """End a rollout: queued samples are owed a CANCELLED record, workers are told to end the others.
-
-        Unknown or done rollouts: no-op.
-        """
+        """End a rollout: queued samples are owed a CANCELLED record, workers are told to end the others. Unknown or
+        done rollouts: no-op."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return Cancellation((), ())

@@ -149,7 +149,6 @@ class LiveRollout:
     is_cancelled: bool = False
 
     def status(self, num_held: int = 0) -> RolloutStatus:
-        """Return its counts."""
         num_finished = self.num_accepted - self.num_queued - self.num_running
         counts = (self.num_accepted, num_finished, self.num_running, self.num_queued)
         terms = self.terms

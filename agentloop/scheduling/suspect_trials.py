@@ -41,7 +41,6 @@ class SuspectTrials:
             yield from waiting.values()
 
     def add(self, sample: Sample, now: float) -> None:
-        """Queue a suspect."""
         self._by_size.setdefault(sample.trial_size, OrderedDict())[sample.assignment_id] = sample
         self._since[sample.assignment_id] = now
 
@@ -56,10 +55,8 @@ class SuspectTrials:
     def take(
         self, running: Collection[Sample], num_free: int, now: float, place: Callable[[Sample], Lease | None]
     ) -> list[tuple[Sample, Lease]]:
-        """Take out the suspects that a worker may try beside `running` and that `place` grants a lease.
-
-        Small trials come first.
-        """
+        """Take out the suspects that a worker may try beside `running` and that `place` grants a lease. Small
+        trials come first."""
         if not self._since or num_free <= 0:
             return []
         tried = [sample for sample in running if is_tried(sample, now)]
@@ -81,11 +78,9 @@ class SuspectTrials:
 
     def note_death(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
         """Note a worker's death in the samples that ran there. Returns queued samples that are suspect no more.
-
         Suspects of an earlier death are tried again among themselves, samples that were never suspect likewise. A
         sample that had outlived its last death is suspect only if there are none of these. If a suspect of an
-        earlier death dies again, the others of that death were not its cause.
-        """
+        earlier death dies again, the others of that death were not its cause."""
         again = [sample for sample in running if has_not_outlived(sample, alive_at)]
         first = [sample for sample in running if sample.num_deaths == 0]
         outlived = [sample for sample in running if sample.num_deaths and not has_not_outlived(sample, alive_at)]

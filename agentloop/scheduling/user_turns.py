@@ -41,7 +41,6 @@ class UserTurns:
         return self.table.names.get(owner, owner)
 
     def limits_of(self, user: str) -> UserLimits:
-        """Return a user's limits."""
         return self.table.limits.get(user, NO_LIMITS)
 
     def pass_of(self, user: str) -> float:

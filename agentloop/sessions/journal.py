@@ -88,10 +88,8 @@ class Journal(Protocol):
 
 
 async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: float) -> None:
-    """Await a write to a journal. Raises ServiceUnavailable if it is late, or raises an error that is not ours.
-
-    For callers that run to their end: a cancelled caller cuts the write off.
-    """
+    """Await a write to a journal. Raises ServiceUnavailable if it is late, or raises an error that is not ours. For
+    callers that run to their end: a cancelled caller cuts the write off."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:

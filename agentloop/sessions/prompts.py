@@ -116,10 +116,8 @@ class PreparedCall:
 async def prepare_call(
     chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> PreparedCall:
-    """Match, render and check a call.
-
-    Raises InvalidRequest and its kind, and TemplateError; with new images also what the engine raises.
-    """
+    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; with new images also
+    what the engine raises."""
     sampling, reads_calls = _sampling(chat_call, parts)
     if chat_call.prompt_ids is not None:
         prompt = _given_prompt(chat_call.prompt_ids, graph, parts)

@@ -187,11 +187,8 @@ class Session:
 
     async def call(self, chat_call: ChatCall, key: CallKey) -> ChatResult:
         """Answer a call; durable when this returns. A cancelled caller gives the call up if it was the last to
-        wait.
-
-        Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
-        DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised.
-        """
+        wait. Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
+        DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised."""
         entered = self._enter(chat_call, key, is_streamed=False)
         if isinstance(entered, ChatResult):
             return entered

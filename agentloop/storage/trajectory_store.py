@@ -438,11 +438,8 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def take_over(self, above: int = 0) -> int:
-        """Become the store's only writer, under an epoch greater than any before and than `above`.
-
-        From now on the writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater
-        epoch.
-        """
+        """Become the store's only writer, under an epoch greater than any before and than `above`. From now on the
+        writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater epoch."""
 
         def work(db: sqlite3.Connection) -> int:
             epoch = self._epoch = max(self._stored_epoch(db) or 0, above) + 1

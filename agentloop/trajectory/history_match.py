@@ -93,11 +93,8 @@ class HistoryIndex:
         return [message_key(message, is_strict=self.is_strict) for message in messages]
 
     def walk(self, tools: bytes, keys: Sequence[bytes], messages: Sequence[Message]) -> Walk | None:
-        """Follow a request; None if no turn has these tools.
-
-        A turn can be extended if a message other than an assistant's follows it: only that can be rendered behind a
-        reply.
-        """
+        """Follow a request; None if no turn has these tools. A turn can be extended if a message other than an
+        assistant's follows it: only that can be rendered behind a reply."""
         if tools not in self._starts:
             return None
         trail = self._trail(self._starts[tools], keys)

@@ -70,12 +70,10 @@ class TurnGraph:
 
     @property
     def num_turns(self) -> int:
-        """The number of nodes."""
         return len(self._nodes)
 
     @property
     def last(self) -> Node | None:
-        """The node that was added last."""
         return self._nodes[next(reversed(self._nodes))] if self._nodes else None
 
     @property

@@ -31,10 +31,8 @@ COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the st
 
 
 class CoordinatorClient:
-    """The coordinator's ports for one process. Close it in the end.
-
-    A port's call is answered by the class that `server.py` names: `front.submit` by `Rollouts.submit`.
-    """
+    """The coordinator's ports for one process. Close it in the end. A port's call is answered by the class that
+    `server.py` names: `front.submit` by `Rollouts.submit`."""
 
     def __init__(
         self, find: Callable[[], Awaitable[str]], secret: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S

@@ -114,10 +114,8 @@ def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
 
 async def find_or_create_session(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
     """Find the session that a request names, or create one, durably; its answer has `x-session-id` from here on.
-
     Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and HeldElsewhere: `ingress/app.py` then
-    forwards the request to the process that holds the session.
-    """
+    forwards the request to the process that holds the session."""
     session_id, must_exist = session_name(request, body_session_id)
     sessions, user_names = endpoint.sessions, caller_of(request).user_names
     found: Session | None = None

@@ -65,11 +65,8 @@ class OpenCallsLog:
             self._fd = -1
 
     def add(self, number: int, session_id: str, call: CallRecord) -> None:
-        """Keep an open call: its number, ids, digest and creation time.
-
-        Raises ServiceUnavailable if it cannot be written, and InvariantBroken for a known call; nothing is kept
-        then.
-        """
+        """Keep an open call: its number, ids, digest and creation time. Raises ServiceUnavailable if it cannot be
+        written, and InvariantBroken for a known call; nothing is kept then."""
         calls = self._held.get(session_id, {})
         if call.call_id in calls:
             raise InvariantBroken(f"call {call.call_id} has begun already")

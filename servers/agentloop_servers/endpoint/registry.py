@@ -248,10 +248,8 @@ class Sessions:
         self.num_open -= 1
 
     async def start(self) -> None:
-        """Open the file, and begin the watch, which expires, evicts and records.
-
-        Raises InvalidRequest if the file is no session store.
-        """
+        """Open the file, and begin the watch, which expires, evicts and records. Raises InvalidRequest if the file
+        is no session store."""
         self.num_open = await self.store.start()
         self._time.not_before(await self.store.last_use())
         await self.store.spare(self._limits.restart_grace_s)

@@ -148,10 +148,8 @@ class SessionStore:
         self._log.add(next(self._numbers), session_id, call_record)
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep a call with its turns, committed or failed, in place of an earlier record of it.
-
-        Raises SessionNotFound for a tombstone.
-        """
+        """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
+        SessionNotFound for a tombstone."""
         opened, number = self._log.of_call(session_id, call_record.call_id), next(self._numbers)
         began = number if opened is None else opened.number
         stored = StoredCall(call_record, tuple(nodes))

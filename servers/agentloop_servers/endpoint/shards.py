@@ -164,11 +164,8 @@ class ShardRouter:
         return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
-        """Send the holder's answer; an error answer if the holder cannot be asked.
-
-        Raises ServiceUnavailable for an answer that is cut short, and ClientDisconnect for a client that does not
-        read.
-        """
+        """Send the holder's answer; an error answer if the holder cannot be asked. Raises ServiceUnavailable for an
+        answer that is cut short, and ClientDisconnect for a client that does not read."""
         self._num_passed_on += 1
         try:
             try:

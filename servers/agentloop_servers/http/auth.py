@@ -124,10 +124,8 @@ class Keys:
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
 
     def turn_user(self, headers: Headers) -> str:
-        """Return the user whose turn a request takes, before anything is checked; "" for a wrong key.
-
-        A session's key takes the turn of the session's owner.
-        """
+        """Return the user whose turn a request takes, before anything is checked; "" for a wrong key. A session's
+        key takes the turn of the session's owner."""
         texts = headers.getlist("authorization")[:1], headers.getlist("x-api-key")[:1]
         for credential in (*(text.removeprefix("Bearer ") for text in texts[0]), *texts[1]):
             if credential.startswith(_SESSION_KEY_PREFIXES):
@@ -283,9 +281,7 @@ def authenticate(
     keys: Keys, opened_by: Callable[[str], SessionKey | None], *, takes_agents: bool = True
 ) -> Callable[[Request], Awaitable[None]]:
     """Make a route dependency that sets the request's `Caller`, by a user key or a session's key of this run.
-
-    Raises Unauthorized without one, and Forbidden for an agent's key unless the route `takes_agents`.
-    """
+    Raises Unauthorized without one, and Forbidden for an agent's key unless the route `takes_agents`."""
 
     async def check(request: Request) -> None:
         credential = credential_of(request)

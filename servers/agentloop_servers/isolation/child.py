@@ -72,7 +72,6 @@ class WorkerLink:
         self._waiting: dict[int, tuple[asyncio.Future[bytes], OnProgress | None]] = {}
 
     def send(self, value: Frame) -> None:
-        """Send a frame."""
         self._writer.write(packed(value))
 
     def hear(self, frame: Answered | Refused | Heard) -> None:
@@ -92,10 +91,8 @@ class WorkerLink:
                     answer.set_exception(error)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does.
-
-        Raises EnginePaused also while the worker has no place for the turn: the caller asks again.
-        """
+        """Generate, as `TokenEngine.generate` does. Raises EnginePaused also while the worker has no place for the
+        turn: the caller asks again."""
         return await self._ask(WorkerCall.GENERATE, request, Generation, on_progress)
 
     async def stream(
@@ -106,11 +103,9 @@ class WorkerLink:
         yield  # an async generator
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
-        """Ask, as `TokenEngine.image_tokens` does."""
         return await self._ask(WorkerCall.IMAGE_TOKENS, tuple(images), tuple[ImageTokens, ...])
 
     async def abort(self, request_id: str) -> None:
-        """End a request, as `TokenEngine.abort` does."""
         await self._ask(WorkerCall.ABORT, request_id, type(None))
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:

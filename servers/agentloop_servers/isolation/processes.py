@@ -222,7 +222,7 @@ class IsolatedRuns:
 
 
 class ProcessRun:
-    """One trajectory in a process of its own, as the worker sees it."""
+    """The AssignedRun of a trajectory in a process of its own."""
 
     def __init__(self, runs: IsolatedRuns, assignment: Assignment) -> None:
         self.is_dropped = False
@@ -237,14 +237,12 @@ class ProcessRun:
         self._cancelled_at: float | None = None
 
     def cancel(self) -> None:
-        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
         if self._cancelled_at is None:
             self._cancelled_at = asyncio.get_running_loop().time()
             if self._child is not None:
                 self._child.send(Cancel())
 
     async def to_record(self) -> Trajectory:
-        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
         try:
             child = await self._runs.take()
         except AgentLoopError as error:
@@ -272,7 +270,6 @@ class ProcessRun:
         return self._unmade(StopReason.LOOP_FAILED, f"{reason or 'its process ended'}: {ending}")
 
     async def forget(self) -> None:
-        """Remove the journal of the trajectory, and of earlier runs of its sample."""
         if self._runs.journal is not None:
             await self._runs.journal.forget_sample(self._assignment.assignment_id)
 
@@ -376,10 +373,8 @@ class ProcessRun:
         return encode(generation)
 
     async def _place(self, request: GenerateRequest) -> Lease:
-        """Return the lease to call under.
-
-        No room is raised as EnginePaused, on which the process asks again, and does not count the time.
-        """
+        """Return the lease to call under. No room is raised as EnginePaused, on which the process asks again, and
+        does not count the time."""
         try:
             needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
             return await self._lease.ask((), needs)
