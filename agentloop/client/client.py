@@ -158,7 +158,7 @@ class RolloutClient:
         before you train.
 
         With `keep`, the first `keep` complete samples of each task make its group, and the rest of `num_samples` is
-        cancelled: nobody waits for the longest. Every sample still has its record; those of the rest are CANCELLED
+        cancelled: the longest need not end. Every sample still has its record; those of the rest are CANCELLED
         and not complete, and a group never has more complete ones than it keeps.
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
@@ -236,7 +236,7 @@ class RolloutClient:
     ) -> AgentSession:
         """A recorded session for an agent, to be entered with `async with`; leaving it finishes it.
 
-        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
+        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that is not
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
         `on_overflow`, `on_malformed_call`, `task_messages`: as `NewSessionBody` says.
         """

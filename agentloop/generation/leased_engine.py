@@ -67,7 +67,7 @@ T = TypeVar("T")
 Connect = Callable[[str], TokenEngine]
 """The engine behind a replica's private URL."""
 
-ContinuesAfterAbort: TypeAlias = Callable[[SampledTokens], bool]
+AbortRule: TypeAlias = Callable[[SampledTokens], bool]
 """Tells if a turn with these tokens is continued after an engine's abort."""
 
 MAX_ABORTS = 32  # in a row of a turn that engines' aborts keep cutting before it has a token more
@@ -161,7 +161,7 @@ class LeasedEngine:
         sampled: SampledTokens | None = None,
         *,
         deadline: Deadline | None = None,
-        continues_after_abort: ContinuesAfterAbort | None = None,
+        continues_after_abort: AbortRule | None = None,
     ) -> Generation:
         """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
@@ -170,9 +170,7 @@ class LeasedEngine:
         which is empty. If `continues_after_abort` says no after an engine's abort, the reply ends with
         FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
         """
-        turn = _TurnRounds(
-            request, sampled, deadline, self._vocab_size, continues_after_abort=continues_after_abort
-        )
+        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort)
         async with aclosing(self._rounds(turn)) as items:
             async for item in items:
                 if isinstance(item, Generation):
@@ -186,17 +184,14 @@ class LeasedEngine:
         *,
         deadline: Deadline | None = None,
         is_shown: bool = True,
-        continues_after_abort: ContinuesAfterAbort | None = None,
+        continues_after_abort: AbortRule | None = None,
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
         With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
         """
         turn = _TurnRounds(
-            *(request, sampled, deadline, self._vocab_size),
-            is_streamed=True,
-            is_shown=is_shown,
-            continues_after_abort=continues_after_abort,
+            request, sampled, deadline, self._vocab_size, continues_after_abort, is_streamed=True, is_shown=is_shown
         )
         return self._rounds(turn)
 
@@ -370,10 +365,10 @@ class _TurnRounds:
         sampled: SampledTokens | None,
         deadline: Deadline | None,
         vocab_size: int,
+        continues_after_abort: AbortRule | None = None,
         *,
         is_streamed: bool = False,
         is_shown: bool = False,
-        continues_after_abort: ContinuesAfterAbort | None = None,
     ) -> None:
         self.request = request
         self.sampled = SampledTokens() if sampled is None else sampled
@@ -407,8 +402,7 @@ class _TurnRounds:
             return self._reply(FinishReason.STOP)
         if len(ids) >= sampling.max_tokens:
             return self._reply(FinishReason.LENGTH)
-        ask = self._continues_after_abort
-        if last is None or ask is None or ask(self.sampled):
+        if last is None or self._continues_after_abort is None or self._continues_after_abort(self.sampled):
             return None
         return self._reply(FinishReason.ABORT)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import ContinuesAfterAbort, LeasedEngine
+from agentloop.generation.leased_engine import AbortRule, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -55,10 +55,7 @@ class TurnRequest:
 
 
 async def sample_turn(
-    engine: LeasedEngine,
-    reader: TurnReader,
-    wanted: TurnRequest,
-    continues_after_abort: ContinuesAfterAbort | None = None,
+    engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, continues_after_abort: AbortRule | None = None
 ) -> Reply:
     """Sample the whole turn. Raises what the engine raises.
 
@@ -72,11 +69,7 @@ async def sample_turn(
         )
         return turn.finish(last)
     items = engine.stream(
-        request,
-        turn.sampled,
-        deadline=wanted.deadline,
-        is_shown=False,
-        continues_after_abort=continues_after_abort,
+        request, turn.sampled, deadline=wanted.deadline, is_shown=False, continues_after_abort=continues_after_abort
     )
     async with aclosing(items):
         async for item in items:

@@ -3,7 +3,7 @@
 The rules, in one place:
 - a turn that a limit of the task or its time cut ends the trajectory: its text has no proper end;
 - a turn that the loop's own `max_tokens` cut is an answer to the loop, which may go on from it;
-- the calls of the last allowed turn are not run: nobody could read their results;
+- the calls of the last allowed turn are not run: no turn could read their results;
 - calls beyond a turn's cap are answered with an error message, or stop the trajectory (`on_excess_tool_calls`);
 - a tool response beyond its cap is cut with a visible mark, or stops it (`on_long_tool_response`).
 """

@@ -319,7 +319,7 @@ class ToolScope:
             return open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
 
     async def _opened(self, tool: Tool, open_: _OpenSession) -> InvalidRequest | ToolLost | None:
-        """Wait until a session is open; whoever comes first opens it. Returns what failed."""
+        """Wait until a session is open; the first caller opens it. Returns the failure, or None."""
         if tool.spec.open_timeout_s is None:
             return None
         if open_.opening is None:

@@ -74,7 +74,7 @@ class WorkerConfig:
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
     hand_in_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
     max_record_bytes: int = MAX_RECORD_BYTES  # a larger one is handed in without what its trajectory made
-    sweep_s: float = 600.0  # between looks for journals of dead workers that nobody needs
+    sweep_s: float = 600.0  # between looks for journals of dead workers whose samples have records
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
 
 

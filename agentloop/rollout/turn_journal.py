@@ -1,7 +1,7 @@
 """The turn journal: the finished turns of running trajectories, in files that a worker which dies leaves behind.
 
 Ownership: each run of a trajectory (one attempt on one worker) writes one file of its own, named by its sample;
-nobody else ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
+no other run ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
 sample's files go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`,
 survives the end of the process in whatever way; not a power cut, since nothing is synced.
 
@@ -402,7 +402,7 @@ def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
 
 
 def _names(folder: Path) -> dict[str, list[Path]]:
-    """Return the files by the ids of their assignments. One that nobody can read goes when it is old."""
+    """Return the files by the ids of their assignments. An unreadable one goes when it is old."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # its record became durable meanwhile

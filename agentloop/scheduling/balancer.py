@@ -84,7 +84,6 @@ class Balancer:
 
     @property
     def num_holders(self) -> int:
-        """Trajectories and sessions that hold a lease."""
         return len(self._table)
 
     @property

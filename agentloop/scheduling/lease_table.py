@@ -1,4 +1,4 @@
-"""The lease table: who holds a place on which replica, renewed by the processes that call under the leases.
+"""The lease table: the holders of places on replicas, renewed by the processes that call under the leases.
 
 Ownership: the Balancer alone; synchronous, time is passed in. A lease belongs to one holder (a trajectory or a
 session) and to the process that calls under it. A process renews all its leases at once, by any sign of life. A

@@ -279,7 +279,7 @@ class RolloutQueue:
             sample.num_sampled = num_sampled
 
     def _is_ahead(self, num_sampled: int, sample: Sample) -> bool:
-        """Tell if a worker with so many tokens has more of a sample than who holds it now."""
+        """Tell if a worker with so many tokens has more of a sample than its present worker."""
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
     def worker_lost(self, worker_id: str, now: float, alive_at: float | None = None) -> tuple[str, ...]:
@@ -401,7 +401,7 @@ class RolloutQueue:
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
     def is_cancelled(self, assignment_id: str) -> bool:
-        """Return true if a client asked to end this live sample."""
+        """Tell if a live sample is to be ended."""
         sample = self._live.get(assignment_id)
         return sample is not None and sample.is_cancelled
 
@@ -444,7 +444,7 @@ class RolloutQueue:
         return running, queued
 
     def is_live(self, assignment_id: str) -> bool:
-        """Return true if a sample was accepted and still lacks its record."""
+        """Tell if a sample was accepted and still lacks its record."""
         return assignment_id in self._live
 
     def is_running_at(self, worker_id: str, assignment_id: str) -> bool:

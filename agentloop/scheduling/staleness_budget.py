@@ -110,7 +110,6 @@ class StalenessBudgets:
         return budget
 
     def learn(self, served: int | None) -> None:
-        """Tell every run what the fleet serves."""
         before, self._served = self._served, served
         for budget in self._by_run.values():
             if before is not None and served is not None and served < before:

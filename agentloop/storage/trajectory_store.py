@@ -180,7 +180,9 @@ class TrajectoryStore:
             db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
-        self._damaged: defaultdict[str, set[int]] = defaultdict(set)  # rows found so, by rollout, by whoever had it
+        self._damaged: defaultdict[str, set[int]] = defaultdict(
+            set
+        )  # rows found so, by rollout; earlier owners' too
         for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
             self._damaged[rollout_id].add(seq)
         self._epoch: int | None = None

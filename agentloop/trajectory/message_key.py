@@ -3,7 +3,7 @@
 Clients re-serialise tool arguments, send null for empty content, trim text, drop reasoning and call ids. None of
 that is a change of history, so none of it is in a loose key. A strict key has call ids and the exact text. The
 reasoning and a tool message's name are in neither: the chat format has no field that clients would echo them in. A
-name that the policy is not shown does not come here: who reads a request drops it (`chat/openai.py`).
+name that the policy is not shown does not come here: the reader of a request drops it (`chat/openai.py`).
 """
 
 from __future__ import annotations

@@ -104,7 +104,6 @@ class TurnGraph:
         return reply
 
     def has_turn(self, node_id: object) -> bool:
-        """Tell if there is a node of this id."""
         return node_id in self._nodes
 
     def node(self, node_id: str) -> Node:

@@ -1,8 +1,8 @@
-"""Rollouts: the coordinator's side towards clients and workers: accepted work, who runs it, and its records.
+"""Rollouts: the coordinator's side towards clients and workers: accepted work, its workers, and its records.
 
 Ownership: the RolloutQueue and the store. A submission is durable before it is queued, a record before it counts as
-finished; the queue alone decides who owns a sample. Leases come from, and go back to, the Replicas. A call that
-must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
+finished; the queue alone decides which worker owns a sample. Leases come from, and go back to, the Replicas. A call
+that must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Rollouts:
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._submitting = KeyedLocks()  # by rollout id
-        self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
+        self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
@@ -373,7 +373,7 @@ class Rollouts:
         limit = min(limit, self._config.max_page)
         deadline_at = deadline_after(min(wait_s, self._config.max_wait_s))
         while True:
-            # The status first, then the records: who sees `is_done` and no record has seen them all. A record
+            # The status first, then the records: a reader of `is_done` and no record has had them all. A record
             # that is committed from here on sets the event.
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None

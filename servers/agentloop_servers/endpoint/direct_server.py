@@ -1,6 +1,6 @@
 """The server of one ingress process: its app on the public port, which the processes share, and on one of its own.
 
-Agents on this host, and the endpoint's other processes, reach the process by its own port; everybody else, by the
+Agents on this host, and the endpoint's other processes, reach the process by its own port; all others, by the
 public one. Every connection is bounded (`http/connections.py`).
 """
 

@@ -1,4 +1,4 @@
-"""The registry of sessions: who has which, from their creation to the record in the run's store.
+"""The registry of sessions, from their creation to the record in the run's store.
 
     created ──► open ──► finished ──► gone        evicted and restored in between, as memory asks for
                   └───────── deleted ──┘
@@ -421,8 +421,10 @@ class Sessions:
         self._make_room()
         return self._resident(record) if await run_to_end(self._store_new(record)) else None
 
-    async def _store_new(self, record: SessionRecord) -> bool:  # what is stored is counted, whoever leaves
-        self.num_open += 1  # its place, before anybody else runs
+    async def _store_new(
+        self, record: SessionRecord
+    ) -> bool:  # what is stored is counted, also if the caller leaves
+        self.num_open += 1  # its place, before another task runs
         is_new = False
         try:
             is_new = await self.store.create(record)
@@ -473,7 +475,7 @@ class Sessions:
             self._leases.release(session_id)
 
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
-        """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
+        """Delete all that a session has; later calls raise `error`. The caller holds its lock."""
         session_id = session.session_id
         await session.close(error)
         self._leases.end(session_id)

@@ -41,7 +41,7 @@ from agentloop_servers.http.auth import (
     authenticate,
     caller_of,
     require_control,
-    require_user_key,
+    require_user,
     session_in_path,
 )
 from agentloop_servers.http.guard import json_body
@@ -96,7 +96,7 @@ class SessionRoutes:
 
     async def create(self, request: Request, body: New) -> Response:
         """A new session, durably. With an id of the caller's own it can be repeated."""
-        endpoint, caller = self._endpoint, require_user_key(request)
+        endpoint, caller = self._endpoint, require_user(request)
         if body.session_id is not None:
             endpoint.check_is_here(body.session_id)
         wanted = NewSession(
@@ -125,7 +125,7 @@ class SessionRoutes:
 
     async def sessions(self, request: Request, after: AfterId = "", limit: PageSize = 100) -> Response:
         """The caller's open and finished sessions, by id after `after`; with several processes, of all of them."""
-        endpoint, caller = self._endpoint, require_user_key(request)
+        endpoint, caller = self._endpoint, require_user(request)
         records = await self._in_time(endpoint.sessions.of_user(caller.names, after, limit))
         lines = [_line(record) for record in records]
         if endpoint.shards is not None:

@@ -2,7 +2,7 @@
 
 A session is named by the URL path, by a session key, by the header `X-Session-ID`, or by a body field. One that the
 path or a key names must exist; by header or body it is created on its first use; without any name the call gets a
-session of its own. Names that disagree are refused: nobody's data may land in a session by accident. But beside a
+session of its own. Names that disagree are refused: no data may land in a session by accident. But beside a
 path the header says nothing: clients of vLLM send one of their own with every call, which a router is to read.
 """
 
@@ -305,7 +305,7 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def require_user_key(request: Request) -> Caller:
+def require_user(request: Request) -> Caller:
     """Return the caller. Raises Forbidden if it has a session's key."""
     caller = caller_of(request)
     if caller.key is not None:

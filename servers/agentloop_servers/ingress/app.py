@@ -1,6 +1,6 @@
 """The service's HTTP application: its routes put together, behind one guard.
 
-`create_app` is plain FastAPI; who serves it (Ray Serve, a test's uvicorn) is not its business.
+`create_app` makes a plain FastAPI app, for any server (Ray Serve, a test's uvicorn).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An epoch comes from a counter that is stored (`TrajectoryStore.take_over`), neve
 Where the counter was lost, a refusal tells the epoch to outrun, and only the store's owner is given a greater one.
 
 A command whose caller has given up, a copy of one, or one of a process that was replaced may arrive at any time
-later: a pause after its resume would freeze a replica for which nobody feels responsible.
+later: a pause after its resume would freeze a replica that no process would resume.
 """
 
 from __future__ import annotations
