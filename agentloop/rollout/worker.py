@@ -215,7 +215,7 @@ class Worker:
 
     async def _run_one(self, assignment: Assignment) -> None:
         # This task's own context: what is bound on the way (turn, replica, version) ends with it.
-        bind_contextvars(worker=self.worker_id, task=assignment.assignment_id)
+        bind_contextvars(worker=self.worker_id, assignment=assignment.assignment_id)
         running = self._running[assignment.assignment_id]
         try:
             running.again = assignment

@@ -166,7 +166,7 @@ async def serve(connection: socket.socket) -> None:
             case Begin():
                 parts.newest.value = frame.newest_version
                 run = TrajectoryRun(parts, frame.assignment)
-                bind_contextvars(task=frame.assignment.assignment_id)
+                bind_contextvars(assignment=frame.assignment.assignment_id)
                 running = asyncio.create_task(_hand_in(run, parts, link), name="run")
             case Cancel() if run is not None and running is not None and not running.done():
                 run.cancel()

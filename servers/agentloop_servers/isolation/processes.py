@@ -266,7 +266,7 @@ class ProcessRun:
             ending = "" if is_reusable else await self._runs.discard(child)
         if self._cancelled_at is not None:
             return self._unmade(StopReason.CANCELLED, reason)
-        _log.warning("process_ended", task=self._assignment.assignment_id, ending=ending, reason=reason)
+        _log.warning("process_ended", assignment=self._assignment.assignment_id, ending=ending, reason=reason)
         return self._unmade(StopReason.LOOP_FAILED, f"{reason or 'its process ended'}: {ending}")
 
     async def forget(self) -> None:
