@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agentloop.types import Message, RolloutGroup, RolloutTask, StopReason
-from tests.support.placing_queue import PlacingQueue
+from tests.support.fleet.placing_queue import PlacingQueue
 
 CAPACITY = 256
 MEDIAN_S, SIGMA = 60.0, 1.0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agentloop.api.coordinator import RolloutTerms, group_key
 from agentloop.scheduling.samples import NoPlace
 from agentloop.types import Message, RolloutGroup, RolloutTask
-from tests.support.placing_queue import LEASE, PlacingQueue
+from tests.support.fleet.placing_queue import LEASE, PlacingQueue
 
 
 def group(group_id, num_samples=2, rollout_id="r"):

@@ -13,7 +13,7 @@ from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
 from tests.benchmarks.dispatch import LATE_S, simulate
-from tests.support.placing_queue import PlacingQueue
+from tests.support.fleet.placing_queue import PlacingQueue
 
 
 def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):

@@ -1,7 +1,7 @@
 """The worker's side of isolated trajectories: their processes, what these may ask for, and how they end.
 
 Invariants: a process runs one trajectory at a time, and one that did not end well is never used again. However a
-process ends, its trajectory has its record, which names the signal or the exit status, and no other has. A
+process ends, its trajectory has its record, which names the signal or the exit status, and no other is harmed. A
 process that is discarded is killed with its process group. It asks for turns of its own trajectory only, under the
 lease that the worker holds for it.
 """
