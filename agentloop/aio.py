@@ -302,7 +302,7 @@ BLOCKED_S = 1.0
 
 
 class LoopThread:
-    """An event loop in a daemon thread of its own, for code that may block its loop or keeps tasks of its own."""
+    """An event loop in a daemon thread of its own, for code that may block it or keeps tasks."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

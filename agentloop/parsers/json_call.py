@@ -20,9 +20,9 @@ _CUT_CALL = re.compile(
 
 
 def json_end(text: str, start: int, limit: int) -> int:
-    """Return the end of the object or array that begins at `start`; -1 if its last bracket is not before `limit`.
+    """Return the end of the object or array at `start`; -1 if its last bracket is not before `limit`.
 
-    What stands between the brackets need not be JSON. Takes linear time.
+    The text between the brackets need not be JSON. Takes linear time.
     """
     depth = 0
     for found in _TOKEN.finditer(text, start, limit):

@@ -134,7 +134,7 @@ class Tokens:
         return self._decode_bytes(ids) if is_of_bytes else self._decode_stream(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text, special or not: they may be a part of a character."""
+        """Return the bytes that one token adds to a text. They may be a part of a character."""
         found = self._bytes_of.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)

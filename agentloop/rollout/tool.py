@@ -112,7 +112,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class ToolSet(Protocol):
-    """Tools of one source, such as a server that lists them; a configuration names the set as it names a tool."""
+    """Tools of one source, such as a server that lists them. A configuration names it like a tool."""
 
     def tools(self) -> Sequence[Tool]:
         """Return the tools, in the order of the source. Called once, before an event loop of theirs runs."""

@@ -24,8 +24,10 @@ def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
 
 
 def tools_at(path: str) -> list[Tool]:
-    """Return the tools at an import path: a Tool, a ToolSet, or a function or class that makes one without
-    arguments. Raises InvalidRequest with param "tools"."""
+    """Return the tools at an import path: a Tool, a ToolSet, or a maker of one without arguments.
+
+    Raises InvalidRequest with param "tools".
+    """
     found = resolve(path, param="tools")
     refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
     if not _is_tool(found) and callable(found):

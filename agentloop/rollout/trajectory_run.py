@@ -515,6 +515,6 @@ def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, t
 
 
 def trajectory_seed(assignment: Assignment) -> int:
-    """Return a seed made of the task's seed and the sample's name: one for each sample, the same in each run."""
+    """Return a seed of the task's seed and the sample's name. It differs between samples, not between runs."""
     name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
     return zlib.crc32(name.encode())

@@ -299,7 +299,7 @@ def _frame(entry: Entry) -> bytes:
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
-    """Yield the entries of a file, each with the offset behind it, up to the first that is damaged or torn."""
+    """Yield a file's entries up to the first damaged or torn one, each with the offset behind it."""
     at = 0
     for start, end, body in read_frames(data):
         kind = _KINDS.get(body[:1])

@@ -138,7 +138,7 @@ class Balancer:
         return has_room
 
     def acquire(self, demand: Demand, now: float) -> Lease:
-        """Grant a trajectory or a session a lease, or return the one that it holds on a replica that takes traffic.
+        """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
 
         It is granted also without room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine
         can serve the demand's needs.
@@ -210,7 +210,7 @@ class Balancer:
         return len(over)
 
     def drop_replica(self, replica_id: str) -> None:
-        """Count no more leases of a replica that is lost, or whose KV is: the holders move at their next call."""
+        """Count the leases of a replica no more that is lost, or whose KV is. Their holders move at the next call."""
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False

@@ -150,8 +150,10 @@ class ReplicaBooks:
         return self.suits(lease.replica_id, needs) and self.placeable[lease.replica_id].url == lease.url
 
     def needing(self, demand: Demand, needs: Needs) -> Demand:
-        """Return a demand with all needs that its holder ever had, if one engine can serve them all, or the new
-        ones. Raises UnsupportedParameter if no engine can serve the new ones."""
+        """Return a demand with its new needs, and its holder's earlier ones if one engine can serve all.
+
+        Raises UnsupportedParameter if no engine can serve the new ones.
+        """
         joined = demand.needs.joined(needs)
         if joined is demand.needs:
             return demand

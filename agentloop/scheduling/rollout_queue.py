@@ -406,7 +406,7 @@ class RolloutQueue:
         return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
-        """Return the samples that a worker has to end, also those it was told of: an answer may have been lost."""
+        """Return the samples that a worker has to end. They are repeated: an answer may have been lost."""
         worker = self._workers.get(worker_id)
         return () if worker is None else tuple(sorted(self._to_end(worker)))
 

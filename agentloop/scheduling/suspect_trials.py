@@ -106,7 +106,7 @@ class SuspectTrials:
 
 
 def is_trial(running: Collection[Sample], now: float) -> bool:
-    """Tell if a worker that runs these is in a trial: it gets no other work until the trial has ended."""
+    """Tell if a worker that runs these is in a trial. It gets no other work then."""
     return all(sample.num_deaths for sample in running) and any(is_tried(sample, now) for sample in running)
 
 

@@ -210,7 +210,7 @@ class Rollouts:
         self._changed.notify()
 
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
-        """Join the hand-in of this sample that is under way, or begin one: a slow disk holds one copy of each."""
+        """Begin the hand-in of a sample, or join the one under way. A slow disk holds one copy of each."""
         assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
         under_way = self._hand_ins.get(assignment_id)
         if under_way is None:

@@ -161,7 +161,7 @@ class SessionCache:
             self._num_bytes -= self._sizes.pop(session_id, 0)
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that has ended for good: it is found here no more, also by a caller that has it."""
+        """Drop a session that has ended for good. It is found here no more, also by a caller that has it."""
         self.drop(session_id)
         self._alive.pop(session_id, None)
 

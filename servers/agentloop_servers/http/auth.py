@@ -323,7 +323,7 @@ def require_control(request: Request, *, has_control_key: bool) -> None:
 
 
 def session_name(request: Request, body_session_id: str | None) -> tuple[str | None, bool]:
-    """Return the id of the session that a request names, and if it must exist; None: the call gets its own.
+    """Return the id of the session that a request names, and if it must exist. None: it names none.
 
     Raises InvalidRequest for names that disagree, and SessionNotFound for a path with another session's key.
     """
