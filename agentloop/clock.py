@@ -50,7 +50,7 @@ class RealClock:
 
 
 class SteadyTime:
-    """Seconds since 1970 that pass as a monotonic clock does. The wall clock is read once, its jumps are ignored."""
+    """Seconds since 1970 that pass as a monotonic clock does. The wall clock is read once."""
 
     def __init__(self, wall_s: Callable[[], float], now: Callable[[], float]) -> None:
         self._now = now

@@ -172,7 +172,7 @@ class DispatchOrder:
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before: behind the others of its flow that one had, before the rest."""
+        """Queue a sample that a worker had before. It goes before samples of its flow that none had."""
         flow = self._flows[_key(sample.rollout)]
         flow.line.add_again(sample)
         self._offer(flow)
