@@ -210,7 +210,7 @@ class Balancer:
         return len(over)
 
     def drop_replica(self, replica_id: str) -> None:
-        """Count a lost replica's leases no more, or one's whose KV is lost. Holders move at their next call."""
+        """Count a replica's leases no more: it, or its KV, is lost. Holders move at their next call."""
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False

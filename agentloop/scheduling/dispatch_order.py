@@ -172,7 +172,7 @@ class DispatchOrder:
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before. It goes before samples of its flow that none had."""
+        """Queue a sample that a worker had before: ahead of its flow, behind earlier ones of this kind."""
         flow = self._flows[_key(sample.rollout)]
         flow.line.add_again(sample)
         self._offer(flow)
