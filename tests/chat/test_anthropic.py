@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
+from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, error_body, prompt, to_call
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.fields import read_body
@@ -56,7 +56,7 @@ def body(**fields: Any) -> MessagesBody:
 
 
 def asked(**fields: Any) -> ChatCall:
-    return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
+    return to_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from agentloop.chat import vllm_tokens
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.vllm_tokens import TokensBody
-from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
@@ -149,7 +149,7 @@ class CountingCalls(TokenCalls):
 
 async def test_a_long_wait_gives_places_back_and_takes_them_again(fresh: ChatService) -> None:
     reporter = LeaseReporter("process", fresh.coordinator.report_leases)
-    leases = SessionLeases(fresh.coordinator, lambda url: fresh.engine, reporter)
+    leases = CallLeases(fresh.coordinator, lambda url: fresh.engine, reporter)
     calls = CountingCalls(fresh.sessions.parts, leases, TokenCallLimits(idle_s=0.05, max_affinities=2))
     chat = _call(5, 6)
     await calls.sample(chat, "a")
