@@ -27,7 +27,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class ChangeSignal:
-    """Wakes everybody who waits now for a change of shared state.
+    """A signal that wakes all tasks that wait now for a change of shared state.
 
     Nothing is remembered: look at the state, and wait without an await in between. Every wait has a deadline.
     """
@@ -48,8 +48,8 @@ class ChangeSignal:
 async def awake_timeout(seconds: float, num_looks: int = 20) -> AsyncIterator[None]:
     """Bound a block as `asyncio.timeout` does, by the time in which this event loop turns.
 
-    A loop that stands still, for want of a core or behind a long callback, sees what happened meanwhile only after
-    the timers that came due: they must not end what is there already.
+    A loop that stands still, for want of a core or behind a long callback, gets what has arrived meanwhile only
+    after the timers that came due: these must not end the block.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -86,10 +86,10 @@ def deadline_after(wait_s: float) -> float:
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even if the caller is cancelled meanwhile; it is cancelled then. `work` is bounded.
+    """Await `work`, which is bounded, to its end, also if the caller is cancelled; the cancellation follows then.
 
-    A cancelled caller does not hear whether `work` failed: it has to look at what `work` has done. Where such a
-    caller shall leave at once, and `work` go on without it, use `OwnedTasks.run`.
+    A cancelled caller does not hear of a failure of `work`: it has to look at the state. Where such a caller shall
+    leave at once, use `OwnedTasks.run`.
     """
     task = asyncio.create_task(work)
     try:
@@ -106,7 +106,7 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what all of them return, or raise a group of what failed, the others cancelled; one runs by itself."""
+    """Return the results of all. If some fail, the others are cancelled, and a group of the failures is raised."""
     if len(works) == 1:
         return [await works[0]]
     async with asyncio.TaskGroup() as group:
@@ -115,7 +115,7 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class OwnedTasks:
-    """Tasks that go on without their callers, held until they end; `close` waits for all of them."""
+    """Tasks that outlive their callers, held until they end; `close` waits for all of them."""
 
     def __init__(self, name: str) -> None:
         """`name` is that of the tasks, in the log too."""
@@ -123,7 +123,7 @@ class OwnedTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin `work`. A failure that no caller waits for is logged."""
+        """Begin `work`. A failure that is not awaited is logged."""
         task = asyncio.create_task(work, name=self._name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -134,7 +134,7 @@ class OwnedTasks:
         return await asyncio.shield(self.start(work))
 
     async def close(self, *, cancels: bool = False) -> None:
-        """Wait until all have ended, those too that begin meanwhile; or cancel them."""
+        """Wait until all tasks have ended, new ones too; or cancel them."""
         while self._tasks:
             for task in self._tasks if cancels else ():
                 task.cancel()
@@ -149,7 +149,7 @@ class OwnedTasks:
 class UserTasks:
     """Tasks that run user code: cancelled, given a grace, and abandoned if they ignore it.
 
-    What is abandoned is held until it ends, so that it is neither lost nor unseen.
+    An abandoned task is held until it ends, so that it is neither lost nor unseen.
     """
 
     def __init__(self, kind: str) -> None:
@@ -159,7 +159,7 @@ class UserTasks:
 
     @property
     def num_abandoned(self) -> int:
-        """Tasks that nobody awaits any more and that still run."""
+        """Abandoned tasks that still run."""
         return len(self._abandoned)
 
     async def stop(self, tasks: Iterable[asyncio.Task[Any]], grace_s: float, **about: str) -> None:
@@ -174,11 +174,11 @@ class UserTasks:
             self.abandon(tasks, **about)
 
     async def stop_kept(self, grace_s: float) -> None:
-        """Stop, as `stop` does, what was abandoned."""
+        """Stop the abandoned tasks as `stop` does."""
         await self.stop(list(self._abandoned), grace_s, during="close")
 
     def abandon(self, tasks: Iterable[asyncio.Task[Any]], **about: str) -> None:
-        """Cancel what still runs once more, and wait for it no longer."""
+        """Cancel running tasks once more, and wait for them no longer."""
         for task in tasks:
             if not task.done():
                 task.cancel()
@@ -193,7 +193,7 @@ class UserTasks:
                 )
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a task that nobody awaits any more until it ends."""
+        """Hold a task that is awaited no more until it ends."""
         if task not in self._abandoned and not task.done():
             self._abandoned.add(task)
             task.add_done_callback(self._ended)
@@ -205,13 +205,13 @@ class UserTasks:
 
 
 def is_being_cancelled(error: BaseException) -> bool:
-    """Tell a cancellation of the running task from one that user code raised."""
+    """Tell if an error is a cancellation of the running task, not one that user code raised."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def to_its_end(method: Method) -> Method:
-    """Make a method run on, once begun, whatever becomes of its caller. The `tasks` of its object own the calls."""
+    """Make a method run to its end, also if its caller is cancelled. Its object's `tasks` own the calls."""
 
     @functools.wraps(method)
     async def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def to_its_end(method: Method) -> Method:
 
 
 class KeyedLocks:
-    """A lock an id, for as long as a task wants it."""
+    """Locks by key. A lock exists only while a task holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -245,7 +245,7 @@ _abandoned_threads: set[threading.Thread] = set()
 
 
 def num_abandoned_threads() -> int:
-    """Return the number of threads that run on although nobody waits for them any more."""
+    """Return the number of abandoned threads that still run."""
     for thread in list(_abandoned_threads):
         if not thread.is_alive():
             _abandoned_threads.discard(thread)
@@ -253,10 +253,10 @@ def num_abandoned_threads() -> int:
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: object) -> asyncio.Future[Any]:
-    """Run user code in a daemon thread of its own; the future may be abandoned, the thread cannot be killed.
+    """Run user code in a daemon thread of its own; its future may be abandoned, the thread cannot be killed.
 
-    A shared pool would be filled, and the process's exit held up, by what hangs. Its errors arrive as `ordinary`
-    ones. Raises Overloaded once MAX_ABANDONED_THREADS run on although nobody waits for them.
+    A hanging thread would fill a shared pool, and hold the process's exit up. Errors arrive as `ordinary` ones.
+    Raises Overloaded once MAX_ABANDONED_THREADS abandoned threads run.
     """
     if _abandoned_threads and num_abandoned_threads() >= MAX_ABANDONED_THREADS:
         raise Overloaded(f"{MAX_ABANDONED_THREADS} calls that overran still run in threads of this process")
@@ -280,16 +280,16 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: 
 
 
 def ordinary(raised: BaseException) -> Exception:
-    """Return what user code raised as an error that an event loop can take.
+    """Return user code's error as one that an event loop can take.
 
-    An exit, a cancellation or a StopIteration would act there: they become AgentLoopError.
+    An exit, a cancellation or a StopIteration would act on the loop: they become AgentLoopError.
     """
     is_ordinary = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
     return cast(Exception, raised) if is_ordinary else AgentLoopError(f"raised {type(raised).__name__}")
 
 
 def settle(outcome: asyncio.Future[Any], value: object, error: Exception | None) -> None:
-    """End a future, unless whoever waited for it has abandoned it."""
+    """Set a future's result or error, unless it was abandoned."""
     if outcome.done():
         return
     if error is None:
@@ -302,7 +302,7 @@ BLOCKED_S = 1.0
 
 
 class LoopThread:
-    """One event loop in a daemon thread of its own, for code that may block its loop or keeps tasks of its own."""
+    """An event loop in a daemon thread of its own, for code that may block it or keeps tasks."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -310,12 +310,12 @@ class LoopThread:
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have it called over there, after what was handed over before."""
+        """Call a function on that thread, after all that was handed over before."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there any more
             self._loop.call_soon_threadsafe(function)
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine over there; cancelling the future cancels it. Raises RuntimeError after `stop`."""
+        """Run a coroutine on that thread; cancelling the future cancels it. Raises RuntimeError after `stop`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
@@ -323,7 +323,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what runs over there, and end the thread; does not wait for it. Idempotent."""
+        """Cancel what runs, and end the thread, without waiting for it. Idempotent."""
         self.call(self._stopping.set)
 
     def _serve(self) -> None:
@@ -335,9 +335,9 @@ class LoopThread:
 
 
 class LoopWatch:
-    """A watch over an event loop: one that stands still is measured, and what blocks it is named in the log.
+    """A watch over an event loop: it measures standstills, and logs what blocks the loop.
 
-    A thread looks whether the loop still turns; the loop cannot say it itself. Start it on the loop.
+    A thread looks if the loop still turns; the loop cannot say it itself. Start it on the loop.
     """
 
     def __init__(self, blocked_s: float = BLOCKED_S) -> None:
@@ -379,7 +379,7 @@ class LoopWatch:
 
 
 def freeze_gc() -> None:
-    """Take what start-up allocated out of the garbage collector's sight, and collect less often.
+    """Exempt start-up's objects from garbage collection, and collect less often.
 
     A full collection walks every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
     event loop stands still, several times a second under load.

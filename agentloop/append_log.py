@@ -36,9 +36,9 @@ def append(fd: int, frames: bytes) -> None:
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the sound frames of a file: offset, end, body. An offset beyond the end before tells of damage.
+    """Yield the sound frames of a file: offset, end, body.
 
-    Bytes behind the last one are a frame that was cut off, or damaged.
+    A gap before a frame, or bytes behind the last one, are damage or a frame that was cut off.
     """
     start = 0
     while len(data) >= (at := start + _HEAD.size):

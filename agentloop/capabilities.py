@@ -77,25 +77,25 @@ def param_of(feature: Feature) -> str:
 
 
 def hint_of(feature: Feature) -> str:
-    """Return how engines come to have a feature, where their config decides it; else nothing."""
+    """Return the engine's config that brings a feature; "" if no config does."""
     return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}" if feature is Feature.PRIORITY else ""
 
 
 def configured_features(*, can_constrain: bool, scheduling_policy: str) -> frozenset[Feature]:
-    """Return the features that an engine so configured has, whatever its model."""
+    """Return the features of an engine with this config, whatever its model."""
     by_priority = {Feature.PRIORITY} if scheduling_policy == PRIORITY_POLICY else frozenset[Feature]()
     return SAMPLING | by_priority | (CONSTRAINTS if can_constrain else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A request's, or a trajectory's, needs of an engine."""
+    """The needs of a request, or of a trajectory, that only some engines meet."""
 
     features: int = 0  # as `bits_of` makes them
     context_tokens: int = 0  # of the prompt and of all that may be sampled
 
     def joined(self, other: Needs) -> Needs:
-        """Return what serves both."""
+        """Return the needs of both."""
         if other.features | self.features == self.features and other.context_tokens <= self.context_tokens:
             return self
         return Needs(self.features | other.features, max(self.context_tokens, other.context_tokens))
@@ -112,7 +112,7 @@ class Capabilities:
     max_context_tokens: int = UNBOUNDED_TOKENS
 
     def suits(self, needs: Needs) -> bool:
-        """Tell if an engine of these can serve what needs that."""
+        """Tell if an engine with these can meet the needs."""
         return not needs.features & ~self.features and needs.context_tokens <= self.max_context_tokens
 
 
@@ -121,7 +121,7 @@ ANYTHING = Capabilities()
 
 
 def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bool) -> Needs:
-    """Return what a request needs, `num_prompt_tokens` long."""
+    """Return the needs of a request with a prompt of `num_prompt_tokens`."""
     return Needs(
         features_asked(sampling) | (_BITS[Feature.IMAGES] if has_images else 0),
         num_prompt_tokens + sampling.max_tokens,
@@ -129,7 +129,7 @@ def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bo
 
 
 def features_asked(sampling: SamplingParams) -> int:
-    """Return the features that a request's sampling asks for, as `bits_of` makes them. Off is not asked for."""
+    """Return the features that a request's sampling needs, as `bits_of` makes them."""
     bits = 0 if sampling.constraint is None else _CONSTRAINT_BITS[sampling.constraint.kind]
     if sampling.seed is not None:
         bits |= _BITS[Feature.SEED]

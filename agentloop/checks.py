@@ -53,7 +53,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raises InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this."""
+    """Raises InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this request."""
     ids = request.token_ids
     if not ids:
         raise InvalidRequest("the prompt is empty", param="token_ids")
@@ -84,8 +84,8 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
-    """Check all but the prompt. Raises InvalidRequest (naming the field), or UnsupportedParameter for what is not
-    among the engine's `features`, which are as `bits_of` makes them."""
+    """Check a request but for its prompt. `features` are the engine's, as `bits_of` makes them. Raises
+    InvalidRequest (naming the field), or UnsupportedParameter for a missing feature."""
     _check_numbers(sampling)
     _check_adjustments(sampling, vocab_size)
     _check_features(features_asked(sampling) & ~features, engine)
@@ -158,17 +158,17 @@ def _check_constraint(sampling: SamplingParams) -> None:
 
 
 def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
-    """Count the tokens that a checked request may sample: `max_tokens`, or what its context still holds."""
+    """Return the tokens that a checked request may sample: `max_tokens`, or the rest of its context."""
     return min(request.sampling.max_tokens, info.max_context_tokens - len(request.token_ids))
 
 
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
-    """Raises MalformedEngineResponse if this cannot be an answer to `request`. Such an answer is never stored."""
+    """Raises MalformedEngineResponse if a generation cannot be the answer to `request`. It is never stored then."""
     _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
 
 
 def check_piece(request: GenerateRequest, piece: Delta, vocab_size: int) -> None:
-    """Raises MalformedEngineResponse if this cannot be a piece of an answer to `request`. One may be empty."""
+    """Raises MalformedEngineResponse if a piece cannot be of an answer to `request`. A piece may be empty."""
     _raise(request, _token_problem(request, piece, vocab_size))
 
 

@@ -50,8 +50,7 @@ class RealClock:
 
 
 class SteadyTime:
-    """Seconds since 1970 that pass as a monotonic clock does: the wall clock is looked at once, its jumps are not
-    followed."""
+    """Seconds since 1970 that pass as a monotonic clock does. The wall clock is read once."""
 
     def __init__(self, wall_s: Callable[[], float], now: Callable[[], float]) -> None:
         self._now = now
@@ -61,7 +60,7 @@ class SteadyTime:
         return self._at_0 + self._now()
 
     def not_before(self, unix_s: float) -> None:
-        """Go on from `unix_s` at the earliest: what was written then was written before now."""
+        """Continue from `unix_s` at the earliest, the time of an earlier write."""
         self._at_0 = max(self._at_0, unix_s - self._now())
 
 
@@ -76,7 +75,8 @@ class VirtualClock:
         return self._now_s
 
     async def sleep(self, seconds: float) -> None:
-        """As `Clock.sleep`. Raises RuntimeError on a loop that is not this clock's: it would wait in real time."""
+        """Sleep as `Clock.sleep`. Raises RuntimeError on another loop than this clock's, which would wait in real
+        time."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a VirtualClock sleeps only inside its own run()")
         await asyncio.sleep(seconds)
@@ -86,8 +86,8 @@ class VirtualClock:
         self._now_s += seconds
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run `main` to its end in a new event loop under this clock, and close the loop. Time goes on from
-        where it stands, so a clock can run several times."""
+        """Run `main` in a new event loop under this clock, and close the loop. Time continues from where it stands,
+        so a clock can run several times."""
         with asyncio.Runner(loop_factory=self._new_loop) as runner:
             try:
                 return runner.run(main)

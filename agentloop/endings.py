@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Limits and failures are data: each has its own member."""
+    """The reason why a trajectory ended. Limits and failures are data: each has its own member."""
 
     COMPLETED = "completed"  # the loop returned: for `tool_loop`, the policy answered without a tool call
     MAX_TURNS = "max_turns"  # the last allowed turn still asked for tools
@@ -48,7 +48,7 @@ TRUNCATIONS = frozenset(StopReason) - FAILURES - _ENDS_OF_THEIR_OWN
 
 
 class FailureClass(StrEnum):
-    """Classes of failures that end a trajectory, by whose they are."""
+    """Failures that end a trajectory, by the party at fault."""
 
     POLICY = "policy"  # it spent its budget, or wrote what cannot be read: an answer, and rewarded as one
     TOOL = "tool"  # an environment was lost, answered too much, or took the time
@@ -75,10 +75,10 @@ _FAILURE_OF: dict[StopReason, FailureClass] = {
 def failure_of_end(
     stop_reason: StopReason, *, is_complete: bool, has_no_score: bool, is_tools_time: bool
 ) -> FailureClass | None:
-    """Return whose failure an end is; None for one that is nobody's: completed, cancelled, ended for its age.
+    """Return the party whose failure an end is; None for completed, cancelled and stale trajectories.
 
-    `is_complete` is false where a call was lost; `has_no_score` where what scores failed; `is_tools_time` where
-    tools took longer than the policy, which decides about a deadline.
+    `is_complete` is false where a call was lost; `has_no_score` where scoring failed; `is_tools_time` where tools
+    took longer than the policy, which decides about a deadline.
     """
     if stop_reason in (StopReason.CANCELLED, StopReason.STALE):
         return None

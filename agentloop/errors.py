@@ -46,7 +46,7 @@ from typing import Any, ClassVar
 
 
 class AgentLoopError(Exception):
-    """Base of all. `str(error)` is one clear line; `param` names the request field at fault, if one is."""
+    """Base of all. `str(error)` is one clear line; `param` names the request's field at fault, if there is one."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
@@ -61,7 +61,7 @@ class AgentLoopError(Exception):
         return _rebuild, (type(self), self.message, self.param)
 
     def to_wire(self) -> dict[str, Any]:
-        """The body of an error answer, in the OpenAI envelope."""
+        """Return the body of an error answer, in the OpenAI envelope."""
         kind = "invalid_request_error" if self.http_status < 500 else "server_error"
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": body}
@@ -72,7 +72,7 @@ def _rebuild(cls: type[AgentLoopError], message: str, param: str | None) -> Agen
 
 
 def from_wire(body: Any, status: int) -> AgentLoopError:
-    """Return the error an answer carries, as its own class where `code` is known; never raises."""
+    """Return the error of an answer, as its own class where `code` is known. Never raises."""
     envelope = body.get("error") if isinstance(body, dict) else None
     if not isinstance(envelope, dict):
         envelope = {}
@@ -214,7 +214,7 @@ class ToolError(AgentLoopError):
 
 
 class ToolLost(AgentLoopError):
-    """A tool's part of a trajectory is gone, by no fault of the policy: the trajectory ends as `tool_failed`."""
+    """A tool's part of a trajectory is lost, by no fault of the policy: the trajectory ends as `tool_failed`."""
 
     code = "tool_lost"
 
@@ -231,9 +231,9 @@ MAX_ERROR_LINE_CHARS = 1000
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message: what a record says of user code.
+    """Return an error's type and the first line of its message, for a record.
 
-    Any error has one: a message that cannot be made is left out, what UTF-8 cannot hold is escaped.
+    Any error has one: a message that cannot be made is left out, text that UTF-8 cannot hold is escaped.
     """
     try:
         first_line = next(iter(str(error).splitlines()), "")
@@ -244,12 +244,12 @@ def error_line(error: BaseException) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return what broke first where several tasks broke: an error that is no group."""
+    """Return the first error in a group of tasks' errors that is no group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def error_trace(error: BaseException) -> str:
-    """Return the last frames of an error's traceback, for a log. It is safe where `__str__` raises."""
+    """Return the last frames of an error's traceback, for a log. Safe where `__str__` raises."""
     return "".join(traceback.format_exception(error, limit=-8))

@@ -41,7 +41,7 @@ _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "g
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file as it was given: its bytes, and its name everywhere: their SHA-256 as 64 hex digits."""
+    """An image file as it was given, with its SHA-256 as 64 hex digits: its name everywhere."""
 
     sha256: str
     data: bytes
@@ -66,14 +66,14 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The tokens of one image: where a chat template has written `placeholder`, `token_ids` stand."""
+    """The tokens of one image: `token_ids` take the place of the template's `placeholder`."""
 
     placeholder: int
     token_ids: tuple[int, ...]
 
 
 def image_of(data: bytes) -> Image:
-    """Name an image file. Raises InvalidRequest if it is too large, or neither PNG, JPEG, WebP nor GIF."""
+    """Return the image of a file's bytes. Raises InvalidRequest if too large, or no PNG, JPEG, WebP or GIF."""
     if len(data) > MAX_IMAGE_BYTES:
         raise InvalidRequest(f"an image of {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
     media_type(data)
@@ -81,7 +81,7 @@ def image_of(data: bytes) -> Image:
 
 
 def media_type(data: bytes) -> str:
-    """Return the media type that a file's first bytes say. Raises InvalidRequest for none of the four."""
+    """Return the media type by a file's first bytes. Raises InvalidRequest for none of the four."""
     for signature, kind in _SIGNATURES.items():
         if data.startswith(signature) and (kind != "webp" or data[8:12] == b"WEBP"):
             return f"image/{kind}"
@@ -91,7 +91,7 @@ def media_type(data: bytes) -> str:
 def read_image(url: str, roots: Sequence[Path] = ()) -> Image:
     """Return the image of a `data:` URL, or of a `file:` URL within one of `roots`.
 
-    Raises InvalidRequest for what is no image, and UnsupportedParameter for an image elsewhere: none is fetched.
+    Raises InvalidRequest for bytes that are no image, and UnsupportedParameter for another URL: none is fetched.
     """
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
@@ -104,7 +104,7 @@ def read_image(url: str, roots: Sequence[Path] = ()) -> Image:
 
 
 def data_url(image: Image) -> str:
-    """Return the URL that `read_image` makes this image of."""
+    """Return the image's `data:` URL, as `read_image` reads it."""
     return f"data:{media_type(image.data)};base64,{base64.b64encode(image.data).decode()}"
 
 
@@ -138,7 +138,7 @@ def _file_of(url: str, roots: Sequence[Path]) -> bytes:
 
 
 def shown(parts: Iterable[str | Image]) -> tuple[str, tuple[ImageRef, ...]]:
-    """Return the content and the images of a message that shows texts and images side by side."""
+    """Return content and images of a message with texts and images side by side."""
     texts: list[str] = []
     refs: list[ImageRef] = []
     num_chars = 0
@@ -152,8 +152,8 @@ def shown(parts: Iterable[str | Image]) -> tuple[str, tuple[ImageRef, ...]]:
 
 
 def parts_of(content: str, images: Sequence[ImageRef]) -> list[str | ImageRef]:
-    """Return a message's texts and images in their order, as `shown` took them; texts without an image between them
-    are one, and none is empty."""
+    """Return a message's texts and images in their order, as `shown` took them. Neighbouring texts are one, and
+    none is empty."""
     parts: list[str | ImageRef] = []
     start = 0
     for ref in images:
@@ -208,8 +208,7 @@ def expanded(
 
 
 def shifted_images(spans: Iterable[ImageSpan], offset: int) -> tuple[ImageSpan, ...]:
-    """Return the spans of a list whose first token is number `offset` of a longer one; those before it are left
-    out."""
+    """Return a list's spans as those of a longer list that begins `offset` earlier, without negative ones."""
     moved = (ImageSpan(span.sha256, span.start + offset, span.end + offset) for span in spans)
     return tuple(span for span in moved if span.start >= 0)
 
@@ -224,7 +223,7 @@ class ImageFiles:
         self._folder = folder
 
     async def keep(self, images: Sequence[Image]) -> None:
-        """Have these images in the folder. Raises OSError if the disk fails."""
+        """Store these images in the folder. Raises OSError if the disk fails."""
         if images:
             await asyncio.to_thread(self._write, images)
 

@@ -24,14 +24,14 @@ _MIN_TOP_P = 0.5
 
 
 def look_request(info: EngineInfo) -> GenerateRequest:
-    """Return the fixed prompt that new weights are looked at with; its answer is one token."""
+    """Return the fixed prompt by which new weights are tested; its answer is one token."""
     sampling = SamplingParams(max_tokens=1, num_top_logprobs=1)
     prompt = tuple(range(min(_LOOK_TOKENS, info.vocab_size)))
     return GenerateRequest(f"look-{uuid.uuid4().hex}", prompt, sampling, LOOK_TIMEOUT_S)
 
 
 def noise_problem(answer: Generation, vocab_size: int) -> str | None:
-    """Return the fault of the weights that gave this answer to `look_request`; None: its logits differ.
+    """Return the fault of weights with this answer to `look_request`; None: its logits differ.
 
     The likeliest id has the uniform logprob only where all ids have it.
     """
@@ -45,13 +45,13 @@ def noise_problem(answer: Generation, vocab_size: int) -> str | None:
 
 
 def is_telling(sampling: SamplingParams, logprob: float, vocab_size: int) -> bool:
-    """True if logits that sampled this were not all equal; of requests that leave few ids to choose from, never."""
+    """True if this logprob shows that logits differed; never for requests with few ids to choose from."""
     is_narrow = sampling.constraint is not None or sampling.top_k > 0 or sampling.top_p < _MIN_TOP_P
     return not is_narrow and not sampling.logit_bias and logprob > 1.0 - math.log(vocab_size)
 
 
 class NoiseWatch:
-    """The generations of one engine that ended in a row with a token of the uniform logprob, or of none at all."""
+    """The number of an engine's latest generations in a row whose tokens have the uniform logprob, or none."""
 
     def __init__(self) -> None:
         self._num_uniform = 0
@@ -62,7 +62,7 @@ class NoiseWatch:
         return self._num_uniform >= _NUM_IN_A_ROW
 
     def see(self, generation: Generation, vocab_size: int) -> None:
-        """Take in a generation; one without tokens says nothing."""
+        """Count a generation; one without tokens says nothing."""
         for logprob in generation.logprobs[-1:]:
             is_uniform = not math.isfinite(logprob) or abs(logprob + math.log(vocab_size)) <= _TOLERANCE
             self._num_uniform = self._num_uniform + 1 if is_uniform else 0

@@ -65,10 +65,10 @@ def resolve(path: str, *, param: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class AllowedImports:
-    """The import paths that a task may name: those of modules that are, or lie in, one of `modules`.
+    """The import paths that a task may name: those in `modules`, or within one of them.
 
     None allows any. With a list a path ends with one name: dots would reach through a module into those that it
-    imports. A module's own names are allowed all, those that it imported too.
+    imports. A module's own names are allowed all, also those that it imported.
     """
 
     modules: tuple[str, ...] | None = None
@@ -87,7 +87,7 @@ class AllowedImports:
 
 
 def made(maker: Callable[[], T], refusal: str, *, param: str) -> T:
-    """Return what a user's class or function makes. Raises InvalidRequest: the refusal, and why."""
+    """Return the object that a user's class or function makes. Raises InvalidRequest: `refusal`, and why."""
     try:
         return maker()
     except AgentLoopError:
@@ -107,8 +107,8 @@ class _Failure:
 class LoadedOnce(Generic[T]):
     """Users' objects by import path, each loaded once, in a thread: a module's code may take long, or hang.
 
-    Names are loaded on the spot where that runs no code of theirs. A failure is remembered for a minute and raised
-    at once to whoever asks again. Bounded: what was loaded first is forgotten first.
+    Names are loaded at once where that runs no user code. A failure is kept for a minute, and raised at once to
+    later callers. Bounded: the first loaded is dropped first.
     """
 
     def __init__(self, load: Callable[[str], T], *, param: str, timeout_s: float = LOAD_TIMEOUT_S) -> None:
@@ -120,7 +120,7 @@ class LoadedOnce(Generic[T]):
         self._loading: dict[str, asyncio.Task[T | _Failure]] = {}
 
     async def get(self, name: str) -> T:
-        """Return what `name` names. Raises InvalidRequest, whatever its code raised."""
+        """Return the object of a name. Raises InvalidRequest, whatever its code raised."""
         if ":" not in name or _runs_no_code(name):
             return self._load(name)
         task = self._loading.get(name)

@@ -30,13 +30,13 @@ _MIN_INTERVAL_S = 0.1  # between two reports
 
 @dataclass(frozen=True, slots=True)
 class ReportPace:
-    """The time between two reports of a request: `interval_s`, or about that of `num_tokens` if it is less."""
+    """The time between two reports of a request: `interval_s`, or the time of `num_tokens` if it is less."""
 
     interval_s: float = 2.0
     num_tokens: int = 256
 
     def next_s(self, num_new: int, elapsed_s: float) -> float:
-        """Return the time to the next report, after one that told `num_new` tokens of `elapsed_s`."""
+        """Return the time to the next report, after one of `num_new` tokens in `elapsed_s`."""
         if num_new == 0:
             return self.interval_s
         return min(self.interval_s, max(elapsed_s * self.num_tokens / num_new, _MIN_INTERVAL_S))
@@ -44,7 +44,7 @@ class ReportPace:
 
 @dataclass(frozen=True, slots=True)
 class StreamPace:
-    """The pieces that all streams of an engine are given out in together, so that each joins what came meanwhile.
+    """The pace at which an engine's streams give out pieces together, each with all tokens since the last.
 
     A piece costs its readers, up to the client, about 0.2 ms of an event loop, and an engine with 500 streams
     samples 15,000 tokens a second. Few streams have a piece for every step.
@@ -55,13 +55,13 @@ class StreamPace:
     most_s: float = 0.25
 
     def wait_s(self, num_streams: int) -> float:
-        """Return the time between two pieces of a stream, of so many; 0: none is waited for."""
+        """Return the time between two pieces of one of `num_streams` streams; 0: no wait."""
         wait_s = min(num_streams / self.pieces_per_s, self.most_s)
         return wait_s if wait_s >= self.least_s else 0.0
 
 
 class RequestWatch:
-    """One request's timer, as a context. What is awaited meanwhile goes through `in_time`."""
+    """The timer of one request, as a context. Awaits within it go through `in_time`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RequestWatch:
             self._scope = None
 
     def finished(self, generation: Generation) -> Generation:
-        """Return the request's generation with its times; one that was ended for its time says so."""
+        """Return the request's generation with its times, and with FinishReason.DEADLINE if the timer ended it."""
         reason = generation.finish_reason
         if self._ending is not None and reason is FinishReason.ABORT:
             reason = FinishReason.DEADLINE

@@ -29,7 +29,7 @@ from agentloop.types import (
 
 
 class SampledTokens:
-    """The tokens of one request or one turn so far. Its lists are for reading; methods alone change them."""
+    """The tokens of one request or one turn so far. Only methods change its lists."""
 
     __slots__ = (
         "_firsts",
@@ -94,7 +94,7 @@ class SampledTokens:
         tops: TopLogprobs = (),
         raw_logprobs: Sequence[float] = (),
     ) -> None:
-        """Append tokens whose versions are not known yet: `set_spans` comes before anything is read back."""
+        """Append tokens whose versions are not known yet: `set_spans` follows before tokens are read back."""
         self._append_all(token_ids, logprobs, tops, raw_logprobs)
         self._has_versions = self._has_versions and not token_ids
 
@@ -108,7 +108,7 @@ class SampledTokens:
             self._begin_span(span.version, span.start)
 
     def cut(self, num_tokens: int) -> None:
-        """Drop what comes after the first `num_tokens`."""
+        """Drop the tokens behind the first `num_tokens`."""
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         del self.top_logprobs[num_tokens:], self.raw_logprobs[num_tokens:]
         while self._firsts and self._firsts[-1] >= num_tokens:

@@ -35,7 +35,7 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A language that a generation's text must be in; the engine masks every token that would leave it."""
+    """A formal language of a generation's text; the engine masks every token that would leave it."""
 
     kind: ConstraintKind
     text: str = ""
@@ -82,14 +82,13 @@ class SamplingParams(SamplingOptions):
 
     @property
     def looks_back(self) -> bool:
-        """True if what comes next depends on which ids are the reply's: no new request can go on in its middle.
-
-        A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
-        """
+        """True if the next token depends on the split between prompt and reply: no new request can continue the
+        reply. A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt
+        too."""
         return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Return those of one of n choices: each has a seed of its own, `seed` + its index."""
+        """Return the parameters of one of n choices: its seed is `seed` + its index."""
         return replace(self, seed=self.seed + index) if self.seed is not None and index else self
 
 
@@ -124,7 +123,7 @@ class TurnSampling:
 
 
 def turn_sampling(sampling: SamplingParams, logprobs_mode: LogprobsMode) -> TurnSampling:
-    """Return what the record of a turn keeps of its sampling; its seed and its room are the turn's own."""
+    """Return the part of a turn's sampling that its record keeps, without seed and room."""
     constraint = sampling.constraint
     text = "" if constraint is None else constraint.text
     digest = "" if constraint is None else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -156,5 +155,5 @@ def long_constraint(sampling: SamplingParams) -> str:
 
 @lru_cache(maxsize=256)
 def shared(sampling: TurnSampling) -> TurnSampling:
-    """Return an equal value, the same one for turns of the same sampling: a process keeps it once."""
+    """Return an equal value, which turns of the same sampling share in memory."""
     return sampling

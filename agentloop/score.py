@@ -27,10 +27,10 @@ MAX_SCORE_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class PathScore:
-    """A score of one path. `turns` has a number or None for each of the path's turns, or nothing.
+    """The score of one path. `turns` has a number or None for each of the path's turns, or nothing.
 
-    `tokens` is one-dimensional, with one reward for each token of the response; those of observed tokens count for
-    nothing. `is_trainable` can only take a path away from the trainer.
+    `tokens` is one-dimensional, with one reward for each token of the response; those of observed tokens are
+    ignored. `is_trainable` can only take a path away from the trainer.
     """
 
     reward: float | None = None
@@ -57,11 +57,11 @@ class Score:
 
     @property
     def is_empty(self) -> bool:
-        """True if it says nothing."""
+        """True if it holds no value."""
         return self == _EMPTY
 
     def updated(self, newer: Score) -> Score:
-        """Return this score with what a newer one says: numbers of one name or place are replaced."""
+        """Return this score with a newer one's values over it: numbers of one name or place are replaced."""
         return Score(
             reward=self.reward if newer.reward is None else newer.reward,
             components={**self.components, **newer.components},
@@ -73,7 +73,7 @@ class Score:
         )
 
     def joined(self, other: Score) -> Score:
-        """Return what two say that know nothing of each other. Raises RewardError if both name the same thing."""
+        """Return the values of two independent scores. Raises RewardError for a value in both."""
         pairs = ((self.components, other.components, "component"), (self.metrics, other.metrics, "metric"))
         for mine, theirs, kind in pairs:
             if twice := sorted(mine.keys() & theirs.keys()):
@@ -87,7 +87,7 @@ _EMPTY = Score()
 
 
 def score_of(value: object) -> Score:
-    """Return what a function gave, a number or a `Score`, as a score. Raises RewardError for anything else.
+    """Return a number or a `Score` as a score. Raises RewardError for anything else.
 
     Only the type is checked: `resolved` looks at the rest.
     """
@@ -118,9 +118,9 @@ def checked(score: Score) -> Score:
 
 
 def resolved(score: Score, trajectory: Trajectory) -> Score:
-    """Return the score, checked against the trajectory, its paths named by their last turns and turns by their ids.
+    """Return the score, checked against the trajectory, with turns and paths (by their last turns) named by ids.
 
-    So it can travel, and stays right while a session goes on. Raises RewardError, one line, for what does not fit.
+    So it can travel, and stays right while a session grows. Raises RewardError, one line, for what does not fit.
     """
     score, paths = checked(score), trajectory.paths
     known = {turn.turn_id for path in paths for turn in path.turns}
@@ -147,7 +147,7 @@ def resolved(score: Score, trajectory: Trajectory) -> Score:
 
 
 def scored(trajectory: Trajectory, score: Score) -> Trajectory:
-    """Return the trajectory with a score in it, over what it has. Raises RewardError as `resolved`."""
+    """Return the trajectory with a score over the one it has. Raises RewardError as `resolved`."""
     if score.is_empty:
         return trajectory
     score = resolved(score, trajectory)
@@ -162,7 +162,7 @@ def scored(trajectory: Trajectory, score: Score) -> Trajectory:
 
 
 def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
-    """Return the trajectory with the score, or with why it does not fit in `reward_error`."""
+    """Return the trajectory with the score; if that does not fit, with the reason in `reward_error`."""
     try:
         return scored(trajectory, score)
     except RewardError as error:
@@ -171,7 +171,7 @@ def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
 
 
 def ended(trajectory: Trajectory) -> Trajectory:
-    """Return a record with what its end says of it: `is_truncated`, and no path trainable unless it is complete."""
+    """Return a record with `is_truncated` set by its end, and without trainable paths unless it is complete."""
     turns = trajectory.path.turns if trajectory.paths else ()
     is_cut = bool(turns) and turns[-1].finish_reason is not FinishReason.STOP
     paths = trajectory.paths
@@ -181,7 +181,7 @@ def ended(trajectory: Trajectory) -> Trajectory:
 
 
 def judged(trajectory: Trajectory) -> Trajectory:
-    """Return a record that has its score, without its reward if the infrastructure ended it.
+    """Return a scored record, without its reward if the infrastructure ended it.
 
     Such a reward says nothing of the policy, and would be in a baseline.
     """

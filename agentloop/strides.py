@@ -34,7 +34,7 @@ class Strides:
 
 
 class FairQueue(Generic[T]):
-    """A line for each user; the users take turns. Its owner bounds it."""
+    """Lines of items by user; the users take turns. The owner bounds it."""
 
     def __init__(self, strides: Strides | None = None) -> None:
         self._strides = strides or Strides()
@@ -47,11 +47,11 @@ class FairQueue(Generic[T]):
         return user in self._lines
 
     def push(self, user: str, one: T) -> None:
-        """Add something to the end of a user's line."""
+        """Add an item to the end of a user's line."""
         self._lines.setdefault(user, deque()).append(one)
 
     def pop(self, is_alive: Callable[[T], bool]) -> T | None:
-        """Take out what is next and still alive; None if nothing is."""
+        """Take out the next item that is alive; None if there is none."""
         while self._lines:
             user = min(self._lines, key=self._strides.pass_of)
             line = self._lines[user]

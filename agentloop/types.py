@@ -37,7 +37,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 class FinishReason(StrEnum):
-    """Why one generation ended."""
+    """The reason why one generation ended."""
 
     STOP = "stop"  # a stop token was sampled; it is the last id
     LENGTH = "length"  # `max_tokens` were sampled
@@ -63,7 +63,7 @@ class KVPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one."""
+    """A request for token ids. `kv_version` is the weight version whose KV may be reused; None: the current one."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class WeightVersionSpan:
-    """Tokens `[start, end)` were sampled under weight `version`; offsets are into the list they describe."""
+    """The span of tokens `[start, end)` sampled under weight `version`; offsets are into its list."""
 
     version: int
     start: int
@@ -87,14 +87,14 @@ class WeightVersionSpan:
 
 
 def append_span(spans: list[WeightVersionSpan], span: WeightVersionSpan) -> None:
-    """Append a span, joined with the last one if that is adjacent and of the same version."""
+    """Append a span; an adjacent one of the same version becomes part of the last."""
     if spans and spans[-1].version == span.version and spans[-1].end == span.start:
         span = WeightVersionSpan(span.version, spans.pop().start, span.end)
     spans.append(span)
 
 
 def shifted_spans(spans: Iterable[WeightVersionSpan], offset: int) -> list[WeightVersionSpan]:
-    """Return the spans of a list whose first token is number `offset` of a longer one."""
+    """Return a list's spans as those of a longer list that begins `offset` earlier."""
     return [WeightVersionSpan(span.version, span.start + offset, span.end + offset) for span in spans]
 
 
@@ -105,7 +105,7 @@ def clip_spans(spans: Iterable[WeightVersionSpan], start: int, end: int) -> tupl
 
 
 def tiling_problem(spans: Iterable[WeightVersionSpan], num_tokens: int) -> str | None:
-    """Say why `spans` do not tile `[0, num_tokens)`; None if they do."""
+    """Return the reason why `spans` do not tile `[0, num_tokens)`; None if they do."""
     end = 0
     for span in spans:
         if span.start != end or span.end <= span.start:
@@ -161,7 +161,7 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED one has `error`; a tool error answers it."""
+    """One call of the policy. A MALFORMED one has `error`; a tool error answers it."""
 
     id: str
     name: str
@@ -209,9 +209,9 @@ class OnExcess(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of one trajectory. All are finite; None for the context means the engine's own limit.
+    """The budgets of one trajectory. All are finite; None for the context means the engine's own limit.
 
-    What the reward function takes is not of `timeout_s`: it begins when the trajectory has ended.
+    `timeout_s` does not bound the reward function, which begins after the end.
     """
 
     max_turns: int = 16
@@ -231,8 +231,8 @@ class Limits:
 class RolloutTask(SamplingOptions):
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
-    `stop` are stop strings. `loop` and `reward` are names of
-    shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
+    `stop` are stop strings. `loop` and `reward` are names of shipped ones or import paths
+    (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
     """
 
     task_id: str
@@ -248,7 +248,7 @@ class RolloutTask(SamplingOptions):
     stop: tuple[str, ...] = ()
 
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """Return how a turn of it is sampled, with at most so many tokens."""
+        """Return the sampling of one of its turns, with at most `max_tokens`."""
         asked = {one.name: getattr(self, one.name) for one in fields(SamplingOptions)}
         return SamplingParams(max_tokens, **asked)
 
@@ -263,11 +263,11 @@ class OnStale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StalenessLimit:
-    """The distance the fleet's weight version may be ahead of a trajectory's oldest. 0: on-policy.
+    """The number of versions that the fleet may be ahead of a trajectory's oldest tokens. 0: on-policy.
 
-    With `trajectories_per_version`, how many trajectories the trainer consumes for one new version, no more are
-    begun than it can consume in time. Submits that name one `run_id` share that budget, as long as one of them
-    is unfinished; empty: the submit has its own.
+    `trajectories_per_version` is the number that the trainer consumes for one new version: no more are begun than
+    it can consume in time. Submits of one `run_id` share that budget while one of them is unfinished; empty: the
+    submit has its own.
     """
 
     max_staleness: int
@@ -403,10 +403,10 @@ class TokenPath:
 
     @property
     def begins_conversation(self) -> bool:
-        """Tell if it is no other path's conversation going on.
+        """Tell if it does not continue another path's conversation.
 
-        Under another system message or other tools a conversation goes on only if the prompt echoes one of its
-        turns: a title call repeats at most what the user said.
+        Under another system message or other tools a conversation continues only if the prompt echoes one of its
+        turns: a title call repeats at most the user's words.
         """
         if self.split_reason in (SplitReason.SYSTEM_CHANGED, SplitReason.TOOLS_CHANGED) and self.num_shared == 0:
             return sum(message.role == "assistant" for message in self.messages) <= len(self.turns)
@@ -414,12 +414,12 @@ class TokenPath:
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:
-        """The turns that are not the parent's."""
+        """The turns that no parent has."""
         return tuple(turn for turn in self.turns if turn.end > self._first_own)
 
     @property
     def num_own_sampled_tokens(self) -> int:
-        """Sampled tokens that are not the parent's, masked ones too."""
+        """Sampled tokens that no parent has, masked ones too."""
         first = self._first_own
         return sum(max(span.end - max(span.start, first), 0) for span in self.weight_versions)
 
@@ -540,17 +540,17 @@ class Trajectory:
 
     @property
     def is_sound(self) -> bool:
-        """True if it is complete, and what scores it has not failed."""
+        """True if it is complete, and its scoring has not failed."""
         return self.is_complete and self.failure is not FailureClass.INFRASTRUCTURE
 
     @property
     def is_trained(self) -> bool:
-        """True if the trainer consumes it: what failed, or was masked whole, is none of its batch."""
+        """True if the trainer consumes it: it has not failed, and has tokens in the mask."""
         return self.is_sound and self.oldest_trained_version is not None
 
     @property
     def failure(self) -> FailureClass | None:
-        """Tell a bad policy from a bad environment or service: the class of what ended it; None: nobody failed."""
+        """The class of the failure that ended it, by the party at fault; None: there was none."""
         return failure_of_end(
             self.stop_reason,
             is_complete=self.is_complete,

@@ -3,7 +3,7 @@
 verifiers lives in an environment of its own, with `uv` on the PATH, which its harnesses are run by:
 
     uv venv vf && uv pip install --python vf/bin/python verifiers==0.4.0
-    agentloop rollout tasks.jsonl --agent-command "vf/bin/python examples/12_verifiers.py"
+    agentloop rollout --tasks tasks.jsonl --agent-command "vf/bin/python examples/12_verifiers.py"
 
 A task names one of a taskset by its id, TASKSET/INDEX (`my-taskset/17`); verifiers' own reward is the session's.
 """

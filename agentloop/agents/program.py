@@ -50,7 +50,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """The place of one run of an agent. `base_url` ends with /v1; the model to name is "default"."""
+    """The place of one run of an agent. `base_url` ends with /v1; the model's name is "default"."""
 
     task: RolloutTask
     base_url: str
@@ -59,15 +59,15 @@ class AgentPlace:
 
     @property
     def session_url(self) -> str:
-        """The session itself: its chat routes are under /v1, and a command may POST a reward to /reward."""
+        """The session's URL: its chat routes are under /v1, and a command may POST a reward to /reward."""
         return self.base_url.removesuffix("/v1")
 
 
 class Runner(Protocol):
-    """One way to run user code. A cancellation ends the run within a grace, whatever the code does."""
+    """One way to run user code. A cancellation ends a run within a grace, whatever the code does."""
 
     async def run(self, place: AgentPlace) -> object:
-        """Return what the code returned; raises what it raised."""
+        """Run the code. Returns its result, and raises its error."""
 
     def close(self) -> None:
         """Let go of threads. Idempotent."""
@@ -82,11 +82,9 @@ class AgentProgram:
 
     @classmethod
     def load(cls, path: str, *, grace_s: float = AGENT_GRACE_S) -> AgentProgram:
-        """The function `run(task, base_url, api_key)` that `my_module:run` names; it returns a reward or None.
-
-        If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each run.
-        Raises InvalidRequest with param "agent".
-        """
+        """Make a program of the function `run(task, base_url, api_key)` at `my_module:run`; it returns a reward or
+        None. If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each
+        run. Raises InvalidRequest with param "agent"."""
         found = resolve(path, param="agent")
         if not callable(found):
             raise InvalidRequest(f"{path!r} is not a function", param="agent")
@@ -96,7 +94,7 @@ class AgentProgram:
     def of(
         cls, function: Callable[..., Any], *, name: str | None = None, grace_s: float = AGENT_GRACE_S
     ) -> AgentProgram:
-        """The function itself; else as `load`. Raises InvalidRequest if it does not take three arguments."""
+        """Make a program of a function, as `load` does. Raises InvalidRequest unless it takes three arguments."""
         name = name or str(getattr(function, "__name__", type(function).__name__))
         try:
             inspect.signature(function).bind(None, "", "")
@@ -110,10 +108,10 @@ class AgentProgram:
     def command(
         cls, template: str, *, grace_s: float = AGENT_GRACE_S, withheld: frozenset[str] = frozenset()
     ) -> AgentProgram:
-        """A command line, run once for each sample; `withheld` are environment variables that it must not see.
+        """Make a program of a command line, run once for each sample without the environment variables `withheld`.
 
         It is split as a shell would, but run without one. {prompt} (the task's last message), {task_id} and
-        {base_url} are filled in; see `environment` for what it finds there. It fails by its exit status. Raises
+        {base_url} are filled in; `environment` describes its environment. It fails by its exit status. Raises
         InvalidRequest with param "agent_command".
         """
         try:
@@ -125,14 +123,14 @@ class AgentProgram:
         return cls(template, _Command(arguments, grace_s, withheld))
 
     async def run(self, place: AgentPlace) -> float | Score | None:
-        """One run; the reward that it returned, or a `Score` that nobody has checked.
+        """Run the agent once. Returns its reward, or a `Score` that is not checked.
 
-        Raises what the agent raised, and AgentLoopError for what else.
+        Raises the agent's error, and AgentLoopError for any other failure.
         """
         return _checked(await self._runner.run(place))
 
     def close(self) -> None:
-        """Let go of threads; does not wait for what ignores its cancellation. Idempotent."""
+        """Let go of threads, without waiting for runs that ignore their cancellation. Idempotent."""
         self._runner.close()
 
     def __enter__(self) -> AgentProgram:
@@ -143,11 +141,11 @@ class AgentProgram:
 
 
 def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Mapping[str, str]:
-    """This process's environment and the session's: OPENAI_BASE_URL and _API_KEY, the same for ANTHROPIC, the
-    session's own URL and control key as AGENTLOOP_SESSION_URL and _KEY, and the task as JSON in AGENTLOOP_TASK,
-    without its reference and its `tool_setup`.
+    """Return this process's environment with the session's.
 
-    Raises InvalidRequest for a task that an environment cannot hold.
+    It adds OPENAI_BASE_URL and _API_KEY, the same for ANTHROPIC, the session's own URL and control key as
+    AGENTLOOP_SESSION_URL and _KEY, and the task as JSON in AGENTLOOP_TASK, without its reference and its
+    `tool_setup`. Raises InvalidRequest for a task that an environment cannot hold.
     """
     document = task_fields(place.task)
     del document["reference"], document["tool_setup"]  # the policy may read the environment of its agent
@@ -266,14 +264,14 @@ class _Command:
 
 @dataclass(frozen=True, slots=True)
 class CommandExit:
-    """The end of a command: a negative `status` is the signal that killed it; the tails are of what it wrote."""
+    """The end of a command: a negative `status` is the signal that killed it; the tails are of its output."""
 
     status: int
     output_tail: str
     error_tail: str
 
     def describe(self) -> str:
-        """One line for people, with the last line of the error output, or else of the other."""
+        """Return one line for people, with the last line of the error output, or else of the other."""
         ending = f"exit status {self.status}" if self.status >= 0 else f"killed by signal {-self.status}"
         for tail in (self.error_tail, self.output_tail):
             lines = [line.strip() for line in tail.splitlines() if line.strip()]
@@ -283,7 +281,7 @@ class CommandExit:
 
 
 async def run_command(arguments: Sequence[str], environment: Mapping[str, str], *, grace_s: float) -> CommandExit:
-    """Run it without a shell and without input. A cancellation ends it. Raises OSError if it cannot be started."""
+    """Run a command without shell or input. A cancellation ends it. Raises OSError if it cannot start."""
     # Two unnamed files: what a program has buffered of its output is written last, after the error that ended it.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(

@@ -47,7 +47,7 @@ class AgentLimits:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """The record of one sample. Without a `trajectory` the service could not be reached, and `error` says how.
+    """The record of one sample. Without a `trajectory` the service was out of reach, as `error` says.
 
     `reward_error` is set if the task's reward function failed: the trajectory then has no reward.
     """
@@ -63,7 +63,7 @@ class AgentRecord:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """A whole run; its trajectories are read as those of any rollout, by `rollout_id`."""
+    """A whole run. Its trajectories are read as those of any rollout, by `rollout_id`."""
 
     rollout_id: str
     num_samples: int

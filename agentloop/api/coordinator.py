@@ -1,6 +1,7 @@
 """The coordinator's ports, one for each kind of caller, and the values that its calls carry.
 
-Every call is idempotent or keyed, so a caller may repeat one whose answer was lost.
+Every call is idempotent or keyed, so a caller may repeat one whose answer was lost. `agentloop_servers.coordinator`
+implements them: its `server.py` has the table of ports and classes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Prefix: TypeAlias = tuple[str, int]
 
 
 def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return the keys by which prompts that begin alike find each other, the longest first."""
+    """Return keys that prompts with equal beginnings share, the longest first."""
     lengths = [length for length in _PREFIX_LENGTHS if length <= len(token_ids)]
     return tuple((f"ids-{crc32(array('i', token_ids[:length])):x}", length) for length in lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRegistration:
-    """A replica's introduction. `url` is its private data-plane port."""
+    """The introduction of a replica. `url` is its private data-plane port."""
 
     replica_id: str
     url: str
@@ -53,7 +54,7 @@ class ReplicaRegistration:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's engine at one moment."""
+    """The state of a replica's engine at one moment."""
 
     load: Load
     is_usable: bool
@@ -65,7 +66,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A worker's state at one moment. `running` lets a restarted coordinator learn what is in flight."""
+    """The state of a worker at one moment. `running` tells a restarted coordinator what is in flight."""
 
     worker_id: str
     num_free: int
@@ -75,14 +76,14 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Orders to a worker: start these, cancel those."""
+    """The coordinator's orders to a worker: assignments to start, and those to cancel."""
 
     start: tuple[Assignment, ...] = ()
     cancel: tuple[str, ...] = ()  # assignment ids
 
 
 class TurnBegun(msgspec.Struct, frozen=True, tag=True):
-    """The news that a holder's turn begins: it is back from its tools, or it is its first."""
+    """The news that a holder begins a turn: its first, or one after its tools."""
 
     lease_id: str
 
@@ -98,7 +99,7 @@ class TurnEnded(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease that a process holds, and what it knows of its holder."""
+    """A lease that a process holds, and facts of its holder."""
 
     lease: Lease
     holder_id: str  # an assignment's id, or `session_holder`
@@ -108,11 +109,11 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """News of a process's leases since its last report, and its sign of life.
+    """The news of a process's leases since its last report, and its sign of life.
 
-    A process sends one report at a time, and the same again until it is answered: `sequence` grows by one with each
-    other one. So a report that was seen already is a repeat or a late copy, and a gap means that news are missing.
-    Of one report, first `leases` count, then `taken`, `turns` and `released`.
+    A process sends one report at a time, and repeats it until it is answered; `sequence` grows by one with each new
+    report. A report that was seen already is a repeat or a late copy, and a gap means that news are missing. Of one
+    report, `leases` count first, then `taken`, `turns` and `released`.
     """
 
     process_id: str  # of one life of a process: it is never used again
@@ -136,12 +137,12 @@ class LeaseOrders:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTerms:
-    """A rollout's owner, and its turn among others.
+    """The owner of a rollout, and its turn among others.
 
-    Of a higher priority everything goes out before anything lower. Within one, runs share by weight: what an owner
-    submits under one `run_id` on equal terms is served in its order and counts together, also for `max_running`;
-    so is what an owner submits without a name, but each such submit has a `max_running` or a staleness limit for
-    itself.
+    Everything of a higher priority goes out before anything lower. Within one, runs share by weight: all that an
+    owner submits under one `run_id` on equal terms keeps its order and counts together, also for `max_running`. All
+    that an owner submits without a `run_id` is one run too, but each such submit has a `max_running` or a staleness
+    limit for itself.
     """
 
     owner: str = ""  # the user that submitted it; empty where no key is asked for
@@ -155,7 +156,7 @@ class RolloutTerms:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
-    """One rollout's counts, in trajectories. `num_finished` counts terminal records of every kind."""
+    """The counts of one rollout, in trajectories. `num_finished` counts terminal records of every kind."""
 
     rollout_id: str
     num_accepted: int
@@ -183,8 +184,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPage:
-    """A Page whose records are the bytes that were stored. Its own encoding is the Page's, so it is handed on as it
-    is, and decoded by whoever reads the records."""
+    """A Page with its records as they are stored. It is encoded as a Page is, so nothing decodes it on its way."""
 
     trajectories: tuple[msgspec.Raw, ...]
     cursor: int
@@ -274,7 +274,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class StartingReplica:
-    """A replica that has not joined yet. `reason`: why it is held back from taking memory; empty: it loads."""
+    """A replica that has not joined yet. `reason` says what holds it back; empty: it loads."""
 
     replica_id: str
     waiting_s: float
@@ -283,7 +283,7 @@ class StartingReplica:
 
 @dataclass(frozen=True, slots=True)
 class LostReplica:
-    """A replica that left the fleet, and why."""
+    """A replica that left the fleet, and the reason."""
 
     replica_id: str
     reason: str
@@ -292,7 +292,7 @@ class LostReplica:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """The samples and the calls that have not begun, and the room there is for them."""
+    """The samples and calls that have not begun, and the room for them."""
 
     num_queued: int  # samples
     num_waiting: int  # sessions and direct calls that have no lease yet
@@ -325,24 +325,23 @@ class ServiceStatus:
     users: tuple[UserUsage, ...] = ()
 
 
-def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
-    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
+def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
+    """Return the id of one sample. One-to-one, because a rollout id holds no slash."""
     return f"{rollout_id}/{group_id}/{sample_index}"
 
 
-def group_key(name: str) -> str:
-    """Return what the siblings of an assignment have in common, over all rollouts."""
-    return name.rpartition("/")[0]
+def group_key(assignment_id: str) -> str:
+    """Return the key of an assignment's group, which no other rollout has."""
+    return assignment_id.rpartition("/")[0]
 
 
 def session_holder(session_id: str) -> str:
-    """Return the name under which a session or a direct call holds its lease: no assignment's, which begin with the
-    id of a rollout."""
+    """Return the holder id of a session's or a direct call's lease. No assignment id begins with a slash."""
     return f"/{session_id}"
 
 
 def is_session_holder(holder_id: str) -> bool:
-    """Tell a session's or a direct call's lease from an assignment's."""
+    """Tell if a lease's holder is a session or a direct call, not an assignment."""
     return holder_id.startswith("/")
 
 
@@ -350,8 +349,7 @@ class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
 
     async def starting(self, replica_id: str, software: str) -> bool:
-        """Ask to take memory; False: not now, ask again. A replica that may take it repeats the call until it
-        registers.
+        """Ask for leave to take memory; False: ask again. A permitted replica repeats the call until it registers.
 
         Raises InvalidRequest if its `software`, as `agentloop_servers.host` names it, is not the service's.
         """
@@ -360,7 +358,7 @@ class ReplicaPort(Protocol):
         """Join the fleet. Takes traffic once it holds the fleet's weight version."""
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
-        """Report the engine's state. False: unknown to this coordinator, register again."""
+        """Report the engine's state. False: this coordinator does not know the replica, which registers again."""
 
     async def deregister(self, replica_id: str, reason: str = "") -> None:
         """Leave the fleet; its leases move, and the status shows the reason. Unknown ids: no-op."""
@@ -370,32 +368,32 @@ class WorkerPort(Protocol):
     """The coordinator as a worker sees it."""
 
     async def take(self, report: WorkerReport, wait_s: float) -> Orders:
-        """New work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat.
+        """Report, and get work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat.
 
-        A call that is cut off while it waits, and not followed by another, is the sign of a worker's death.
+        A call that is cut off while it waits, without a next one, is the sign of a worker's death.
         """
 
     async def leave(self, worker_id: str) -> None:
-        """End a worker: what it ran is given to others at once, at no cost of an attempt. Idempotent."""
+        """End a worker: its samples are queued again at once, at no cost of an attempt. Idempotent."""
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Another lease for a trajectory, on a replica that can serve what it `needs` from here on.
+        """Get another lease for a trajectory, on a replica that can serve what it `needs` from here on.
 
         `is_failed`: its replica did not answer. Raises NoHealthyReplica, and UnsupportedParameter where no engine
-        of the service can.
+        of the service can serve it.
         """
 
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
-        """Hand in the terminal record. Repeating it changes nothing.
+        """Hand in a terminal record. A repeat changes nothing.
 
-        True once the sample has its durable record, this one or one before it; False if it is rolled out again.
+        True once the sample has a durable record, this one or an earlier one; False if it is rolled out again.
         """
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
-        """Renew the leases of the worker's process, which is named as the worker, and tell of their turns."""
+        """Report the leases and turns of the worker's process, whose id is the worker's; this renews the leases."""
 
-    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the assignments among these whose samples lack their record."""
+    async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of these assignments whose samples lack a record."""
 
 
 class RolloutPort(Protocol):
@@ -406,38 +404,37 @@ class RolloutPort(Protocol):
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         """Accept work, durably. Raises Overloaded if the queue has no room for all of it.
 
-        Here as below `reaches` are the caller's names, and `rollout_id` is what it calls the rollout
-        (`possible_ids`); None: any owner's, by its whole id. The answer has the whole id.
+        Here as below `user_names` are all names of the caller's user, who calls the rollout `rollout_id`
+        (`possible_ids`); None: any user's, by its whole id. The answer has the whole id.
         """
 
-    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
-        """Return the whole id of a rollout that is for a user's sessions from now on. Raises Conflict, Gone."""
+    async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
+        """Reserve a rollout for a user's sessions. Returns its whole id. Raises Conflict, Gone."""
 
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
-        """Store a finished session under its `rollout_id`. Returns once it is durable; a repeat changes nothing.
+        """Store a finished session's record under its `rollout_id`; durable on return. A repeat changes nothing.
 
-        Raises Conflict if its place has another record, or its rollout was submitted, or is not the `owner`'s:
-        None where it was claimed, which sessions of an earlier release were not.
+        Raises Conflict if its place has another record, or its rollout was submitted, or is not the `owner`'s: None
+        where it was claimed, which sessions of an earlier release were not.
         """
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
-        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
+        """Return finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
 
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
-        """The caller has the records up to `cursor`: they may be deleted. Raises NotFound, Gone."""
+    async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
+        """Let the records up to `cursor`, which the caller has, be deleted. Raises NotFound, Gone."""
 
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
 
-    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        """Run the samples again whose records are damaged on the disk. Raises NotFound, Gone, and Conflict while
-        the rollout runs."""
+    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        """Run samples with damaged records again. Raises NotFound, Gone, and Conflict while the rollout runs."""
 
 
 class LeasePort(Protocol):
@@ -451,17 +448,17 @@ class LeasePort(Protocol):
         needs: Needs = NO_NEEDS,
         prefixes: tuple[Prefix, ...] = (),
     ) -> Lease:
-        """Grant a place to one direct call or session, or find the one it has.
+        """Grant a place to a direct call or a session, or find the one it has.
 
         It ends unless the process reports that it was taken. Raises NoHealthyReplica, and UnsupportedParameter
-        where no engine of the service can serve what it needs.
+        where no engine of the service can serve the needs.
         """
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Grant another place, as `WorkerPort.move` does. Raises NotFound too."""
+        """Grant another place, as `WorkerPort.move` does; here the id may be a session's. Raises NotFound too."""
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
-        """Renew the leases of a process, and tell of their turns and their ends."""
+        """Report the leases, turns and ends of a process, which renews its leases."""
 
 
 class FleetPort(Protocol):
@@ -470,7 +467,7 @@ class FleetPort(Protocol):
     async def update_weights(
         self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
     ) -> UpdateReport:
-        """Bring every replica to a new version, or with `force` back to an older one, or to one that was refused.
+        """Bring every replica to a new version; with `force` also to an older or a refused one.
 
         A repeat (the same version from the same source) joins the update under way, or gets its report. Raises
         Conflict, CheckpointUnreadable, WeightUpdateFailed, WeightsRefused.
@@ -489,23 +486,23 @@ class FleetPort(Protocol):
         """
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        """Take memory back; once all of it is, generation goes on. Idempotent. Raises Conflict, EngineLost."""
+        """Take memory back; generation continues once all of it is. Idempotent. Raises Conflict, EngineLost."""
 
 
 class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     """The coordinator as an ingress process sees it."""
 
     async def status(self) -> ServiceStatus:
-        """The service at this moment."""
+        """Return the state of the service at this moment."""
 
     async def drain(self) -> tuple[int, int]:
-        """Begin and accept nothing more. Returns the trajectories that run, and that are queued. Idempotent."""
+        """Accept and begin nothing more. Returns the numbers of running and queued trajectories. Idempotent."""
 
     async def report_users(
         self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
     ) -> UsersNews:
-        """Tell what users have open in one ingress process; returns what they have in all. With `reads_again` the
+        """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
         users' file is read anew. Raises InvalidRequest."""
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        """Say where process `rank` of the chat endpoint listens; returns where each known one does."""
+        """Announce the URL of chat endpoint process `rank`. Returns the known URL of each."""

@@ -6,6 +6,7 @@ An answer is what `codec.to_builtins` writes, with the two differences that stan
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ def generation_answer(generation: Generation) -> dict[str, Any]:
     return answer
 
 
+@cache
 def answer_schema(kind: Any) -> dict[str, Any]:
     """Return the JSON schema of one of our dataclasses, or of a list of them; it refers to `answer_schemas`."""
     (schema,), _ = _schemas((kind,))

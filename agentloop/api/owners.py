@@ -32,7 +32,7 @@ NO_LIMITS: Final = UserLimits()
 
 @dataclass(frozen=True, slots=True)
 class UserTable:
-    """Users by their names: the present one by any, and the limits by the present one."""
+    """The users: the present name of each by all its names, and limits by present names."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, UserLimits] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class UserTable:
 
 @dataclass(frozen=True, slots=True)
 class UserUsage:
-    """The use of one user at one moment: in one process, or in all."""
+    """The use of one user at one moment, in one process or in all."""
 
     name: str
     open_calls: int = 0
@@ -50,7 +50,7 @@ class UserUsage:
     tokens_last_minute: int = 0  # of prompts and answers
 
     def without(self, own: UserUsage | None) -> UserUsage:
-        """Return what it has elsewhere; tokens are those of all."""
+        """Return the use in other processes than `own`; tokens are those of all."""
         if own is None:
             return self
         calls, sessions = max(0, self.open_calls - own.open_calls), max(0, self.sessions - own.sessions)
@@ -59,29 +59,29 @@ class UserUsage:
 
 @dataclass(frozen=True, slots=True)
 class UsersNews:
-    """The use of all users over all processes, and the number of the table that holds."""
+    """The use of all users over all processes, and the number of the users' table in force."""
 
     generation: int
     usage: tuple[UserUsage, ...]
 
 
 def own_id(owner: str, given: str) -> str:
-    """Return the service's name for what an owner calls `given`."""
+    """Return the service's id for an owner's id `given`."""
     return f"{owner}{_MARK}{given}" if owner else given
 
 
-def possible_ids(given: str, reaches: Sequence[str] | None) -> Iterator[tuple[str, str | None]]:
-    """Iterate over what a caller may mean: ids, each with the owner that it must have; None is any owner.
+def possible_ids(given: str, user_names: Sequence[str] | None) -> Iterator[tuple[str, str | None]]:
+    """Iterate over the ids that a caller may mean, each with the owner that it must have; None: any owner.
 
-    `reaches` are the caller's names, the present one first; None: all is within reach. Stores of before have plain
-    ids, whose owner was the digest of a key.
+    `user_names` are all names of the caller's user, the present one first; None: the caller may use any user's.
+    Stores of before have plain ids, whose owner was the digest of a key.
     """
-    if reaches is None:
+    if user_names is None:
         yield given, None
         return
-    for name in reaches:
+    for name in user_names:
         yield own_id(name, given), name
-    for name in filter(None, reaches):
+    for name in filter(None, user_names):
         yield given, name
 
 
@@ -91,5 +91,5 @@ def shown_id(own: str) -> str:
 
 
 def owner_of(holder_id: str) -> str:
-    """Return the owner that a rollout's or session's id, or an assignment's or a lease holder's, names; or ""."""
+    """Return the owner in the id of a rollout, session, assignment or lease holder; "" without one."""
     return holder_id.removeprefix("/").partition("/")[0].rpartition(_MARK)[0]

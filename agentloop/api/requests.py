@@ -152,7 +152,7 @@ class Body(BaseModel):
 
 
 def parse_body(data: bytes, kind: type[B]) -> B:
-    """Read the body that `data` holds. Raises InvalidRequest for what is no UTF-8 JSON and for what is no `kind`.
+    """Read a body of type `kind`. Raises InvalidRequest for what is no UTF-8 JSON, or no `kind`.
 
     The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
     """
@@ -173,7 +173,7 @@ def check_body(value: Any, kind: type[B]) -> B:
 
 
 def untagged(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of a problem as the client wrote it: without the tags of unions, which begin with `~`."""
+    """Return the place of a problem as the client wrote it, without the tags of unions, which begin with `~`."""
     return tuple(part for part in place if not (isinstance(part, str) and part.startswith("~")))
 
 
@@ -297,7 +297,7 @@ TaskPart = Annotated[
 
 
 class MessageBody(Body):
-    """`Message`. Its content is a text, or texts and images side by side."""
+    """`Message`. The content is a text, or texts and images side by side."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[
@@ -311,7 +311,7 @@ class MessageBody(Body):
 
 
 class LimitsBody(Body):
-    """`Limits`; what is left out has the service's default."""
+    """`Limits`. Absent fields have the service's defaults."""
 
     max_turns: int = Field(default=_LIMITS.max_turns, ge=1, le=4096)
     max_tool_calls_per_turn: int = Field(default=_LIMITS.max_tool_calls_per_turn, ge=0, le=4096)
@@ -327,7 +327,7 @@ class LimitsBody(Body):
 
 
 class TaskBody(SamplingOptionsBody):
-    """`RolloutTask`: also a line of a task file."""
+    """`RolloutTask`. A line of a task file has this form too."""
 
     task_id: Name
     messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_TASK_MESSAGES)
@@ -377,7 +377,7 @@ class TaskBody(SamplingOptionsBody):
 
 
 def read_parts(parts: Sequence[Any], image_roots: Sequence[Path], param: str) -> list[str | Image]:
-    """Return the texts and images that checked parts of a content hold. Raises as `read_image`, naming the part."""
+    """Return the texts and images of a content's checked parts. Raises as `read_image`, naming the part."""
     found: list[str | Image] = []
     for place, part in enumerate(parts):
         if not isinstance(part, ImagePart):
@@ -415,10 +415,9 @@ def task_fields(task: RolloutTask) -> dict[str, Any]:
 class SubmitBody(Body):
     """The body of `POST /rollouts`: tasks, each sampled `num_samples` times.
 
-    With `keep`, the first so many samples that are complete make a task's group, and the others are cancelled.
-
-    With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
-    `max_staleness` is in weight versions; without it, `on_stale` means nothing. `priority`, `share`, `max_running`
+    With `keep`, the first so many complete samples make a task's group, and the others are cancelled. With a
+    `rollout_id` of the caller's own, a submit whose answer was lost can be repeated: it counts once.
+    `max_staleness` is in weight versions; without it, `on_stale` has no effect. `priority`, `share`, `max_running`
     and `run_id` are those of `RolloutTerms`.
     """
 
@@ -443,12 +442,12 @@ class SubmitBody(Body):
         return self
 
     def terms(self, owner: str) -> RolloutTerms:
-        """The terms of the rollout as the service holds them."""
+        """Return the rollout's terms as the service holds them."""
         return RolloutTerms(owner, self.priority, self.share, self.max_running, self.run_id or "")
 
     @property
     def staleness(self) -> StalenessLimit | None:
-        """The limit as the service holds it."""
+        """The run's staleness limit, as the service holds it; None: there is none."""
         if self.max_staleness is None:
             return None
         on_stale = OnStale(self.on_stale)
@@ -456,7 +455,7 @@ class SubmitBody(Body):
 
 
 class AcknowledgeBody(Body):
-    """The body of `POST /rollouts/{id}/acknowledge`: the cursor up to which the caller has the records for good."""
+    """The body of `POST /rollouts/{id}/acknowledge`: the cursor up to which the caller has stored the records."""
 
     cursor: int = Field(ge=0, le=MAX_CURSOR)
 
@@ -492,7 +491,7 @@ class TensorBody(Body):
 
 
 class PushBody(Body):
-    """`PushSource`: the addresses of a listening process, and the tensors it has."""
+    """`PushSource`: the addresses of a listening process, and its tensors."""
 
     addresses: list[Address] = Field(min_length=1, max_length=MAX_ADDRESSES)
     token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
@@ -505,10 +504,10 @@ class PushBody(Body):
 
 
 class WeightsBody(Body):
-    """The body of `POST /admin/weights`: one source of new weights, and the version they become.
+    """The body of `POST /admin/weights`: one source of new weights, and their version.
 
-    `directory` and `adapter` are absolute paths of directories that the service may read. `force` takes the
-    fleet to a version that does not grow, or that makes the model noise.
+    `directory` and `adapter` are absolute paths of directories that the service may read. `force` accepts a version
+    that does not grow, and weights that make the model noise.
     """
 
     model_config = ConfigDict(json_schema_extra=_one_source)
@@ -522,11 +521,11 @@ class WeightsBody(Body):
 
     @property
     def policy(self) -> KVPolicy | None:
-        """The policy, or None for the service's default."""
+        """Return the KV policy; None for the service's default."""
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
 
     def to_update(self) -> WeightUpdate:
-        """Return the update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""
+        """Return the update as the fleet takes it. Raises InvalidRequest without exactly one source."""
         push = self.push.to_source() if self.push is not None else None
         return WeightUpdate(self.version, self.directory, push, self.adapter)
 
@@ -545,5 +544,5 @@ class WakeBody(Body):
 
     @property
     def memory(self) -> frozenset[MemoryTag]:
-        """The tags as engines take them."""
+        """Return the tags as engines take them."""
         return ALL_MEMORY if self.tags is None else frozenset(map(MemoryTag, self.tags))

@@ -46,15 +46,13 @@ class TaskMessage(Body):
 
 
 class NewSessionBody(Body):
-    """The body of `POST /sessions`. The record of the session goes to `rollout_id`, as a sample of `group_id`.
+    """The body of `POST /sessions`. The session's record goes to `rollout_id`, as a sample of `group_id`.
 
-    With a `session_id` of the caller's own, a create whose answer was lost can be sent again: it makes one session.
-
-    `on_overflow`: a prompt that leaves no room in the context, once there is a turn, is answered as a reply that a
-    limit cut before its first token, or refused. `on_malformed_call`: a call of the policy that cannot be read is
-    content, or a tool call, without a name if that cannot be read either.
-
-    `task_messages` are those of its task: the conversation that begins with them is the main one.
+    With a `session_id` of the caller's own, a create whose answer was lost can be repeated: it makes one session.
+    `on_overflow` is for a prompt, after the first turn, that leaves no room in the context: it gets a reply that
+    was cut before its first token, or an error. `on_malformed_call` is for a call that cannot be read: it is
+    content, or a tool call, without a name if that cannot be read either. `task_messages` are the task's own: the
+    conversation that begins with them is the main one.
     """
 
     session_id: Id | None = None
@@ -69,7 +67,7 @@ class NewSessionBody(Body):
 
 
 class PathScoreBody(Body):
-    """`PathScore`, its turns apart: they have ids."""
+    """`PathScore` without its turns, which `ScoreBody` names by their ids."""
 
     reward: float | None = None
     tokens: TokenRewards | None = None
@@ -107,7 +105,7 @@ class ScoreBody(Body):
 
 
 def score_values(score: Score) -> dict[str, JSON]:
-    """Return the values of a `ScoreBody` that says the same. The score is a `resolved` one."""
+    """Return the values of the `ScoreBody` of a `resolved` score."""
     paths = {
         turn_id: {
             "reward": path.reward,
@@ -127,7 +125,7 @@ def score_values(score: Score) -> dict[str, JSON]:
 
 
 class RewardBody(ScoreBody):
-    """The body of `POST /sessions/{id}/reward`. What a later one says of the same replaces it."""
+    """The body of `POST /sessions/{id}/reward`. A later one replaces the same values of an earlier one."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -139,8 +137,7 @@ class RewardBody(ScoreBody):
 class FinishBody(ScoreBody):
     """The body of `POST /sessions/{id}/finish`; with an `error` the record is incomplete.
 
-    `reward_error`: why there is no reward, where a reward function failed. `wait_s`: how long open calls may go on;
-    those that are open then are lost.
+    `reward_error` says why there is no reward. `wait_s` is the time for open calls, which then fail.
     """
 
     reward_error: Text = ""
@@ -157,10 +154,10 @@ class FinishBody(ScoreBody):
 
 
 class NewSessionAnswer(BaseModel):
-    """The place of a new session. `direct_url` leads to its process, past others, from its host only.
+    """The place of a new session. `direct_url` leads straight to its process, from its own host only.
 
-    `api_key` is for its agent: it makes calls. `control_key` rewards, finishes, revokes and deletes too; it is for
-    whoever made the session.
+    `api_key` is for its agent: it makes calls. `control_key`, for the session's maker, also rewards, finishes,
+    revokes and deletes.
     """
 
     session_id: str

@@ -73,11 +73,9 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
-    """Return the call that a body asks for.
-
-    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
-    """
+def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
+    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
+    answer."""
     messages, tools = prompt(body)
     choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
     forced = _forced_tool(body)
@@ -105,14 +103,14 @@ def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
 
 
 def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSON]:
-    """Return the arguments of the chat template that a body asks for."""
+    """Return a body's arguments of the chat template."""
     effort = body.output_config.effort if body.output_config is not None else None
     is_thinking = body.thinking.is_thinking if body.thinking is not None else None
     return template_kwargs(body, model.template_arguments, effort, is_thinking=is_thinking)
 
 
 def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
-    """The messages and tools that a prompt is made of. Raises as `chat_call`."""
+    """Return the messages and tools of a body's prompt. Raises as `to_call`."""
     tools = tuple(
         function_definition(tool.name, tool.description, tool.input_schema)
         for tool in body.tools or []
@@ -204,8 +202,8 @@ def _read_tool_use(block: ToolUseBlock) -> ToolCall:
 
 
 class MessageWriter(BlockWriter):
-    """Writes one message; `message_key` is 32 hex digits, new for each. Arguments of a call come whole in a stream,
-    too: only then it is known whether they can be read."""
+    """The writer of one message; `message_key` is 32 hex digits, new for each. Streamed arguments of a call come
+    whole too: only then it is known if they can be read."""
 
     def __init__(self, body: MessagesBody, message_key: str) -> None:
         super().__init__()
@@ -257,7 +255,7 @@ class MessageWriter(BlockWriter):
 
 
 def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
-    """An error as Anthropic's clients read it, in an answer or as an event. `code` and `param` are ours."""
+    """Return an error as Anthropic's clients read it, in an answer or as an event. `code` and `param` are ours."""
     kind = _ERROR_TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"

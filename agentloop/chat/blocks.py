@@ -37,7 +37,7 @@ class Block:
 
 
 def blocks_of(message: Message) -> list[Block]:
-    """Return the blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
+    """Return the blocks of a whole reply: reasoning, text, calls. An empty turn is one empty text."""
     blocks: list[Block] = []
     if message.reasoning:
         blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
@@ -49,7 +49,8 @@ def blocks_of(message: Message) -> list[Block]:
 
 
 class BlockWriter(ABC):
-    """Writes one answer, whole or as events: one block open at a time. Text after a call is a block of its own."""
+    """The writer of one answer, whole or as events, with one block open at a time. Text after a call is a new
+    block."""
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []  # of a stream; the last one is open
@@ -61,8 +62,8 @@ class BlockWriter(ABC):
         return self._answer(result, blocks_of(result.choices[0].reply.message))
 
     async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
-        """The events of a stream, the final one last. The first comes with the first piece: what fails before that
-        is no stream yet."""
+        """Yield the events of a stream, the final one last. Nothing comes before the first piece: a failure until
+        then is no stream yet."""
         is_begun = False
         async for piece in pieces:
             for event in () if is_begun else self._begun():

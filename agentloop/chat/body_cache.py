@@ -39,7 +39,7 @@ _TOOL_BYTES = 2000  # of a checked body beside the definition, whose values it s
 
 
 class CachedMessage:
-    """A message as it was read, its loose canonical key, and the images that it shows."""
+    """A message as it was read, with its loose canonical key and its images."""
 
     __slots__ = ("_named", "first_image", "images", "key", "message")
 
@@ -57,7 +57,7 @@ class CachedMessage:
         return _CACHED_BYTES + message_chars(self.message) * BYTES_PER_CHAR + num_image_bytes
 
     def with_name(self, name: str | None) -> Message:
-        """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
+        """Return this tool's answer with the tool's name. The last result is kept."""
         named = self._named  # once: another thread may ask with another name
         if named.name != name:
             self._named = named = with_name(self.message, name)
@@ -80,8 +80,8 @@ class CachedTools:
 class TwoGenerationLru(Generic[T]):
     """A least-recently-used cache in two generations, bounded by the size of what it holds.
 
-    A look-up moves its entry to the young generation. Once that has half of the room, it becomes the old one, and
-    what was not asked for since is forgotten.
+    A look-up moves its entry to the young generation. When that has half of the room, it becomes the old one, and
+    what was not asked for since is dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -95,11 +95,11 @@ class TwoGenerationLru(Generic[T]):
         return len(self._young) + len(self._old)
 
     def find(self, values: Sequence[Any]) -> list[tuple[bytes | None, T | None]]:
-        """Return the key of each of some JSON values, and the entry under it, if there is one."""
+        """Return the key of each of some JSON values, with its entry or None."""
         return [(key, self.get(key)) for key in map(cache_key, values)]
 
     def get(self, key: bytes | None) -> T | None:
-        """Return the entry under this key, if there is one."""
+        """Return the entry under this key, or None."""
         if key is None:
             return None
         found = self._young.get(key)
@@ -108,7 +108,7 @@ class TwoGenerationLru(Generic[T]):
         return None if found is None else found[0]
 
     def add(self, key: bytes | None, entry: T, num_bytes: int) -> None:
-        """Keep an entry; one without a key is not kept."""
+        """Keep an entry, unless it has no key."""
         if key is None:
             return
         key = bytes(memoryview(key))  # what orjson returns has 4 KiB allocated, however short it is
@@ -120,7 +120,7 @@ class TwoGenerationLru(Generic[T]):
 
 
 def cache_key(value: Any) -> bytes | None:
-    """Return the key of a JSON value; None for one that is refused anyway: an integer of more than 64 bits."""
+    """Return the key of a JSON value; None for an integer of more than 64 bits, which is refused anyway."""
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:

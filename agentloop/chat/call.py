@@ -26,13 +26,12 @@ class ToolChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One call, checked. Either `messages` or `prompt_ids`.
+    """One checked call, with either `messages` or `prompt_ids`.
 
-    `sampling.max_tokens` is ignored: `max_tokens` counts, or what the context holds if it is None. The session adds
-    the renderer's stop tokens and the constraint of `tool_choice`; a response format's is in `sampling` already.
-    `template_kwargs` has only what the model's template reads.
-    `constraint_param` is the field of the client's request that it comes from, for errors to name.
-    `sampling.seed` is that of choice 0, and seed + i that of choice i.
+    `sampling.max_tokens` is ignored: `max_tokens` counts, or the context's room if it is None. The session adds the
+    renderer's stop tokens and the constraint of `tool_choice`; a response format's is in `sampling` already.
+    `template_kwargs` has only what the model's template reads. `constraint_param` names the client's field of the
+    constraint, for errors. `sampling.seed` is that of choice 0, and seed + i that of choice i.
     """
 
     messages: tuple[Message, ...]
@@ -62,7 +61,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """The model that calls are made of, as far as a dialect must know it."""
+    """The facts of the model that dialects need to make a call."""
 
     parser: Parser
     vocab_size: int
@@ -73,7 +72,7 @@ class ChatModel:
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """The identity of a call, by which a repeat is recognised: a retry has a count above 0 and the same digest."""
+    """The identity of a call: a retry has the digest of an earlier call, and a count above 0."""
 
     digest: bytes
     retry_count: int = 0
@@ -81,7 +80,7 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult:
-    """The answer. `choices` are the nodes that the session now has, in the order of their `choice_index`."""
+    """The answer. `choices` are the session's new nodes, in the order of their `choice_index`."""
 
     call_id: str  # unique over all sessions
     created_at: int  # seconds since 1970

@@ -22,7 +22,7 @@ from agentloop.types import TopLogprobs
 
 
 class ChoiceWriter(ABC):
-    """Writes one answer. What is between `index` and `logprobs` of a choice is the dialect's `part`."""
+    """The writer of one answer. A dialect's `part` stands between `index` and `logprobs` of a choice."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -41,7 +41,7 @@ class ChoiceWriter(ABC):
 
     @abstractmethod
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """Return the parts of what a piece shows, each for a chunk."""
+        """Return the parts that show a piece, one for each chunk."""
 
     @abstractmethod
     def whole_part(self, reply: Reply) -> Answer:
@@ -52,11 +52,11 @@ class ChoiceWriter(ABC):
         """Return the logprobs of a choice's next tokens."""
 
     def finish(self, reply: Reply) -> str:
-        """Return why a reply ended."""
+        """Return the reason why a reply ended."""
         return finish_of(reply).value
 
     def whole(self, result: ChatResult) -> Answer:
-        """The answer of a call that does not stream."""
+        """Return the answer of a call that does not stream."""
         choices = []
         for node in result.choices:
             index, reply = node.choice_index, node.reply
@@ -72,7 +72,7 @@ class ChoiceWriter(ABC):
         return {**head, "choices": choices, "usage": usage_of(result), **self._extras(result)}
 
     async def chunks(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
-        """The chunks of a stream, in order. The caller writes them, and `[DONE]` behind the last."""
+        """Yield the chunks of a stream. The caller writes them, and `[DONE]` behind the last."""
         async for piece in pieces:
             for chunk in self._ended(piece) if isinstance(piece, ChatResult) else self._added(piece):
                 yield chunk

@@ -62,7 +62,7 @@ def function_definition(
 
 
 def check_tool_choice(choice: ToolChoice, forced: str | None, tools: Sequence[Mapping[str, JSON]]) -> None:
-    """Raises InvalidRequest for a choice that the tools cannot meet."""
+    """Raises InvalidRequest for a choice that these tools cannot meet."""
     if choice is ToolChoice.REQUIRED and not tools:
         raise InvalidRequest("a tool must be called, but there are none", param="tool_choice")
     if forced is not None and all(tool["function"]["name"] != forced for tool in tools):
@@ -86,7 +86,7 @@ def allowed_tools(
 
 
 def joined_text(texts: Iterable[str], role: str) -> str:
-    """Join text parts. An assistant's are pieces of one reply, those of others are separate."""
+    """Join text parts: an assistant's directly, as parts of one reply, those of others by line breaks."""
     return ("" if role == "assistant" else "\n").join(texts)
 
 
@@ -98,7 +98,7 @@ def schema_constraint(schema: Mapping[str, JSON]) -> Constraint:
 def with_tool_names(
     messages: Iterable[Message], named: Callable[[int, str | None], Message] | None = None
 ) -> tuple[Message, ...]:
-    """Return the messages, each tool result with the name of the tool that it answers, where the history tells.
+    """Return the messages, each tool result with the name of its tool, where the history tells it.
 
     `named` gives the message at an index with a name; by default a new one.
     """
@@ -127,7 +127,7 @@ def answer_constraint(
     *,
     is_parallel: bool,
 ) -> Constraint | None:
-    """Return the constraint of a turn whose answer, if it is one, must be as `wanted`; not that of forced calls."""
+    """Return the constraint by which a turn is an answer as `wanted`, or calls; None for forced calls."""
     if wanted is None or choice is ToolChoice.REQUIRED:
         return None
     if not tools or choice is ToolChoice.NONE:
@@ -159,7 +159,7 @@ def versions_of(node: Node) -> list[Answer]:
 
 
 def session_extra(result: ChatResult) -> Answer:
-    """Return what became of the call in its session: turns, how history was matched, the calls' tokens."""
+    """Return the call's place in its session: turns, how history was matched, the calls' tokens."""
     first = result.choices[0]
     calls = [
         {
@@ -185,7 +185,7 @@ def session_extra(result: ChatResult) -> Answer:
 
 
 def capture_extras(result: ChatResult, *, with_token_ids: bool) -> dict[str, Any]:
-    """Return what a trainer wants of an answer of one choice: session and versions, and the ids if asked for."""
+    """Return an answer's fields for a trainer: session and versions, and the ids if asked for."""
     node = result.choices[0]
     extras: dict[str, Any] = {"session": session_extra(result), "weight_versions": versions_of(node)}
     if with_token_ids:

@@ -50,7 +50,7 @@ Ignored: TypeAlias = Json | None
 
 
 def refused(unless: object = None, hint: str = "") -> AfterValidator:
-    """Annotate a field that is refused by its name, but for null, false, what is empty, and the value `unless`."""
+    """Annotate a field that is refused by its name, unless it is null, false, empty, or the value `unless`."""
 
     def check(value: JsonValue, info: Info) -> None:
         is_nothing = value is None or value is False or value in ("", [], {})
@@ -65,7 +65,7 @@ Refused: TypeAlias = Annotated[Json, refused()]
 
 
 def unsupported(message: str) -> PydanticCustomError:
-    """Return the error for a validator to raise about its field, where the error is an UnsupportedParameter."""
+    """Return the error that a validator raises for a field that is an UnsupportedParameter."""
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
 
@@ -93,7 +93,7 @@ TextOr = Annotated[Annotated[Text, Tag("~text")] | Annotated[L, Tag("~list")], D
 
 
 class Echo(Body):
-    """Base of what stands in a history: fields beyond the declared ones are ignored."""
+    """Base of parts of an echoed history: undeclared fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -116,7 +116,7 @@ _HOSTED_SEARCH: Final = "web_search"
 
 
 class HostedSearch(Echo):
-    """A search of the web that the provider of an API runs itself, of whatever date: the policy does not see it."""
+    """The web search of an API's provider, of any date. The policy does not see it."""
 
     type: Annotated[str, Field(pattern=f"^{_HOSTED_SEARCH}")]
 
@@ -138,7 +138,7 @@ HostedTools = Annotated[
 
 
 def read_body(data: bytes, kind: type[B]) -> B:
-    """Read the body that `data` holds. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
+    """Read a body of type `kind`. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
 
     The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
     """
@@ -146,7 +146,7 @@ def read_body(data: bytes, kind: type[B]) -> B:
 
 
 def read_json(data: bytes) -> Any:
-    """Read the JSON value that `data` holds. Raises InvalidRequest."""
+    """Read a JSON value. Raises InvalidRequest."""
     try:
         return from_json(data)
     except ValueError as error:
@@ -154,7 +154,7 @@ def read_json(data: bytes) -> Any:
 
 
 def checked(value: Any, kind: type[B]) -> B:
-    """Check that a JSON value is a body. Raises as `read_body`, for what is not supported first."""
+    """Check that a JSON value is a body. Raises as `read_body`; unsupported fields come first."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -20,7 +20,7 @@ def token_id_name(token_id: int) -> str:
 
 
 class TokenTexts:
-    """The texts of single tokens. Bounded memory; may be used by several threads, which at worst decode twice."""
+    """The texts of single tokens, in bounded memory. Several threads may use it; at worst they decode twice."""
 
     def __init__(self, renderer: Renderer, *, as_ids: bool = False) -> None:
         self._renderer = renderer
@@ -28,7 +28,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text and bytes; the text has U+FFFD where it is only a part of a character."""
+        """Return a token's text and bytes; the text has U+FFFD if it is only a part of a character."""
         found = self._known.get(token_id)
         if found is None:
             octets = self._renderer.token_bytes(token_id)
@@ -39,7 +39,7 @@ class TokenTexts:
         return (token_id_name(token_id), found[1]) if self._as_ids else found
 
     def written(self, *, as_ids: bool | None) -> TokenTexts:
-        """Return these texts, or with `as_ids` their names by id (`token_id_name`), beside the same bytes."""
+        """Return these texts, or with `as_ids` the tokens' names (`token_id_name`), beside the same bytes."""
         if not as_ids:
             return self
         names = TokenTexts(self._renderer, as_ids=True)
@@ -49,7 +49,7 @@ class TokenTexts:
     def entries(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs
     ) -> list[dict[str, Any]]:
-        """`choices[].logprobs.content` of a chat completion. `top` is empty or has one entry a token."""
+        """Return `choices[].logprobs.content` of a chat completion. `top` is empty or has one entry a token."""
         return [
             {
                 **self._entry(token_id, logprob),
@@ -61,7 +61,7 @@ class TokenTexts:
     def columns(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs, offset: int
     ) -> dict[str, Any]:
-        """`choices[].logprobs` of a text completion; `offset` is the number of characters before."""
+        """Return `choices[].logprobs` of a text completion; `offset` is the number of characters before."""
         texts = [self.of(token_id)[0] for token_id in token_ids]
         offsets = []
         for text in texts:

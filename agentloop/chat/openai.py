@@ -50,7 +50,7 @@ class ChatRequest:
 
 
 def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
-    """Read the request that `data` holds; what of it is not in the cache is then. Raises as `read_body`."""
+    """Read a chat request; new messages and tools are added to the cache. Raises as `read_body`."""
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
     found = cache.messages.find(given) if isinstance(given, list) else []
@@ -75,7 +75,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
 
 
 def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
-    """The call that is asked for. Raises InvalidRequest for what does not fit together."""
+    """Return a request's `ChatCall`. Raises InvalidRequest for fields that do not fit together."""
     body = request.body
     images = each_once(image for message in request.messages for image in message.images)
     if images and not model.takes_images:
@@ -157,7 +157,7 @@ def sampling_of(
 
 
 def stops_of(body: ChoiceFields) -> tuple[str, ...]:
-    """The stop strings, each once."""
+    """Return the stop strings, each once."""
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
@@ -285,7 +285,7 @@ class ChatWriter(ChoiceWriter):
         super().__init__(body, texts, created_at, shows_logprobs=body.logprobs is True)
 
     def parts(self, piece: TurnPiece) -> list[Answer]:
-        """The deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
+        """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
 
         Some clients read only the first entry of a chunk.
         """
@@ -299,7 +299,6 @@ class ChatWriter(ChoiceWriter):
         return [{"delta": delta} for delta in deltas]
 
     def whole_part(self, reply: Reply) -> Answer:
-        """The message."""
         message = reply.message
         answer: Answer = {"role": "assistant", "content": message.content, "refusal": None}
         if message.tool_calls:
@@ -312,7 +311,6 @@ class ChatWriter(ChoiceWriter):
         return {"message": answer}
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
-        """An entry for each token."""
         return {"content": self.texts.entries(token_ids, logprobs, top), "refusal": None}
 
 

@@ -90,7 +90,7 @@ def _as_text(value: Any) -> Any:
 
 
 class CalledFunction(Body):
-    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none, or an object."""
+    """A call in the history; `arguments` are a JSON object as text, and other text is kept as it is."""
 
     name: CalledName
     arguments: Annotated[Text, BeforeValidator(_as_text)]
@@ -171,13 +171,13 @@ Tools = Annotated[list[ToolBody], Field(max_length=MAX_CHAT_TOOLS, fail_fast=Tru
 
 
 class FunctionName(Body):
-    """The name of the function that is meant."""
+    """The name of the function to call."""
 
     name: ToolName
 
 
 class NamedTool(Body):
-    """Exactly this tool is to be called; also an entry of `allowed_tools`."""
+    """The one tool to call; also an entry of `allowed_tools`."""
 
     type: Literal["function"]
     function: FunctionName
@@ -220,7 +220,7 @@ Choice = Annotated[
 
 
 class PlainFormat(Body):
-    """Anything, or one JSON object."""
+    """Any text, or one JSON object."""
 
     type: Literal["text", "json_object"]
 
@@ -335,8 +335,8 @@ class CallBase(SampledBody, ChoiceFields):
 class ChatBody(CallBase, TemplateBody):
     """The body of `POST /v1/chat/completions`.
 
-    `strict_history`: an echoed answer must equal what was sampled, call ids and outer whitespace too, to be taken
-    for it.
+    `strict_history`: an echoed answer is taken for the sampled one only if call ids and outer whitespace are equal
+    too.
     """
 
     messages: Messages

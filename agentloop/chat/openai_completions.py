@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def prompt_ids_of(body: CompletionBody, renderer: Renderer) -> tuple[int, ...]:
-    """The ids of the prompt. Takes time with a text's length. Raises InvalidRequest."""
+    """Return the ids of the prompt, in time linear in its text. Raises InvalidRequest."""
     ids = renderer.ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
     if max(ids, default=0) >= renderer.vocab_size:
         raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="prompt")
@@ -33,7 +33,7 @@ def prompt_ids_of(body: CompletionBody, renderer: Renderer) -> tuple[int, ...]:
 
 
 def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
-    """The call that a body asks for. Raises InvalidRequest."""
+    """Return a body's `ChatCall`. Raises InvalidRequest."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return ChatCall(
         messages=(),
@@ -62,16 +62,14 @@ class CompletionWriter(ChoiceWriter):
         return [{"text": piece.content}] if piece.content else []
 
     def whole_part(self, reply: Reply) -> Answer:
-        """The text."""
         return {"text": reply.message.content}
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
-        """Columns of the tokens."""
         before = self._num_chars.get(index, 0)
         columns = self.texts.columns(token_ids, logprobs, top, before)
         self._num_chars[index] = before + sum(map(len, columns["tokens"]))
         return columns
 
     def finish(self, reply: Reply) -> str:
-        """Why a reply ended: no calls are read."""
+        """Return the reason why a reply ended: no calls are read."""
         return "length" if finish_of(reply) is TurnFinish.LENGTH else "stop"

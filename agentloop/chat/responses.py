@@ -53,11 +53,9 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
-    """Return the call that a body asks for.
-
-    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
-    """
+def to_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
+    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
+    answer."""
     tools = _tools(body)
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)
@@ -224,7 +222,7 @@ class ResponseWriter(BlockWriter):
         self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
     def error_event(self, error: AgentLoopError) -> Answer:
-        """Write the event of a failure amid a stream; the nested envelope makes the client library raise."""
+        """Return the event of a failure amid a stream; its nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
     def _begun(self) -> Iterator[Answer]:

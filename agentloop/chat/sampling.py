@@ -59,14 +59,14 @@ Effort: TypeAlias = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
 
 
 class NamesSession(Body):
-    """Base of bodies that may name their session, under one of two names."""
+    """Base of bodies that may name their session, in either of two fields."""
 
     session: Id | None = None
     session_id: Id | None = None
 
     @property
     def named_session(self) -> str | None:
-        """The session that the body names."""
+        """The session in the body; None: it names none."""
         return self.session if self.session is not None else self.session_id
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class NamesSession(Body):
 
 
 class SamplingFields(Body):
-    """Fields that say how to sample. What the dialect itself does not have is named as vLLM names it.
+    """Fields of the sampling. Those beyond the dialect have vLLM's names.
 
     `min_p` and `repetition_penalty` shape the distribution that logprobs are of. A stop token of the request ends
     the turn as the model's own does; with `ignore_eos` the model's own are sampled as any other token.
@@ -118,10 +118,8 @@ class TemplateBody(Body):
 def sampling_params(
     body: SamplingFields, max_tokens: int | None, vocab_size: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest.
-
-    A temperature so small that engines have no such one is 0: clients write it for that.
-    """
+    """Return the sampling of a body. None is the default, a `top_p` of 0 the likeliest token. Raises
+    InvalidRequest. A temperature too small for engines is 0: clients write it for that."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
     stops = tuple(dict.fromkeys(body.stop_token_ids or ()))
@@ -146,9 +144,9 @@ def sampling_params(
 def template_kwargs(
     body: TemplateBody, reads: Collection[str], effort: str | None = None, *, is_thinking: bool | None = None
 ) -> dict[str, JSON]:
-    """Return the arguments that a body gives a template which reads those of the names `reads`.
+    """Return a body's template arguments, of those whose names are in `reads`.
 
-    `effort` and `is_thinking` are the dialect's own words for how much to think; the arguments that the body names
+    `effort` and `is_thinking` are the dialect's own words for how much to think; arguments that the body names
     itself come before them. An effort of `none` switches thinking off.
     """
     if body.enable_thinking is not None:

@@ -23,7 +23,7 @@ _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
 def check_schema(schema: Mapping[str, JSON]) -> None:
-    """Raises ValueError with the reason if no compiler should see this."""
+    """Raises ValueError, with the reason, for a schema that no compiler should get."""
     try:
         num_bytes = len(orjson.dumps(schema))
     except TypeError as error:

@@ -92,7 +92,7 @@ class TokensBody(Body):
 
 
 def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
-    """Return the call that a body asks for. Raises InvalidRequest naming a field of the body."""
+    """Return a body's `ChatCall`. Raises InvalidRequest naming a field of the body."""
     given = body.sampling_params
     num_top = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
     try:
@@ -113,7 +113,7 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
 def render_tokens(
     replies: Sequence[Reply], body: TokensBody, *, request_id: str, created_at: int, model: str
 ) -> dict[str, Any]:
-    """Return the whole answer of replies in the order of their choices; versions are text, as vLLM writes them."""
+    """Return the answer of replies in the order of their choices; versions are text, as vLLM writes them."""
     num_prompt, num_sampled = len(body.token_ids), sum(len(reply.token_ids) for reply in replies)
     return {
         "request_id": request_id,

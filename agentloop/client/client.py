@@ -54,7 +54,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 _FIRST_WAIT_S = 0.1
 _FORGET_TIMEOUT_S = 5.0
-_MAX_PIECE_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
+_MAX_PART_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
 
 
 class RolloutClient:
@@ -158,21 +158,21 @@ class RolloutClient:
         before you train.
 
         With `keep`, the first `keep` complete samples of each task make its group, and the rest of `num_samples` is
-        cancelled: nobody waits for the longest. Every sample still has its record; those of the rest are CANCELLED
+        cancelled: the longest need not end. Every sample still has its record; those of the rest are CANCELLED
         and not complete, and a group never has more complete ones than it keeps.
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
         Without these, and without a name, what one key submits goes out in the order it came.
 
-        Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
+        Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
         """
         self._warn_of_truncation(tasks)
         bodies = [_with_lists(task_fields(task)) for task in tasks]
         has_limit = max_staleness is not None or trajectories_per_version is not None
         if has_limit or max_running is not None or share != 1.0:
-            run_id = run_id or _new_id()  # its pieces count together
+            run_id = run_id or _new_id()  # its parts count together
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
         options |= {"share": float(share), "max_running": max_running}
         if has_limit:
@@ -236,7 +236,7 @@ class RolloutClient:
     ) -> AgentSession:
         """A recorded session for an agent, to be entered with `async with`; leaving it finishes it.
 
-        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
+        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that is not
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
         `on_overflow`, `on_malformed_call`, `task_messages`: as `NewSessionBody` says.
         """
@@ -370,22 +370,22 @@ class RolloutClient:
             )
 
     async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
-        """In as few pieces as the service takes; each is a rollout of its own there, keyed by its id."""
+        """Submit tasks in as few parts as the service takes; each part is a rollout of its own there."""
         num_sent, size = 0, MAX_TASKS
         while num_sent < max(len(tasks), 1):  # without tasks: once, for the refusal
-            piece = _piece(tasks, num_sent, size)
+            part = _next_part(tasks, num_sent, size)
             rollout_id = _new_id()
-            checked = check_body({"tasks": piece, "rollout_id": rollout_id, **options}, SubmitBody)
-            rollout.expect(rollout_id, len(piece) * checked.num_samples)
+            checked = check_body({"tasks": part, "rollout_id": rollout_id, **options}, SubmitBody)
+            rollout.expect(rollout_id, len(part) * checked.num_samples)
             try:
                 await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)
             except Retryable as full:
                 rollout.drop(rollout_id)
                 if size == 1:  # no room at all
                     await asyncio.sleep(full.retry_after_s if full.retry_after_s is not None else _FIRST_WAIT_S)
-                size = max(1, len(piece) // 2)
+                size = max(1, len(part) // 2)
             else:
-                num_sent, size = num_sent + len(piece), min(2 * size, MAX_TASKS)
+                num_sent, size = num_sent + len(part), min(2 * size, MAX_TASKS)
 
     async def _update(self, source: dict[str, Any], options: PushOptions) -> UpdateReport:
         kv_policy = None if options.kv_policy is None else options.kv_policy.value
@@ -416,12 +416,12 @@ def _new_id() -> str:
     return f"r-{uuid.uuid4().hex[:16]}"
 
 
-def _piece(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:
+def _next_part(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:
     """The next tasks that fit one request: at least one, whatever its size."""
     num_bytes, end = 0, start
     while end < min(len(tasks), start + max_tasks):
         num_bytes += len(orjson.dumps(tasks[end]))
-        if num_bytes > _MAX_PIECE_BYTES and end > start:
+        if num_bytes > _MAX_PART_BYTES and end > start:
             break
         end += 1
     return tasks[start:end]

@@ -26,7 +26,7 @@ class Service(Protocol):
     """The part of `RolloutClient` that a rollout and its readers use."""
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
-        """One part's counts."""
+        """Return one part's counts."""
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End one part."""
@@ -35,15 +35,15 @@ class Service(Protocol):
         """Run one part's damaged samples again."""
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
-        """Let go of one part's trajectories up to a cursor."""
+        """Let one part's trajectories up to a cursor be deleted."""
 
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
-        """One part's trajectories after a cursor."""
+        """Return one part's trajectories after a cursor."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A piece of a rollout as the service knows it, and how far it has been read."""
+    """A part of a rollout: a rollout of its own to the service, and how far it was read."""
 
     rollout_id: str
     num_trajectories: int
@@ -57,9 +57,9 @@ class _Part:
 class Rollout:
     """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
 
-    The iteration ends when all `num_trajectories` have ended; it may be left and taken up again. Large ones are
-    several rollouts to the service: `rollout_ids`. Where records are damaged on the service's disk, the iteration
-    raises RecordsDamaged after all others: `resubmit_damaged` has them run again, and iterated.
+    The iteration ends when all `num_trajectories` have ended; it may be left and continued. A large rollout has
+    several parts, each a rollout to the service: `rollout_ids`. If records are damaged on the service's disk, the
+    iteration raises RecordsDamaged after all others; `resubmit_damaged` has them run again, and iterated.
     """
 
     def __init__(self, service: Service) -> None:
@@ -69,7 +69,7 @@ class Rollout:
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """The service's names for it."""
+        """The service's ids of the parts."""
         return tuple(self._parts)
 
     @property
@@ -89,7 +89,7 @@ class Rollout:
             raise RecordsDamaged(f"records cannot be read: {told}; `resubmit_damaged` has them run again")
 
     async def acknowledge(self) -> None:
-        """Say that what was iterated so far is kept elsewhere, page by page: the service may delete it."""
+        """Let the service delete what was iterated so far, page by page: it is kept elsewhere."""
         for part in self._parts.values():
             if part.given > 0:
                 await self._service.acknowledge(part.rollout_id, part.given)
@@ -107,15 +107,15 @@ class Rollout:
         return await self.status()
 
     async def cancel(self) -> RolloutStatus:
-        """End what is queued or running; iteration then delivers those records too."""
+        """End what is queued or running; the iteration then delivers those records too."""
         return _sum([await self._service.cancel(name) for name in self.rollout_ids])
 
     def expect(self, rollout_id: str, num_trajectories: int) -> None:
-        """A piece is about to be sent."""
+        """Add a part that is about to be sent."""
         self._parts[rollout_id] = _Part(rollout_id, num_trajectories)
 
     def drop(self, rollout_id: str) -> None:
-        """The piece was refused."""
+        """Take out a part that was refused."""
         del self._parts[rollout_id]
 
     async def _read_page(self) -> bool:
@@ -164,9 +164,9 @@ async def follow(
     idle_s: float | None = None,
     acknowledge: bool = False,
 ) -> AsyncIterator[Trajectory]:
-    """Every record of a rollout in commit order, also those still to come; ends after `idle_s` without a new one.
+    """Yield the records of a rollout in commit order, also those to come, until none is new for `idle_s`.
 
-    A rollout that nobody has recorded anything for is one without records. None: it does not end.
+    With None it does not end. An unknown rollout has no records yet.
     """
     loop = asyncio.get_running_loop()
     last_at = loop.time()
@@ -195,10 +195,10 @@ _EVERYWHERE = (Path("/"),)  # a task file is the user's own: it may show any ima
 
 
 def load_tasks(path: str | Path) -> list[RolloutTask]:
-    """The tasks of a JSONL file, in order; blank lines are skipped. Images may be local files (`file:///...`).
+    """Return the tasks of a JSONL file in order, without blank lines. Images may be local (`file:///...`).
 
-    Raises InvalidRequest naming file and line for what is no task, for a task id seen before, and for a file
-    that cannot be read or holds none.
+    Raises InvalidRequest naming file and line for a line that is no task, a repeated task id, and a file that
+    cannot be read or has no task.
     """
     tasks: dict[str, RolloutTask] = {}
     try:

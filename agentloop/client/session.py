@@ -48,7 +48,7 @@ class AgentSession:
     """One session; use it as an async context manager. Its URL and key are for any OpenAI client, in any process.
 
     An exception that leaves the context becomes the session's error: its trajectory is then incomplete. `openai` is
-    made at its first use; a repeat by it of a call that was answered gets that answer again, not a second turn.
+    made at its first use; if it repeats a call that was answered, it gets the same answer, not a second turn.
     """
 
     def __init__(self, transport: Transport, body: NewSessionBody, *, max_retries: int, timeout_s: float) -> None:
@@ -129,10 +129,7 @@ class AgentSession:
         await self._transport.call("POST", f"{self._path}/reward", body=body, key=self.control_key)
 
     async def revoke(self) -> None:
-        """Have the service take no more calls in this session; it can still be rewarded and finished. Idempotent.
-
-        Raises SessionFinished.
-        """
+        """Take no more calls in this session; reward and finish still work. Idempotent. Raises SessionFinished."""
         await self._transport.call("POST", f"{self._path}/revoke", key=self.control_key)
 
     async def status(self) -> SessionAnswer:
@@ -145,7 +142,7 @@ class AgentSession:
         return decode_trajectories(content)
 
     async def trajectory(self) -> Trajectory:
-        """The only one of `trajectories`."""
+        """Return the only one of `trajectories`."""
         return _only(await self.trajectories())
 
     async def finish(
@@ -157,10 +154,10 @@ class AgentSession:
         stop_reason: SessionEnd | None = None,
         wait_s: float = 0.0,
     ) -> Trajectory:
-        """End the session and get its record, which is durable then; with an `error` it is incomplete.
+        """End the session and return its durable record; with an `error` it is incomplete.
 
-        `reward_error` says why there is no reward. Open calls may go on for `wait_s`, then they are lost.
-        Idempotent: a repeat gets the same record.
+        `reward_error` says why there is no reward. Open calls have `wait_s`, then they fail. A repeat returns the
+        same record.
         """
         values = {
             **score_values(Score() if reward is None else await self._resolved(reward)),
@@ -200,7 +197,7 @@ class AgentSession:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a record: the error's type and the first line of its message."""
+    """Return one line for a record: an error's type and the first line of its message."""
     return error_line(error)[:MAX_ERROR_CHARS]
 
 

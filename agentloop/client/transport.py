@@ -29,7 +29,7 @@ _backoff = wait_exponential(multiplier=0.1, max=5.0) + wait_random(0, 0.1)
 
 
 class Retryable(Exception):
-    """A failure that may pass, and when the service said to come back."""
+    """A failure that may pass, with the service's `retry-after`."""
 
     def __init__(self, error: AgentLoopError, retry_after_s: float | None) -> None:
         super().__init__(error.message)
@@ -51,7 +51,6 @@ class Transport:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Get ready."""
         connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
@@ -73,8 +72,8 @@ class Transport:
         repeat_overloaded: bool = True,
         key: str = "",
     ) -> bytes:
-        """One call with its repeats, with the client's key or with `key`. Overloaded escapes as Retryable if it is
-        not to be repeated here."""
+        """Make one call with its repeats, with the client's key or with `key`. An Overloaded that is not to be
+        repeated here is raised as Retryable."""
 
         def may_repeat(failure: BaseException) -> bool:
             is_full = isinstance(failure, Retryable) and isinstance(failure.error, Overloaded)
@@ -106,7 +105,7 @@ class Transport:
         extra_s: float = 0.0,
         key: str = "",
     ) -> bytes:
-        """One request and its answer. Raises Retryable or what the service raised."""
+        """Send one request, and return its answer. Raises Retryable or the service's error."""
         if self._session is None:
             raise InvalidRequest("use the client as a context manager: `async with RolloutClient(url) as client`")
         headers = {"accept": accept}

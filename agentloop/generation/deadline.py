@@ -18,7 +18,7 @@ _LAST_WORD_S = 0.25
 
 
 class Deadline:
-    """A moment in the event loop's time, for one task and the calls it awaits."""
+    """A moment in the event loop's time for one task and the calls it awaits; fixed, or moved by standstill."""
 
     def __init__(self, at: float = math.inf) -> None:
         """A fixed one."""
@@ -37,8 +37,8 @@ class Deadline:
     def moving(cls, timeout_s: float, max_standstill_s: float) -> Deadline:
         """Return a deadline that moves, by at most `max_standstill_s` in all.
 
-        It is enforced as `asyncio.timeout` is: enter it, and the block ends with TimeoutError. Its timer is set
-        once: what puts the moment off leaves it, and it looks again when it comes.
+        As a context it ends its block with TimeoutError, as `asyncio.timeout` does. Its timer is set once, and set
+        anew if the moment has moved when it fires.
         """
         made = cls(loop_time() + timeout_s)
         made._max_standstill_s = max_standstill_s
@@ -61,13 +61,13 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it; they do not pass while the service stands still."""
+        """Seconds until the deadline; they do not pass while the service stands still."""
         is_still = self._since is not None and self._max_standstill_s is not None
         return self.at - (self._since if is_still and self._since is not None else loop_time())
 
     @property
     def enforced_at(self) -> float | None:
-        """The moment at which it ends the task as things are now, or has ended it; None: it does not."""
+        """The moment at which the deadline ends its task as things are now; None: it ends none."""
         if self._scope is None or math.isinf(self.at):
             return None
         if self._scope.expired():
@@ -77,7 +77,7 @@ class Deadline:
 
     @property
     def has_ended_task(self) -> bool:
-        """True once it was enforced."""
+        """True once the deadline has ended its task."""
         return self._scope is not None and self._scope.expired()
 
     @property
@@ -87,15 +87,15 @@ class Deadline:
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which a wait for the service may go on. It ends shortly before a fixed deadline, so that its
-        error names what was waited for."""
+        """Seconds for which a wait for the service may last. It ends shortly before a fixed deadline, so that its
+        error names the reason."""
         if self._max_standstill_s is None:
             left_s = self.at - loop_time()
             return max(left_s - _LAST_WORD_S, 0.5 * left_s)
         return self._max_standstill_s - self.standstill_s
 
     def stood_still(self, seconds: float) -> None:
-        """Move by so many seconds that have passed."""
+        """Move the deadline by seconds of standstill that have passed."""
         self._stood_still_s += seconds
         if self._max_standstill_s is not None and seconds:
             self.at += seconds
@@ -113,7 +113,7 @@ class Deadline:
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        """While this lasts, time does not count."""
+        """Within this context, time does not count."""
         if self._num_waiting == 0:
             self._since = loop_time()
         self._num_waiting += 1
@@ -129,7 +129,7 @@ class Deadline:
 
     @contextmanager
     def grace(self, seconds: float) -> Iterator[None]:
-        """While this lasts, enforce it so much later: the call that is awaited ends by itself before."""
+        """Within this context, enforce the deadline so much later: the awaited call ends by itself before."""
         self._put_off(seconds)
         try:
             yield

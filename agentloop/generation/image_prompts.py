@@ -24,7 +24,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ImageAsker:
-    """The images that a call or a task brought, and the engine that is asked for their tokens."""
+    """The images of a call or a task, and the engine that is asked for their tokens."""
 
     images: Mapping[str, Image]  # by their hash
     engine: LeasedEngine
@@ -33,7 +33,7 @@ class ImageAsker:
 
 
 class ImagePlacer:
-    """The tokens of images, as engines told them. Lives on one event loop."""
+    """The tokens of images, as engines gave them. Lives on one event loop."""
 
     def __init__(self, *, takes_images: bool) -> None:
         """`takes_images`: the model sees them. If not, every image is refused."""

@@ -11,7 +11,7 @@ rate. The policy:
   request. Others are, and the DeadlineExceeded of one replica while the call has time left is one: after
   `max_attempts` of them in a row, without a token between, the last error comes as it is. A prompt that kills its
   replicas must not be carried from one to the next for ever;
-- an abort ends a round like a failure does, and the next begins at once, unless `goes_on` says no;
+- an abort ends a round like a failure does, and the next begins at once, unless `continues_after_abort` says no;
 - what an engine reported, or streamed, before its round ended is kept: the next one goes on from those ids, with a
   new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
   (`looks_back`), what nobody has seen is sampled anew, and what was given out raises the error. `num_resampled`
@@ -67,8 +67,8 @@ T = TypeVar("T")
 Connect = Callable[[str], TokenEngine]
 """The engine behind a replica's private URL."""
 
-GoesOn: TypeAlias = Callable[[SampledTokens], bool]
-"""Whether a turn with these tokens goes on."""
+AbortRule: TypeAlias = Callable[[SampledTokens], bool]
+"""Tells if a turn with these tokens is continued after an engine's abort."""
 
 MAX_ABORTS = 32  # in a row of a turn that engines' aborts keep cutting before it has a token more
 
@@ -91,10 +91,10 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation of all its trajectories.
+    """The newest weight version that a worker has heard of, in the generations of all its trajectories.
 
-    It is the newest that any replica said last, of those heard of lately: a replica that says less than before was
-    taken back to older weights, as the fleet then is.
+    It is the newest of the last versions of all replicas heard of lately. A replica that reports an older one than
+    before was taken back, as the fleet then is.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class NewestVersion:
         self._num_seen = 0
 
     def see(self, generation: Generation) -> None:
-        """Learn from a replica's load and from the last span, which may be newer than the load's snapshot."""
+        """Learn the version of a generation: that of its load, or of its last span, which may be newer."""
         heard = [span.version for span in generation.weight_versions[-1:]]
         if generation.load.weight_version is not None:
             heard.append(generation.load.weight_version)
@@ -119,7 +119,7 @@ class NewestVersion:
 
 
 class LeasedEngine:
-    """An engine wherever the lease leads. Calls may run side by side: they share the lease."""
+    """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class LeasedEngine:
     async def image_tokens(
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
     ) -> tuple[ImageTokens, ...]:
-        """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
-        turn = _SampledTurn(request, SampledTokens(), deadline, self._vocab_size)
+        """Ask as `TokenEngine.image_tokens` does, before `request` is made, under the lease that it will have."""
+        turn = _TurnRounds(request, SampledTokens(), deadline, self._vocab_size)
 
         async def asked() -> tuple[ImageTokens, ...]:
             while True:
@@ -161,17 +161,16 @@ class LeasedEngine:
         sampled: SampledTokens | None = None,
         *,
         deadline: Deadline | None = None,
-        goes_on: GoesOn | None = None,
+        continues_after_abort: AbortRule | None = None,
     ) -> Generation:
-        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes. Raises the last round's error,
-        or DeadlineExceeded.
+        """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
-        The maker of a `deadline` ends the call then by itself, a request that `keeps_late` `TURN_GRACE_S` later;
-        without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each round.
-        Tokens are added to `sampled`, which is empty. `goes_on` is asked after an engine's abort: if it says no,
-        the reply ends with FinishReason.ABORT.
+        At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the
+        call ends after `request.timeout_s`. `request.timeout_s` bounds each round. Tokens are added to `sampled`,
+        which is empty. If `continues_after_abort` says no after an engine's abort, the reply ends with
+        FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
         """
-        turn = _SampledTurn(request, sampled, deadline, self._vocab_size, goes_on=goes_on)
+        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort)
         async with aclosing(self._rounds(turn)) as items:
             async for item in items:
                 if isinstance(item, Generation):
@@ -185,18 +184,18 @@ class LeasedEngine:
         *,
         deadline: Deadline | None = None,
         is_shown: bool = True,
-        goes_on: GoesOn | None = None,
+        continues_after_abort: AbortRule | None = None,
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
-        What `is_shown` cannot be taken back; if not, `sampled` may become shorter before a piece.
+        With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
         """
-        turn = _SampledTurn(
-            request, sampled, deadline, self._vocab_size, is_streamed=True, is_shown=is_shown, goes_on=goes_on
+        turn = _TurnRounds(
+            request, sampled, deadline, self._vocab_size, continues_after_abort, is_streamed=True, is_shown=is_shown
         )
         return self._rounds(turn)
 
-    async def _rounds(self, turn: _SampledTurn) -> AsyncGenerator[Delta | Generation, None]:
+    async def _rounds(self, turn: _TurnRounds) -> AsyncGenerator[Delta | Generation, None]:
         """Run a turn to its end. If a replica had no token for it by its deadline, there is no time for a retry,
         but the next call shall not meet the same silence."""
         holder, ended = self._holder, None
@@ -222,7 +221,7 @@ class LeasedEngine:
         finally:
             holder.leave(turn.last_lease, turn.request, ended or turn.cut_short())
 
-    async def _round(self, turn: _SampledTurn, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
+    async def _round(self, turn: _TurnRounds, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
         """Yield a round's pieces, if the turn is streamed, and give the turn all of it."""
         last = None
         if not turn.is_streamed:
@@ -244,7 +243,7 @@ class LeasedEngine:
             self._newest.see(last)
         turn.end_round(last)
 
-    async def _lease(self, turn: _SampledTurn, asked: GenerateRequest, needs: Needs) -> Lease:
+    async def _lease(self, turn: _TurnRounds, asked: GenerateRequest, needs: Needs) -> Lease:
         """Return the lease for a round, as soon as there is one. Raises the last refusal when the call has waited
         for as long as it may."""
         lease = self._holder.held(needs)
@@ -272,7 +271,7 @@ class LeasedEngine:
         except TimeoutError as error:
             raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
 
-    async def _recover(self, turn: _SampledTurn, lease: Lease, error: AgentLoopError) -> None:
+    async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
         """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
         turn.fail_round(error)
         if turn.refused_s > _REFUSED_S and turn.deadline.is_fixed:
@@ -284,17 +283,15 @@ class LeasedEngine:
             _log.warning("call_failed", request=turn.request.request_id, replica=lease.replica_id, error=str(error))
             with turn.deadline.standing_still():
                 await self._holder.failed(lease)
-        if turn.num_failures >= self._max_attempts or not turn.goes_on():
+        if turn.num_failures >= self._max_attempts or not turn.prepare_to_continue():
             raise error
         with turn.deadline.standing_still():
             await asyncio.sleep(_pause_s(turn.num_lost, turn.num_failures))
 
 
-class SessionLeases:
-    """The leases of a process's sessions; a direct call is a session of one call.
-
-    Close it before its reporter: it waits for changes under way.
-    """
+class CallLeases:
+    """The leases of a process's calls: one for each session, and one for each call outside of a session. Close it
+    before its reporter: it waits for changes under way."""
 
     def __init__(
         self,
@@ -314,7 +311,7 @@ class SessionLeases:
         self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
 
     def engine(self, session_id: str) -> LeasedEngine:
-        """Return a session's engine. All engines of a session share one lease, which the first call takes."""
+        """Return an engine of a session, or of one call. All engines of an id share its lease."""
         holder = self._holders.get(session_id)
         if holder is None:
             timeout_s = self._config.coordinator_timeout_s
@@ -330,7 +327,7 @@ class SessionLeases:
             holder.release()
 
     def end(self, session_id: str) -> None:
-        """Give a session's place back for good: calls from now on raise SessionFinished. Idempotent."""
+        """Give a session's place back for good: later calls raise SessionFinished. Idempotent."""
         if (holder := self._holders.get(session_id)) is not None:
             holder.close()
 
@@ -356,12 +353,11 @@ def _pause_s(num_before: int, num_failures: int = 0) -> float:
     return random.uniform(0.0, longest_s)
 
 
-class _SampledTurn:
-    """One turn over its rounds: what it has, and what is still to be asked.
-
-    A round is one engine request. It ends with the turn, by an engine's abort, or by a failure; the next one goes
-    on from the ids so far. Invariant: the pieces added so far, in their order, are the beginning of the reply.
-    """
+class _TurnRounds:
+    """One turn over its rounds: what it has, and what is still to be asked. A round is one engine request. It ends
+    with the turn, by an engine's abort, or by a failure; the next one goes on from the ids so far. `sampled` is
+    shared with the turn's reader (`TurnText` in `turn_sampler.py`): tokens are added here, and cut here or, at a
+    stop string, there. Invariant: its tokens are the beginning of the reply."""
 
     def __init__(
         self,
@@ -369,10 +365,10 @@ class _SampledTurn:
         sampled: SampledTokens | None,
         deadline: Deadline | None,
         vocab_size: int,
+        continues_after_abort: AbortRule | None = None,
         *,
         is_streamed: bool = False,
         is_shown: bool = False,
-        goes_on: GoesOn | None = None,
     ) -> None:
         self.request = request
         self.sampled = SampledTokens() if sampled is None else sampled
@@ -384,7 +380,7 @@ class _SampledTurn:
         self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
         self._vocab_size = vocab_size
         self._is_shown = is_shown
-        self._goes_on_after_abort = goes_on
+        self._continues_after_abort = continues_after_abort
         self._num_asked = 0
         self._num_idle = 0  # aborts in a row after which nothing more was kept
         self._asked = request
@@ -406,33 +402,32 @@ class _SampledTurn:
             return self._reply(FinishReason.STOP)
         if len(ids) >= sampling.max_tokens:
             return self._reply(FinishReason.LENGTH)
-        if last is None or self._goes_on_after_abort is None or self._goes_on_after_abort(self.sampled):
+        if last is None or self._continues_after_abort is None or self._continues_after_abort(self.sampled):
             return None
         return self._reply(FinishReason.ABORT)
 
     def next_request(self) -> GenerateRequest:
-        """Return what is still to be asked: the prompt with the ids so far, under an id of its own.
-
-        Raises EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often.
-        """
+        """Return what is still to be asked: the prompt with the ids so far, under an id of its own. Raises
+        EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often."""
         if self._last is not None and not self._survives_abort():
             raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
         request, self._last = self.request, None
         timeout_s = max(min(request.timeout_s, self.deadline.left_s), 0.001)
         request_id = f"{request.request_id}~{self._num_asked}" if self._num_asked else request.request_id
         self._num_asked += 1
-        goes_on = continued(request, self.sampled.since(0)) if self.sampled else request
-        self._asked = replace(goes_on, request_id=request_id, timeout_s=timeout_s)
+        rest = continued(request, self.sampled.since(0)) if self.sampled else request
+        self._asked = replace(rest, request_id=request_id, timeout_s=timeout_s)
         return self._asked
 
     def _survives_abort(self) -> bool:
-        can_go_on = self.goes_on()
+        can_go_on = self.prepare_to_continue()
         self._num_idle = self._num_idle + 1 if len(self.sampled) <= self._num_before else 0
         return can_go_on and self._num_idle < MAX_ABORTS
 
-    def goes_on(self) -> bool:
-        """Get ready to go on from what there is, or from the start. False if neither gives the same reply, or one
-        of the same distribution: a new request takes what the reply already has for its prompt."""
+    def prepare_to_continue(self) -> bool:
+        """Get ready to continue the tokens so far, or cut them to sample from the start. False if neither gives a
+        reply of the same distribution: the tokens were shown, and the sampling looks back at them, which a new
+        request takes for its prompt."""
         if not self.request.sampling.looks_back or not self.sampled:
             return True
         if not self._is_shown:
@@ -461,11 +456,9 @@ class _SampledTurn:
         self._append(piece)
 
     def end_round(self, last: Generation) -> None:
-        """Add the rest of a round's generation, of which pieces may have come before.
-
-        Raises as `add`, MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for
-        one without a token if there is time for another round.
-        """
+        """Add the rest of a round's generation, of which pieces may have come before. Raises as `add`,
+        MalformedEngineResponse for one that is not what its pieces were, and DeadlineExceeded for one without a
+        token if there is time for another round."""
         if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
             raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
         self._stand_still(last.standstill_s)

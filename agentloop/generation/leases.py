@@ -60,7 +60,7 @@ class ReportConfig:
 
 
 class LeaseReporter:
-    """The reporter of one process. Its task runs while there is a lease or news; `stop` or `close` it."""
+    """The reporter of a process's leases. It runs while there is a lease or news; `stop` or `close` it."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class LeaseReporter:
         self._is_closed = False
 
     async def stop(self) -> None:
-        """Report no more: the coordinator takes back by itself what the process holds. Idempotent."""
+        """Report no more; the coordinator finds that out, and takes the leases back. Idempotent."""
         self._is_closed = True
         await self.changes.close(cancels=True)
         await self._tasks.close(cancels=True)
 
     async def close(self) -> None:
-        """Report no more, after a last report of what is left, if the coordinator takes it in time. Idempotent."""
+        """Send a last report, if the coordinator takes it in time, and report no more. Idempotent."""
         await self.stop()
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
@@ -116,22 +116,22 @@ class LeaseReporter:
         self._note()
 
     def forget(self, lease: Lease) -> None:
-        """Note that a lease is held no more, which the coordinator knows by itself."""
+        """Take out a lease that the coordinator knows to be held no more."""
         self._holders.pop(lease.lease_id, None)
         self._taken.pop(lease.lease_id, None)
 
     def release(self, holder_id: str, lease: Lease) -> None:
-        """Have the coordinator take a lease back."""
+        """Report that a lease is given back."""
         self.forget(lease)
         self._released[holder_id] = lease
         self._note()
 
     def take_back(self, holder_id: str) -> Lease | None:
-        """Return a lease that was given back and is in no report yet: its holder may hold it again."""
+        """Return a lease that was given back and not reported yet: its holder may hold it again."""
         return self._released.pop(holder_id, None)
 
     async def acked(self, holder_id: str) -> None:
-        """Wait until the coordinator has heard that a holder gave its lease back. The caller has a deadline."""
+        """Wait until the coordinator knows that a holder gave its lease back. The caller has a deadline."""
         while holder_id in self._releasing or holder_id in self._released:
             self._note()
             await self._answered.wait_until(deadline_after(self._config.timeout_s))
@@ -218,10 +218,8 @@ class LeaseConfig:
 
 
 class LeaseHolder:
-    """The lease of one trajectory or session.
-
-    Calls may run side by side under it; what the coordinator ordered counts once none does.
-    """
+    """The lease of one trajectory or session. Calls may share it: an order of the coordinator counts once none
+    runs."""
 
     def __init__(
         self,
@@ -253,8 +251,7 @@ class LeaseHolder:
     # --- for calls ---
 
     def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
-        """Return the lease to call under; None if one has to be asked for. Raises SessionFinished or Conflict after
-        `close`."""
+        """Return the lease to call under; None: ask. Raises SessionFinished or Conflict after `close`."""
         if self._is_closed:
             raise self._ended()
         if self.lease is None or self._has_failed or self._must_ask or not self.lease.can.suits(needs):
@@ -264,20 +261,20 @@ class LeaseHolder:
     async def ask(self, prompt_ids: Sequence[int] = (), needs: Needs = NO_NEEDS) -> Lease:
         """Return the lease to call under, asked for if there is none that serves.
 
-        Raises NoHealthyReplica or ServiceUnavailable if that was in vain (ask again then), UnsupportedParameter if
-        no engine can serve what is needed, and as `held` does.
+        Raises NoHealthyReplica or ServiceUnavailable if there is none now, UnsupportedParameter if no engine can
+        serve the needs, and as `held` does.
         """
         if (lease := self.held(needs)) is not None:
             return lease
         return await self._reporter.changes.run(self._asked(prompt_ids, needs))
 
     async def failed(self, lease: Lease) -> None:
-        """Tell the coordinator that the replica of a lease failed, and hold the lease that it gives instead."""
+        """Report that the replica of a lease failed, and hold the lease that the coordinator gives instead."""
         if self._fail(lease):
             await self._reporter.changes.run(self._report_failure(lease))
 
     def give_up(self, lease: Lease) -> None:
-        """Do as `failed`, without waiting: the next call waits for it."""
+        """Report a failure as `failed` does, without waiting: the next call waits for the other lease."""
         if self._fail(lease):
             self._reporter.changes.start(self._report_failure(lease))
 
@@ -298,7 +295,7 @@ class LeaseHolder:
             self._reporter.add(TurnBegun(self.lease.lease_id))
 
     def leave(self, lease: Lease | None, request: GenerateRequest, generation: Generation | None) -> None:
-        """End a call that ran under `lease` at last, with what it has of its reply."""
+        """End a call whose last lease was `lease`; `generation` is what it has of its reply."""
         self._num_in_flight -= 1
         if lease is None or lease != self.lease or not self.is_in_turn:
             return  # it never ran, or the holder has moved meanwhile
@@ -332,8 +329,7 @@ class LeaseHolder:
             self._reporter.release(self._holder_id, lease)
 
     def close(self) -> None:
-        """Hold nothing any more. A session's lease is given back; the coordinator takes back a trajectory's with
-        its record. Idempotent."""
+        """Hold no lease any more. A session's is given back, a trajectory's ends with its record. Idempotent."""
         self._is_closed = True
         if self._is_session:
             self.release()
@@ -347,7 +343,7 @@ class LeaseHolder:
         self._order = (lease,)
 
     def to_report(self) -> HeldLease | None:
-        """Return all that is known, which counts as reported."""
+        """Return the lease and its facts for a full report; they count as reported."""
         if self.lease is None:
             return None
         return HeldLease(self.lease, self._holder_id, self._group_id, self._num_context_tokens)

@@ -35,7 +35,7 @@ _MAX_TURN_CHARS = 600
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The findings of a test that was passed; without `call_text` and `thoughts` the model's turns show none."""
+    """The findings of a passed test. `call_text` and `thoughts` are empty if the model's turns show none."""
 
     thoughts: bool  # a thought was written, and read
     opens_thought: bool  # the prompt leaves a thought open
@@ -74,10 +74,8 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
 
 
 def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
-    """Return a parser of thoughts alone, by the marks that the renderer writes, and what there was to find.
-
-    Raises TemplateError if nothing can be rendered.
-    """
+    """Return a parser of thoughts alone, by the renderer's marks, and the findings. Raises TemplateError if nothing
+    can be rendered."""
     _, answer = _turns(renderer)
     marks, facts = _marks_of(answer), renderer.facts
     parser = NoCallsParser(marks or thought_marks(facts.template_source, facts.literals))

@@ -31,7 +31,7 @@ class _Phase(Enum):
 
 
 class TurnSplitter:
-    """Reads one turn's text from left to right, as `reading` says."""
+    """A reader of one turn's text from left to right, for a streaming client."""
 
     def __init__(self, reader: TurnReader, reading: Reading, choice_index: int = 0) -> None:
         self._choice_index = choice_index
@@ -58,7 +58,7 @@ class TurnSplitter:
         self._given_content: list[str] = []
 
     def add(self, text: str) -> TurnPiece:
-        """Return what is certain with this text, and was not before; without tokens."""
+        """Add text. Returns the piece that has become certain, without tokens."""
         rest: str | None = text
         while rest:
             match self._phase:
@@ -79,7 +79,7 @@ class TurnSplitter:
         return self._take()
 
     def finish(self, message: Message) -> TurnPiece:
-        """Return what `message`, the whole turn, has more than was given out; without tokens."""
+        """Return the rest of `message`, the whole turn, behind the pieces given out; without tokens."""
         reasoning, content = "".join(self._given_reasoning), "".join(self._given_content)
         if not (message.reasoning.startswith(reasoning) and message.content.startswith(content)):
             raise InvariantBroken("a turn that was streamed is not what it was read as")

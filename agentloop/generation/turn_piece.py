@@ -13,7 +13,7 @@ from agentloop.types import FinishReason, ToolCall, ToolCallStatus, TopLogprobs,
 
 
 class TurnFinish(StrEnum):
-    """Why a turn ended, as OpenAI says it."""
+    """The reason why a turn ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -54,9 +54,9 @@ class TurnPiece:
 
 
 def joined(pieces: Sequence[TurnPiece]) -> Iterator[TurnPiece]:
-    """Yield what `pieces` say in as few of them: neighbours of one choice become one.
+    """Yield pieces with neighbours of one choice joined.
 
-    Text that follows a call, and a thought that follows content, begin another: some dialects keep that order.
+    Text behind a call, and a thought behind content, begin another piece: some dialects keep that order.
     """
     waiting: list[TurnPiece] = []
     for piece in pieces:
@@ -101,16 +101,16 @@ def _one_of(pieces: Sequence[TurnPiece]) -> TurnPiece:
 
 
 def finish_of(reply: Reply) -> TurnFinish:
-    """Return why a reply ended, as clients are told."""
+    """Return the reason why a reply ended, as clients are told."""
     if reply.finish_reason is FinishReason.LENGTH:
         return TurnFinish.LENGTH
     return TurnFinish.TOOL_CALLS if reply.message.tool_calls else TurnFinish.STOP
 
 
 def arguments_text(call: ToolCall) -> str:
-    """Write a call's arguments as text: those of a MALFORMED call are what the policy wrote.
+    """Write a call's arguments as text. A MALFORMED call has the text that the policy wrote.
 
-    Of a call that was cut they are what there is of them, of another one the whole call.
+    Of a call that was cut these are its partial arguments, of another malformed one the whole call.
     """
     if call.status is ToolCallStatus.OK:
         return orjson.dumps(call.arguments).decode()

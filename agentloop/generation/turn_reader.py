@@ -34,7 +34,7 @@ class Reading:
 
 
 class TurnReader:
-    """One model's way from a turn's text to a message. Without state: one serves all calls."""
+    """One model's reader of turns: text to message. Without state: one serves all calls."""
 
     def __init__(self, renderer: Renderer, parser: Parser) -> None:
         self._renderer = renderer
@@ -47,7 +47,7 @@ class TurnReader:
         return self._parser.marks
 
     def ends_turn(self, token_id: int) -> bool:
-        """Tell whether a stop token is the model's own: one of a client's own leaves the turn open."""
+        """Tell if a stop token is the model's own; a client's own leaves the turn open."""
         return token_id in self._renderer.stop_token_ids
 
     def decoder(self) -> TextDecoder:
@@ -67,7 +67,7 @@ class TurnReader:
         return end.endswith(mark)
 
     def end_of(self, reply: Reply, before: Iterable[Message] = ()) -> TurnEnd:
-        """Return how a turn ended, as a bridge goes on from it; `before` is the conversation up to it."""
+        """Return the end of a turn for a bridge; `before` is the conversation up to the turn."""
         calls = (call for message in before for call in message.tool_calls)
         num_calls = sum(call.status is ToolCallStatus.OK for call in calls)
         num_ids = len(reply.token_ids)
@@ -80,11 +80,11 @@ class TurnReader:
         return TurnEnd(None, is_open, ids, num_calls)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
-        """Content and calls of a text behind the thought."""
+        """Return content and calls of a text behind the thought."""
         return self._parser.parse(decoded, reading.tools, reading.turn_index)
 
     def read(self, decoded: DecodedText, reading: Reading) -> tuple[Message, int]:
-        """Return the turn as a message, and how many tokens its thought has, up to its last mark.
+        """Return the turn as a message, and the number of tokens of its thought, up to its last mark.
 
         `decoded` holds neither the stop token nor a stop string.
         """

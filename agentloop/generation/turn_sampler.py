@@ -20,7 +20,7 @@ import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import GoesOn, LeasedEngine
+from agentloop.generation.leased_engine import AbortRule, LeasedEngine
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -55,18 +55,22 @@ class TurnRequest:
 
 
 async def sample_turn(
-    engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, goes_on: GoesOn | None = None
+    engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, continues_after_abort: AbortRule | None = None
 ) -> Reply:
     """Sample the whole turn. Raises what the engine raises.
 
-    `goes_on` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends with
-    FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
+    `continues_after_abort` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends
+    with FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    turn, request = _Turn(reader, wanted), wanted.request
+    turn, request = TurnText(reader, wanted), wanted.request
     if not wanted.stop:
-        last = await engine.generate(request, turn.sampled, deadline=wanted.deadline, goes_on=goes_on)
+        last = await engine.generate(
+            request, turn.sampled, deadline=wanted.deadline, continues_after_abort=continues_after_abort
+        )
         return turn.finish(last)
-    items = engine.stream(request, turn.sampled, deadline=wanted.deadline, is_shown=False, goes_on=goes_on)
+    items = engine.stream(
+        request, turn.sampled, deadline=wanted.deadline, is_shown=False, continues_after_abort=continues_after_abort
+    )
     async with aclosing(items):
         async for item in items:
             if isinstance(item, Generation):
@@ -82,10 +86,10 @@ async def stream_turn(
 ) -> AsyncGenerator[TurnPiece | Reply, None]:
     """Sample the turn in pieces as they come; the last item is the reply. Close it to end the request.
 
-    Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can take up a
-    grammar in the middle, and what was given out cannot be taken back.
+    Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can continue a
+    grammar in its middle, and shown pieces cannot be taken back.
     """
-    turn, last = _Turn(reader, wanted, is_streamed=True), None
+    turn, last = TurnText(reader, wanted, is_streamed=True), None
     async with aclosing(engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline)) as items:
         async for item in items:
             if isinstance(item, Generation):
@@ -99,8 +103,9 @@ async def stream_turn(
     yield reply
 
 
-class _Turn:
-    """A turn's tokens as they are read: pieces out, a reply at the end."""
+class TurnText:
+    """A turn's tokens as they are read: pieces out, a reply at the end. `sampled` is shared with the turn's rounds
+    (`leased_engine.py`), which add to it."""
 
     def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""
@@ -121,7 +126,7 @@ class _Turn:
         return self._text.match is not None
 
     def read(self) -> TurnPiece | None:
-        """Read the tokens that came. Returns what a client can be shown of them, if there is anything."""
+        """Read the new tokens. Returns the piece that a client can be shown, if there is one."""
         if self.is_stopped:
             raise InvariantBroken("tokens after a stop string")
         # A stop token is the turn's end and no text, unless something follows it.
@@ -140,7 +145,7 @@ class _Turn:
         return None if shown.is_empty else self._piece(shown, len(self._text.ends))
 
     def finish(self, last: Generation | None) -> Reply:
-        """Read what is left, and return the reply; `last` is the engine's, None if a stop string came first."""
+        """Read the rest, and return the reply. `last` is the engine's; None if a stop string came first."""
         stopped_at = self._text.match
         reason = FinishReason.STOP if last is None else last.finish_reason
         has_stop_token = stopped_at is None and reason is FinishReason.STOP
@@ -177,16 +182,14 @@ class _Turn:
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
-        """Return what the reply has more than the pieces so far, and how it ended."""
+        """Return the rest of the reply behind the pieces so far, with its finish."""
         if self._splitter is None:
             raise InvariantBroken("the last piece of a turn that is not streamed")
         return self._piece(self._splitter.finish(reply.message), len(self.sampled), finish_of(reply))
 
     def _piece(self, shown: TurnPiece, num_tokens: int, finish: TurnFinish | None = None) -> TurnPiece:
-        """Add the tokens up to there that no earlier piece had: those that no stop string can cut.
-
-        Logprobs are rounded as the reply stores them.
-        """
+        """Add the tokens up to there that no earlier piece had: those that no stop string can cut. Logprobs are
+        rounded as the reply stores them."""
         tokens, self._num_given = self.sampled.since(self._num_given, num_tokens), num_tokens
         return TurnPiece(
             shown.choice_index,
@@ -202,7 +205,7 @@ class _Turn:
 
 
 def with_unread_calls_as_content(message: Message, turn_index: int) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Return the message with its malformed calls behind its content, as they were written, and those calls.
+    """Move a message's malformed calls, as they were written, behind its content. Returns both.
 
     A call that the turn's end cut behind its name stays one, as OpenAI serves it. The calls that stay are numbered
     anew, so that those which a stream has given out keep their ids.
@@ -286,7 +289,7 @@ class StopMatch:
 
 
 class StopFinder:
-    """Reads a text from left to right, until the first match."""
+    """A search for stop strings in a text that comes from left to right; it ends at the first match."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises InvalidRequest for an empty stop string: it would end every text at once."""
@@ -305,7 +308,7 @@ class StopFinder:
         )
 
     def add(self, text: str) -> StopMatch | None:
-        """The first match that `text` completes; nothing may be added after one."""
+        """Return the first match that `text` completes; no text may follow one."""
         text = self._tail + text
         ends = [(place + len(stop), -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:

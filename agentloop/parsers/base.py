@@ -28,7 +28,7 @@ class DecodedText:
     ends: tuple[int, ...]
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens `[start, end)` that hold the characters `[start, end)`, at least one where there is any."""
+        """Return the tokens `[start, end)` of the characters `[start, end)`, at least one where there is any."""
         first = min(bisect_right(self.ends, start), len(self.ends))
         last = min(bisect_left(self.ends, end) + 1, len(self.ends))
         return first, max(first, last)
@@ -48,13 +48,13 @@ class ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The marks around the thought at the beginning of a turn. The prompt may end with `open` instead."""
+    """The marks around the thought at a turn's beginning. The prompt may end with `open`."""
 
     open: str = "<think>"
     close: str = "</think>"
 
     def around(self, thought: str) -> str:
-        """The thought as its family's templates write it before an answer."""
+        """Return the thought as its family's templates write it before an answer."""
         if self == ThoughtMarks():
             return f"{self.open}\n{thought}\n{self.close}\n\n"
         return f"{self.open}{thought}{self.close}"
@@ -74,10 +74,10 @@ THOUGHT_MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one family's turns: what can be told of a turn's text before its end.
+    """The marks of one family's turns, by which a turn is read before its end.
 
-    Text before the first mark of a call is content. A call behind `closing` that is well-formed stays as it is,
-    whatever follows. All fields agree with the parser's `parse`.
+    Text before the first mark of a call is content. A well-formed call behind `closing` stays as it is, whatever
+    follows. All fields agree with the parser's `parse`.
     """
 
     openings: tuple[str, ...]  # marks of a call, first that of a well-written one; "" if any text may be one
@@ -89,14 +89,14 @@ class Marks:
 
 
 class Parser(Protocol):
-    """The turn syntax of one model family. `marks` and all results are the same for the same text."""
+    """The turn syntax of one model family. Equal texts have equal results."""
 
     @property
     def marks(self) -> Marks:
         """The marks by which a turn is read while it is sampled."""
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """Content and calls of a turn behind its thought, without its stop token. Never raises on any text.
+        """Return content and calls of a turn behind its thought, without its stop token. Never raises on any text.
 
         `tools` are definitions in the OpenAI function format. Call ids are `call_{turn_index}_{i}`.
         """
@@ -104,34 +104,30 @@ class Parser(Protocol):
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
-        """A turn that is calls of `tools` and nothing else: one or more, exactly one unless `is_parallel`.
-
-        `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not. Raises
-        InvalidRequest if no such turn can be written.
-        """
+        """Return the constraint to calls of `tools` and nothing else: one or more, exactly one unless
+        `is_parallel`. `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not.
+        Raises InvalidRequest if no such turn can be written."""
 
 
 class NoCallsParser:
-    """All text behind the thought is content: for models whose calls no parser reads, which are shown no tools."""
+    """The parser of models without readable calls, which are shown no tools: text behind the thought is content."""
 
     def __init__(self, thoughts: ThoughtMarks) -> None:
         self.marks = Marks((), thoughts=thoughts)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`."""
         return ParsedTurn(decoded.text.strip(), ())
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
-        """See `Parser.call_constraint`."""
         raise InvalidRequest("this service reads no tool calls: its model has no parser", param="tools")
 
 
 class MalformedCall(Exception):
     """The reason why a call cannot be read, in one line for the policy.
 
-    `name` is the tool's, where that was legible; `partial` its arguments as far as they were, as JSON text.
+    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read.
     """
 
     def __init__(self, error: str, name: str = "", partial: str = "") -> None:
@@ -142,7 +138,7 @@ class MalformedCall(Exception):
 
 
 class TurnBuilder:
-    """Collects a turn from left to right; numbers the calls and finds their tokens."""
+    """The collector of a turn from left to right; it numbers the calls and finds their tokens."""
 
     def __init__(self, decoded: DecodedText, turn_index: int) -> None:
         self.text = decoded.text
@@ -154,7 +150,7 @@ class TurnBuilder:
 
     @property
     def is_full(self) -> bool:
-        """No further call is read: `add_rest` takes what remains."""
+        """True once no further call is read: `add_rest` takes the remainder."""
         return len(self._calls) >= MAX_CALLS
 
     def add_content(self, text: str) -> None:
@@ -174,7 +170,7 @@ class TurnBuilder:
         )
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
-        """Report a call. `is_cut`: nothing ended it but the turn's end."""
+        """Add a malformed call. `is_cut`: the turn's end alone ended it."""
         first, last = self._decoded.token_span(start, end)
         self._calls.append(
             ToolCall(
@@ -191,7 +187,7 @@ class TurnBuilder:
         )
 
     def add_rest(self, start: int, open_tag: str) -> None:
-        """Report all calls from `start` on as one: what a policy repeats without end costs no more than this."""
+        """Add all calls from `start` on as one, which bounds what a policy that repeats without end can cost."""
         num_calls = max(1, self.text.count(open_tag, start))
         error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
         self.add_malformed(start, len(self.text), MalformedCall(error))

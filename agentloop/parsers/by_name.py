@@ -27,10 +27,10 @@ PARSER_NAMES = tuple(_PARSERS)
 
 
 def get_parser(name: str) -> Parser:
-    """Return the parser called `name`, or the one at an import path, `package.module:Parser`.
+    """Return our own parser called `name`, or a user's at the import path `package.module:Parser`.
 
-    Own parsers are shared and without state. At an import path stands a parser, or a class or function that makes
-    one without arguments. Raises InvalidRequest, with `parser` as the field at fault.
+    At the path stands a parser, or a class or function that makes one without arguments. Raises InvalidRequest with
+    param "parser".
     """
     if (parser := _PARSERS.get(name)) is not None:
         return parser

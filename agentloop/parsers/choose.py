@@ -12,7 +12,7 @@ from agentloop.types import JSON, ToolCall, ToolCallStatus
 
 @dataclass(frozen=True, slots=True)
 class ChosenParser:
-    """A parser's name and why it was chosen, in one line; no name if none reads what the template writes."""
+    """The name of a chosen parser, and the reason in one line; no name if none reads the template's calls."""
 
     name: str | None
     reason: str
@@ -35,7 +35,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_parser(template_source: str, literals: Collection[str]) -> ChosenParser:
-    """Choose by what the template writes; `literals` are the tokenizer's added tokens, which the reason names."""
+    """Choose a parser by a template's text. The reason names `literals`, the tokenizer's added tokens."""
     if "tool" not in template_source:
         return ChosenParser(None, "the chat template shows no tools")
     for name, signs in _SIGNS:
@@ -47,7 +47,7 @@ def choose_parser(template_source: str, literals: Collection[str]) -> ChosenPars
 
 
 def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Sequence[Mapping[str, JSON]]) -> bool:
-    """Tell if a parser reads these calls, names and arguments, of a turn's text, and no other."""
+    """Tell if a parser reads exactly these calls, names and arguments, in a turn's text."""
     decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
     found = get_parser(name).parse(decoded, tools, 0).calls
     expected = [(call.name, dict(call.arguments)) for call in calls]

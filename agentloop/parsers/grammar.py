@@ -41,7 +41,7 @@ _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The text around the arguments of one tool's call, and how xgrammar calls their notation."""
+    """The text around the arguments of one tool's call, and xgrammar's name for their notation."""
 
     begin: str
     end: str
@@ -66,7 +66,8 @@ def constraint_of_calls(
     forced: str | None,
     is_parallel: bool,
 ) -> Constraint:
-    """See `Parser.call_constraint`. By default a line break separates calls, as most templates write them."""
+    """Return what `Parser.call_constraint` does. By default a line break separates calls, as most templates write
+    them."""
     functions = [tool.get("function", tool) for tool in tools]
     callable_ones = [function for function in functions if forced is None or function.get("name") == forced]
     if not callable_ones:
@@ -85,12 +86,12 @@ def constraint_of_calls(
 
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
-    """Allow what one of two structural tags allows."""
+    """Return the constraint to either of two structural tags."""
     return _constraint_of({"type": "or", "elements": [format_of(one), format_of(other)]})
 
 
 def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
-    """Let a thought that the prompt left open end, and a few blanks, before what `constraint` allows."""
+    """Return the constraint with the end of an open thought, and a few blanks, allowed before it."""
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
     blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
     return _constraint_of({"type": "sequence", "elements": [thought, blanks, format_of(constraint)]})
@@ -102,7 +103,7 @@ def _constraint_of(form: JSON) -> Constraint:
 
 
 def format_of(constraint: Constraint) -> JSON:
-    """The constraint as a part of a structural tag."""
+    """Return the constraint as a part of a structural tag."""
     match constraint.kind:
         case ConstraintKind.STRUCTURAL_TAG:
             return json.loads(constraint.text)["format"]
@@ -153,7 +154,7 @@ _SCHEMAS = {"items", "additionalProperties", "unevaluatedProperties", "propertyN
 
 
 def loads(text: str) -> JSON:
-    """The value `text` holds. Raises ValueError with a reason in one line; takes linear time."""
+    """Return the JSON value of a text, in linear time. Raises ValueError with a reason in one line."""
     try:
         # Rejects bad syntax, NaN, lone surrogates and deep nesting without recursion.
         value: JSON = orjson.loads(text)

@@ -53,7 +53,6 @@ class HarmonyParser(MarkedParser):
         return _read_message(builder.text, found.start(), builder)
 
     def syntax(self, name: str) -> CallSyntax | None:
-        """See `MarkedParser.syntax`."""
         if re.fullmatch(r"[^\s<>]{1,256}", name) is None:
             return None
         return CallSyntax(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _CALL_STOP)

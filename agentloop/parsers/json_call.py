@@ -20,9 +20,9 @@ _CUT_CALL = re.compile(
 
 
 def json_end(text: str, start: int, limit: int) -> int:
-    """Return where the object or array ends that begins at `start`; -1 if its last bracket is not before `limit`.
+    """Return the end of the object or array at `start`; -1 if its last bracket is not before `limit`.
 
-    What stands between the brackets need not be JSON. Takes linear time.
+    The text between the brackets need not be JSON. Takes linear time.
     """
     depth = 0
     for found in _TOKEN.finditer(text, start, limit):
@@ -34,20 +34,20 @@ def json_end(text: str, start: int, limit: int) -> int:
 
 
 def next_mark(text: str, position: int, mark: str) -> int:
-    """Return where the next mark begins, or the text's end."""
+    """Return the place of the next mark, or the text's end."""
     found = text.find(mark, position)
     return found if found >= 0 else len(text)
 
 
 def limit_of(text: str, position: int, mark: str) -> int:
-    """Return how far a value that begins there may reach: to a later mark than the next, which it may hold."""
+    """Return the limit of a value that begins there: a later mark than the next, which it may hold."""
     for _ in range(_MAX_MARKS_INSIDE + 1):
         position = next_mark(text, position, mark) + len(mark)
     return min(position - len(mark), len(text))
 
 
 def cut_call(text: str) -> tuple[str, str]:
-    """Return the name and the text of the arguments of a JSON call that is not valid, as far as they are there."""
+    """Return the name and the argument text of an invalid JSON call, as far as they are there."""
     found = _CUT_CALL.match(text)
     if found is None:
         return "", ""

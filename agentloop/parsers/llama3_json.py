@@ -28,9 +28,9 @@ _SAYS_NAME = re.compile(r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*
 
 
 class Llama3JsonParser(MarkedParser):
-    """Bare JSON. Several calls of a turn are read, although the template writes one and refuses more.
+    """The parser of bare JSON. It reads several calls of a turn, although the template writes one and refuses more.
 
-    An object that is a call but for its parameters is one if its name is a tool's.
+    An object without parameters is a call if its name is a tool's.
     """
 
     marks = Marks((_TAG,), leading=("{",))
@@ -38,16 +38,13 @@ class Llama3JsonParser(MarkedParser):
     writes_one = True
 
     def syntax(self, name: str) -> CallSyntax:
-        """See `MarkedParser.syntax`."""
         return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}")
 
     def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
-        """See `MarkedParser.read_leading`."""
         first = _FIRST.match(builder.text)
         return 0 if first is None else _objects(builder, first.end(), first.end(), tools, is_marked=False)
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`."""
         body = _FIRST.match(builder.text, found.end())
         if body is not None:
             return _objects(builder, found.start(), body.end(), tools, is_marked=True)

@@ -26,18 +26,17 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """Add the call or calls that begin with a mark; return where the last one ends."""
+        """Add the call or calls that begin with a mark. Returns the end of the last one."""
 
     @abstractmethod
     def syntax(self, name: str) -> CallSyntax | None:
         """Return the text around the arguments of a tool's call; None if the tool cannot be written."""
 
     def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
-        """Add the calls without a mark at the turn's beginning; return where the last one ends."""
+        """Add the calls without a mark at the turn's beginning. Returns the end of the last one."""
         return 0
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
-        """See `Parser.parse`."""
         builder = TurnBuilder(decoded, turn_index)
         text, position = decoded.text, self.read_leading(builder, tools)
         while (found := self.opening.search(text, position)) is not None:
@@ -50,7 +49,6 @@ class MarkedParser(ABC):
         return builder.finish()
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        """See `Parser.call_constraint`."""
         is_parallel = is_parallel and not self.writes_one
         return constraint_of_calls(tools, self._written, self.turn, forced=forced, is_parallel=is_parallel)
 

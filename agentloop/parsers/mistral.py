@@ -43,7 +43,6 @@ class MistralParser(MarkedParser):
         self.turn = TurnSyntax(f"{mark} [" if mark == _CALLS else f"{mark}[", ", ", "]")
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`."""
         start, body = found.span()
         opening = _LIST.match(builder.text, body)
         if opening is not None:

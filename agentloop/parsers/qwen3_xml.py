@@ -32,7 +32,6 @@ class Qwen3XmlParser(MarkedParser):
     opening = re.compile(r"<tool_call>|<function=")
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`."""
         start, reader = found.start(), _CallReader(builder.text, found.start())
         try:
             name, arguments = reader.read(tools)
@@ -44,7 +43,6 @@ class Qwen3XmlParser(MarkedParser):
         return reader.position
 
     def syntax(self, name: str) -> CallSyntax | None:
-        """See `MarkedParser.syntax`."""
         if _NAME.fullmatch(name) is None or name != name.strip():
             return None
         return CallSyntax(f"{_OPEN}\n<function={name}>\n", "</function>\n</tool_call>", style="qwen_xml")

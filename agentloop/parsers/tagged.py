@@ -30,7 +30,7 @@ WriteCall: TypeAlias = Callable[[str], CallSyntax | None]
 
 
 class TaggedParser(MarkedParser):
-    """One format. A missing closing mark is forgiven if what stands before the next call can be read."""
+    """The parser of one format. A missing closing mark is forgiven if the text before the next call can be read."""
 
     def __init__(
         self,
@@ -56,14 +56,12 @@ class TaggedParser(MarkedParser):
         self._after = re.compile(rf"\s*+{re.escape(section[1])}")
 
     def syntax(self, name: str) -> CallSyntax | None:
-        """See `MarkedParser.syntax`."""
         found = self._write_call(name)
         if found is None:
             return None
         return replace(found, begin=self._open + found.begin, end=found.end + self._close)
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`."""
         if found[1] is None:
             return self._section(builder, found.start(), found.end())
         return self._region(builder, found.start(), found.end(), tools)

@@ -37,7 +37,7 @@ class TextArguments:
             raise self.malformed(f"parameter {key!r} does not have its schema's type: {error}") from error
 
     def malformed(self, error: str, cut: tuple[str, str] | None = None) -> MalformedCall:
-        """Return why the call cannot be read; `cut` is the parameter, key and text, whose end is missing."""
+        """Return the error of a call that cannot be read; `cut` is the key and text of an unended parameter."""
         written = json.dumps(self._values, ensure_ascii=False)[:-1]
         if cut is not None:
             key, value = cut
@@ -48,7 +48,7 @@ class TextArguments:
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, JSON]], name: str) -> dict[str, Mapping[str, JSON]]:
-    """Return a tool's parameter schemas, with references to its own `$defs` replaced; none of an unknown tool."""
+    """Return a tool's parameter schemas, its own `$defs` resolved; none of an unknown tool."""
     functions = [tool.get("function", tool) for tool in tools]
     parameters = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
     definitions = parameters.get("$defs") or {}
@@ -74,7 +74,7 @@ def _types(schema: Mapping[str, JSON]) -> set[str]:
 
 
 def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
-    """The value as its schema types it; text where the schema is unknown. Raises ValueError."""
+    """Return the value as its schema types it; text where the schema is unknown. Raises ValueError."""
     types = _types(schema) if schema is not None else {"string"}
     bare = value.strip()
     if "null" in types and bare in ("null", "None"):

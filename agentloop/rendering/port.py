@@ -22,11 +22,11 @@ NAMED_ROLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """The end of a sampled turn, which decides how a bridge goes on from it.
+    """The end of a sampled turn, from which a bridge continues.
 
     `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
-    inside a thought. `written_ids` are pairs of the ids of its calls, ours and the one that the policy wrote.
-    `num_calls` are those of the conversation before it: some templates number results.
+    inside a thought. `written_ids` are pairs of the ids of its calls: ours, and the policy's. `num_calls` are those
+    of the conversation before it: some templates number results.
     """
 
     stop_id: int | None = None
@@ -37,7 +37,7 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of one model's chat format, for those that choose a parser and those that report.
+    """The facts of one model's chat format, for the choice of a parser and for reports.
 
     The three `*_turns` say why turns that tools answer, that a user answers under tools, and that a user answers
     without tools cannot be bridged; None: they can, exactly.
@@ -74,23 +74,23 @@ class TokenText(Protocol):
         """The ids that end a turn, the model's own first. Never empty."""
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are spelled out; nothing is added."""
+        """Return the ids of a text in which control tokens are spelled out; nothing is added."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included, nothing stripped."""
+        """Return the text of ids, special tokens included, nothing stripped."""
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
+        """Return `decode(ids)`, with the number of characters complete after each id, in linear time."""
 
     def decoder(self) -> TextDecoder:
         """Make a decoder for ids that come in pieces."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text: it may be a part of a character."""
+        """Return the bytes that one token adds to a text: they may be a part of a character."""
 
 
 class Renderer(TokenText, Protocol):
-    """One model's way from messages to ids, on top of its tokenizer."""
+    """One model's renderer of messages to ids, on top of its tokenizer."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -104,10 +104,10 @@ class Renderer(TokenText, Protocol):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """The ids of the whole prompt, generation prompt included. Time grows with all of the text.
+        """Return the ids of the whole prompt, generation prompt included. Time grows with all of the text.
 
-        `is_open`: the last message is the beginning of the reply, and the prompt ends with its content.
-        Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
+        `is_open`: the last message is the beginning of the reply, and the prompt ends with its content. Raises
+        InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
         """
 
     def bridge(
@@ -119,7 +119,7 @@ class Renderer(TokenText, Protocol):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """The ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
+        """Return the ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
 
         `is_open` as for `render`. Raises as `render`, and TemplateNotPrefixStable where these messages cannot be
         appended as the model's own rendering would show them: the caller then renders the whole conversation, and

@@ -59,7 +59,7 @@ class TemplateForm:
 
     @property
     def supports_tools(self) -> bool:
-        """True if it shows tools and their answers to the policy."""
+        """True if the template shows tools and their answers to the policy."""
         return self.tools_objection is None
 
 
@@ -93,7 +93,7 @@ class PromptText:
         adds_generation_prompt: bool = True,
         written_ids: Sequence[tuple[str, str]] = (),
     ) -> str:
-        """The whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError.
+        """Return the whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError.
 
         Calls and their answers have the ids that the policy wrote, where `written_ids` or the calls tell them.
         """
@@ -114,7 +114,8 @@ class PromptText:
         *,
         written_ids: Sequence[tuple[str, str]] = (),
     ) -> str:
-        """The prompt up to the end of the last message's content. Raises as `text`, and UnsupportedParameter."""
+        """Return the prompt up to the end of the last message's content. Raises as `text`, and
+        UnsupportedParameter."""
         *before, begun = messages
         mark = f"{self._mark}open"
         marked = [*before, replace(begun, content=begun.content + mark)]
@@ -130,7 +131,7 @@ class PromptText:
     def entries(
         self, messages: Sequence[Message], written_ids: Sequence[tuple[str, str]] = ()
     ) -> list[dict[str, JSON]]:
-        """The messages as templates read them, every string of them masked. Raises InvalidRequest."""
+        """Return the messages as templates read them, every string masked. Raises InvalidRequest."""
         try:
             calls = (call for message in messages for call in message.tool_calls if call.written_id)
             ids = dict(written_ids) | {call.id: call.written_id for call in calls}
@@ -141,12 +142,11 @@ class PromptText:
     def bridge(
         self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd, *, is_open: bool = False
     ) -> str:
-        """The text between a sampled turn and the next: what ends the turn, the messages, the generation prompt.
+        """Return the text between a sampled turn and the next: the turn's end, the messages, the generation prompt.
 
-        `is_open`: no generation prompt, but the last message up to the end of its content.
-
-        A turn that ended with the template's own stop token is closed; any other gets that token first. Raises as
-        `text`, and TemplateNotPrefixStable if the template does not show where the turn ends.
+        `is_open`: no generation prompt, but the last message up to the end of its content. A turn that ended with
+        the template's own stop token is closed; any other gets that token first. Raises as `text`, and
+        TemplateNotPrefixStable if the template does not show where the turn ends.
         """
         before = self._numbered_calls(end.num_calls) if self._form.numbers_results else []
         turn = [*before, *self._synthetic_turn(appended), *appended]
@@ -324,7 +324,7 @@ def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = Fals
 
 
 def thought_marks(template_source: str, literals: Collection[str]) -> ThoughtMarks:
-    """Return the marks of thoughts that a template, or else a tokenizer, has; by default those of most models."""
+    """Return the marks of thoughts in a template, or else in a tokenizer; by default those of most models."""
     known = (marks for place in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in place)
     return next(known, ThoughtMarks())
 

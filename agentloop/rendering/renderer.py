@@ -46,7 +46,7 @@ async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
 
 
 class OnUnstable(StrEnum):
-    """Answers to a template with turns that cannot be bridged."""
+    """The reaction to a template with turns that cannot be bridged."""
 
     RAISE = "raise"  # refuse it
     FORK = "fork"  # accept it: where a bridge is refused, the caller renders the turn whole, and forks the path
@@ -79,32 +79,26 @@ class ModelText:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn, the model's own first. Never empty."""
         return self._stop_token_ids
 
     @property
     def vocab_size(self) -> int:
-        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
         return self._vocab_size
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included, nothing stripped."""
         return self.tokens.decode(ids)
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
         return self.tokens.decode_with_offsets(ids)
 
     def decoder(self) -> TextDecoder:
-        """Make a decoder for ids that come in pieces."""
         return TextDecoder(self.tokens, self._stop_token_ids[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text: it may be a part of a character."""
         return self.tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are spelled out, or of what `text` returned."""
+        """Return the ids of a text in which control tokens are spelled out, or of what `text` returned."""
         return self.tokens.encode(text)
 
 
@@ -125,7 +119,7 @@ def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
 
 
 class TemplateRenderer(ModelText):
-    """One model folder's way from messages to ids and back. `from_directory` makes one."""
+    """One model folder's renderer of messages to ids and back. `from_directory` makes one."""
 
     def __init__(
         self,
@@ -159,7 +153,7 @@ class TemplateRenderer(ModelText):
         directory: str | Path,
         settings: RenderSettings = RenderSettings(),
     ) -> TemplateRenderer:
-        """The renderer of a Hugging Face model folder. Reads files only; raises TemplateError naming the file."""
+        """Make the renderer of a Hugging Face model folder. Raises TemplateError naming the file."""
         folder = Path(directory)
         text = model_text(folder, settings.stop_tokens)
         template = ChatTemplate.from_directory(
@@ -203,7 +197,6 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> list[int]:
-        """See `Renderer.render`."""
         return self.tokens.encode(self.text(messages, tools, template_kwargs, is_open=is_open))
 
     def text(
@@ -214,7 +207,7 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> str:
-        """The whole prompt as masked text: content that spells a control token is hidden until `ids`."""
+        """Return the whole prompt as masked text: content that spells a control token is hidden until `ids`."""
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
         prompts = self._under(template_kwargs)[0]

@@ -34,7 +34,7 @@ _OWN_KWARGS = frozenset(
 
 
 def read_json(path: Path) -> dict[str, JSON]:
-    """A JSON object from a file; an absent file is an empty one. Raises TemplateError if it cannot be read."""
+    """Return the JSON object of a file, `{}` if it is absent. Raises TemplateError if it cannot be read."""
     try:
         value = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -47,13 +47,13 @@ def read_json(path: Path) -> dict[str, JSON]:
 
 
 def token_text(value: JSON) -> str | None:
-    """A token as tokenizer_config.json writes one: a string, or an object with `content`."""
+    """Return a token of tokenizer_config.json, written as a string or an object with `content`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 class ChatTemplate:
-    """A compiled template, and the one for tools where a folder has it. Safe to use from several threads.
+    """A compiled template, and a folder's template for tools if there is one. Safe to use from several threads.
 
     It may name `special_tokens`, is given `kwargs` with every rendering, and is told that today is `date`.
     """
@@ -86,7 +86,7 @@ class ChatTemplate:
         kwargs: Mapping[str, JSON] = NO_KWARGS,
         date: datetime.date = FROZEN_DATE,
     ) -> ChatTemplate:
-        """The template of a model folder, or the one in `file` with the folder's special tokens.
+        """Read the template of a model folder, or of `file` with the folder's special tokens.
 
         Raises TemplateError if there is none, or one that does not compile.
         """
@@ -110,7 +110,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> str:
-        """The conversation as text; `kwargs` go before its own. Raises TemplateError with what it objected to."""
+        """Return the conversation as text; `kwargs` go before its own. Raises TemplateError with the objection."""
         values: dict[str, JSON] = {"documents": None, **self._special_tokens, **self._kwargs, **kwargs}
         values["messages"], values["tools"] = list(messages), list(tools) if tools else None
         values["add_generation_prompt"] = add_generation_prompt
@@ -121,7 +121,7 @@ class ChatTemplate:
 
 
 def check_kwargs(kwargs: Mapping[str, JSON]) -> None:
-    """Raises InvalidRequest for a template argument that the renderer itself gives."""
+    """Raises InvalidRequest for a template argument that the renderer itself sets."""
     for name in kwargs:
         if name in _OWN_KWARGS:
             raise InvalidRequest(f"the template argument {name} is not free", param="chat_template_kwargs")

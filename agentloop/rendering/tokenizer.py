@@ -86,11 +86,9 @@ class Tokens:
         return self._tokenizer.id_to_token(token_id)
 
     def mask(self, text: str, *, keeps_markup: bool = False) -> str:
-        """Text whose spellings of control tokens `encode` will treat as text, whatever a template writes beside it.
-
-        `keeps_markup`: the text is trusted or a policy's own, so markup that is no special token (`<think>`) stays
-        a token.
-        """
+        """Return a text whose spellings of control tokens `encode` takes as text, whatever a template writes beside
+        it. `keeps_markup`: the text is trusted or a policy's own, so markup that is no special token (`<think>`)
+        stays a token."""
         if self._control.search(text) is not None:
             text = self._control.sub(
                 lambda m: m[0] if keeps_markup and m[0] not in self._special else self._placeholder(m[0]), text
@@ -99,18 +97,18 @@ class Tokens:
         return f"{self._break if opens else ''}{text}{self._break if closes else ''}"
 
     def mask_within(self, text: str) -> str:
-        """`mask` for a call as a policy wrote it: the control tokens that it begins and ends with stay tokens."""
+        """Mask a call as a policy wrote it: control tokens at its beginning and end stay tokens."""
         marks = list(self._control.finditer(text))
         start = marks[0].end() if marks and marks[0].start() == 0 else 0
         end = marks[-1].start() if marks and marks[-1].end() == len(text) else len(text)
         return f"{text[:start]}{self.mask(text[start:end])}{text[end:]}" if start <= end else text
 
     def unmask(self, text: str) -> str:
-        """The text as it was before `mask`."""
+        """Return the text as it was before `mask`."""
         return self._masked.sub(lambda match: self._literal(match["index"]), text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a rendered text, nothing added. Masked spellings become ordinary text.
+        """Return the ids of a rendered text, nothing added. Masked spellings become ordinary text.
 
         Raises InvalidRequest where the model itself, without its added tokens, would produce a control token.
         """
@@ -125,18 +123,18 @@ class Tokens:
         return [self._id_of_alias.get(token_id, token_id) for token_id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids, special tokens included. Bytes that are no UTF-8 become U+FFFD."""
         if self._anchor_id is not None:  # the tokenizer spoils good characters beside bad bytes
             return self._decode_bytes(ids).text
         return self._decode(ids)
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """`decode(ids)`, and for every id how many characters are complete after it. Takes linear time."""
+        """Return `decode(ids)`, with the number of characters complete after each id, in linear time."""
         is_of_bytes = self._is_byte_level or self._anchor_id is not None
         return self._decode_bytes(ids) if is_of_bytes else self._decode_stream(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text, special tokens included: it may be a part of a character."""
+        """Return the bytes that one token adds to a text. They may be a part of a character."""
         found = self._bytes_of.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -281,7 +279,7 @@ class _Seams:
 
 
 class TextDecoder:
-    """Ids to text as they come: only characters that no later id can change, until `finish`.
+    """A decoder of ids as they come: only characters that no later id can change, until `finish`.
 
     For tokenizers that make any text of bytes (byte-level ones, and those that fall back to bytes) text and offsets
     are those of `Tokens.decode_with_offsets` on all ids at once. What was given out never changes, however the ids
@@ -296,7 +294,7 @@ class TextDecoder:
         self._num_seen = 0  # characters of it
 
     def add(self, ids: Sequence[int]) -> DecodedText:
-        """The characters that are certain now; `ends` count within them, and lack those of the last few ids."""
+        """Return the characters that are certain now; `ends` count within them, without the last few ids'."""
         if not ids:
             return DecodedText("", ())
         self._window.extend(ids)
@@ -308,7 +306,7 @@ class TextDecoder:
         return self._give_broken(self._tokens.decode_with_offsets(self._window))
 
     def finish(self) -> DecodedText:
-        """The characters that were not certain, and the ends that were lacking."""
+        """Return the remaining characters, and the missing ends."""
         return self._give(self._tokens.decode_with_offsets(self._window), None, len(self._window))
 
     def _give_whole(self, decoded: DecodedText) -> DecodedText:

@@ -47,7 +47,7 @@ _CHUNK_AS_TEXT = re.compile(r"""['"]thinking['"]: ?['"]""")  # of a template tha
 
 
 class RenderedConversation(Protocol):
-    """A template in one form, as the trial asks it. Texts are masked: only `ids` makes tokens of them."""
+    """A template in one form, as the trial uses it. Texts are masked: only `ids` makes tokens of them."""
 
     def text(
         self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
@@ -55,7 +55,7 @@ class RenderedConversation(Protocol):
         """The whole prompt. Raises TemplateError."""
 
     def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
-        """Return what follows an assistant turn up to the next one. Raises TemplateError."""
+        """Return the text behind an assistant turn up to the next one. Raises TemplateError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
 
 
 def show_difference(expected: str, actual: str) -> str:
-    """Show where two texts part, with what stands there in each."""
+    """Return the place where two texts part, with the text of each."""
     at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), -1)
     if at < 0:
         at = min(len(expected), len(actual))

@@ -3,7 +3,7 @@
 The rules, in one place:
 - a turn that a limit of the task or its time cut ends the trajectory: its text has no proper end;
 - a turn that the loop's own `max_tokens` cut is an answer to the loop, which may go on from it;
-- the calls of the last allowed turn are not run: nobody could read their results;
+- the calls of the last allowed turn are not run: no turn could read their results;
 - calls beyond a turn's cap are answered with an error message, or stop the trajectory (`on_excess_tool_calls`);
 - a tool response beyond its cap is cut with a visible mark, or stops it (`on_long_tool_response`).
 """
@@ -16,7 +16,7 @@ from agentloop.types import FinishReason, Limits, OnExcess, StopReason
 
 
 class LimitReached(Exception):
-    """Ends the running loop; the worker turns it into the trajectory's stop reason."""
+    """The end of a running loop by a limit; its worker makes it the trajectory's stop reason."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason.value)
@@ -25,7 +25,7 @@ class LimitReached(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """The part of its limits that one trajectory has used."""
+    """The limits of one trajectory, and what it has used of them."""
 
     limits: Limits
     max_context_tokens: int  # the smaller of the engine's and the task's
@@ -55,9 +55,9 @@ class Budget:
     def turn_ended(
         self, num_prompt_tokens: int, num_sampled: int, finish_reason: FinishReason, wanted: int | None = None
     ) -> None:
-        """Count a turn, of which the loop itself wanted no more than so many tokens.
+        """Count a turn. `wanted` is the most tokens that the loop itself asked for.
 
-        Raises LimitReached if one of the limits cut it, or its time.
+        Raises LimitReached if a limit of the task cut the turn, or its time.
         """
         room = self._room(num_prompt_tokens)
         self.num_turns += 1
@@ -72,7 +72,7 @@ class Budget:
                 raise LimitReached(StopReason.MAX_TOKENS_PER_TURN)  # by a bound of the engine's own
 
     def calls_to_run(self, num_calls: int) -> int:
-        """Return how many of a turn's calls may run. Raises LimitReached where the limit says stop."""
+        """Return the number of a turn's calls that may run. Raises LimitReached where the limit says stop."""
         if self.num_turns >= self.limits.max_turns:
             raise LimitReached(StopReason.MAX_TURNS)
         if num_calls > self.limits.max_tool_calls_per_turn and (self.limits.on_excess_tool_calls is OnExcess.STOP):

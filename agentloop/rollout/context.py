@@ -118,7 +118,7 @@ class LoopContext:
 
     @property
     def num_resampled_turns(self) -> int:
-        """Samplings that were lost with their replica, and begun anew."""
+        """Samplings that were lost with their replica, and made again."""
         return self._num_resampled_before + self._engine.num_resampled
 
     @property
@@ -196,7 +196,7 @@ class LoopContext:
         self._score = self._score.updated(Score(untrainable_turns=(self.turn_id,)))
 
     def close(self) -> None:
-        """End the trajectory for a loop that goes on all the same: it can sample and run tools no more."""
+        """End the trajectory, also for a loop that ignores it: sampling and tools raise from here on."""
         self._is_over = True
 
     async def _refuse(self) -> NoReturn:
@@ -220,7 +220,7 @@ class LoopContext:
         started = time.perf_counter()
         with self.deadline.grace(TURN_GRACE_S):
             wanted = self._turn_request(room, temperature)
-            reply = await sample_turn(self._engine, self._reader, wanted, self._goes_on)
+            reply = await sample_turn(self._engine, self._reader, wanted, self._continues_after_abort)
         self.generate_s += time.perf_counter() - started
         self.has_lost_call = False
         self._path.add_turn(reply)
@@ -342,7 +342,7 @@ class LoopContext:
         asker = ImageAsker(known, self._engine, request_id, self.deadline)
         return await self._placer.place(ids, messages, asker)
 
-    def _goes_on(self, sampled: SampledTokens) -> bool:
+    def _continues_after_abort(self, sampled: SampledTokens) -> bool:
         """Tell whether a turn that an abort cut goes on: not in a trajectory that is too old."""
         return self._guard is None or not self._guard.must_end(self._path, sampled.weight_versions)
 

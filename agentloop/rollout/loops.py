@@ -15,7 +15,7 @@ from agentloop.types import RolloutTask
 
 
 class AgentLoop(Protocol):
-    """One object serves every trajectory of a worker: keep per-trajectory state in local variables."""
+    """The way in which trajectories unfold. One object serves all of a worker's: keep state in local variables."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Drive one trajectory: sample, run tools, observe. Returning completes it; limits end it by
@@ -25,7 +25,7 @@ class AgentLoop(Protocol):
 
 @runtime_checkable
 class ResumableLoop(AgentLoop, Protocol):
-    """A loop whose trajectory goes on at its last finished turn if its worker dies. Others begin at the start."""
+    """A loop whose trajectory continues at its last finished turn if its worker dies; others begin again."""
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Go on as `run` does after the `ctx.sample` that returned `ctx.last_turn`; here or in another process.
@@ -44,7 +44,7 @@ class SingleTurn:
         await ctx.sample()
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
-        """The one turn is there."""
+        """Do nothing: the one turn was sampled."""
 
 
 class ToolLoop:
@@ -66,7 +66,7 @@ SHIPPED_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurn, "tool_lo
 
 
 def load_loop(name: str) -> AgentLoop:
-    """The loop of that name or import path. Raises InvalidRequest (`param="loop"`) for anything else."""
+    """Return the loop of a name or an import path. Raises InvalidRequest (`param="loop"`) for anything else."""
     if name in SHIPPED_LOOPS:
         return SHIPPED_LOOPS[name]()
     if ":" not in name:

@@ -71,7 +71,7 @@ SHIPPED_REWARDS: dict[str, RewardFunction] = {
 
 
 def load_reward(name_or_path: str) -> RewardFunction:
-    """A shipped reward by name, or one by import path. Raises InvalidRequest with param "reward"."""
+    """Return a shipped reward by name, or one by import path. Raises InvalidRequest with param "reward"."""
     if name_or_path in SHIPPED_REWARDS:
         return SHIPPED_REWARDS[name_or_path]
     if ":" not in name_or_path:
@@ -96,11 +96,11 @@ async def score(
     timeout_s: float = 10.0,
     tools: Mapping[str, ToolSession] | None = None,
 ) -> tuple[Score | None, str | None]:
-    """Return the score, `resolved`, or None and one line that says what failed: it raised, took too long, or gave
-    what is no score of this trajectory.
+    """Run a reward function. Returns its score, `resolved`, or None and one line on what failed.
 
-    Raises nothing but a cancellation. A synchronous function that overruns is abandoned in its thread: it takes
-    no other call's place and does not hold up the end of the process.
+    It fails if it raises, takes too long, or returns no score of this trajectory. Raises nothing but a
+    cancellation. A synchronous function that overruns is abandoned in its thread: it takes no other call's place
+    and does not hold up the end of the process.
     """
     given: dict[str, object] = {"trajectory": trajectory, "tools": {} if tools is None else tools}
     given = {name: value for name, value in given.items() if takes(function, name)}

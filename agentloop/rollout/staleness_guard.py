@@ -31,11 +31,11 @@ class StalenessGuard:
         return self._newest.value
 
     def learn(self, version: int) -> None:
-        """Hear of a version from a worker before this one."""
+        """Note a version that a worker before this one had heard of."""
         self._newest.value = version if self._newest.value is None else max(version, self._newest.value)
 
     def must_end(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> bool:
-        """Tell whether the trajectory is over its limit, as far as the worker knows, and ends for that.
+        """Tell if the trajectory is over its limit, as far as the worker knows, and its policy ends it.
 
         `sampled` are the versions of a turn that is not in the path yet.
         """
@@ -47,7 +47,7 @@ class StalenessGuard:
             raise LimitReached(StopReason.STALE)
 
     def settle(self, path: GrowingPath) -> OnStale | None:
-        """The loop has ended: take out of the mask what the policy says. Returns the policy if it had to act.
+        """Apply the policy to a path whose loop has ended. Returns the policy if the path is over its limit.
 
         MASK takes out what is too old for the newest version. FINISH keeps what was sampled while the limit held,
         so it takes out what the turn that met the update sampled after it. DROP leaves all of it to the caller.

@@ -24,7 +24,7 @@ from agentloop.types import JSON, RolloutTask
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as the policy is told of it, and the limits the toolbox holds it to."""
+    """The description of a tool for the policy, and the limits that the toolbox holds it to."""
 
     name: str
     description: str
@@ -47,35 +47,33 @@ class ToolSession(Protocol):
     """One trajectory's use of a tool; may hold state between calls."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
-        """The tool's answer. Raises ToolError with a message for the policy, or ToolLost."""
+        """Return the tool's answer. Raises ToolError with a message for the policy, or ToolLost."""
 
     async def close(self) -> None:
-        """Free what the session holds. Called once, also after a timeout or a cancellation, and of a session whose
-        `open` failed or was cut short. A process that is killed calls nothing."""
+        """Free what the session holds. Called once, also after a failed `open`, a timeout or a cancellation. A
+        process that is killed calls nothing."""
 
 
 @runtime_checkable
 class OpeningSession(ToolSession, Protocol):
     """A session that prepares itself for its task before the loop begins: files, a process, a container.
 
-    Its tool has an `open_timeout_s`. A session that takes the place of another after a timeout is opened too.
+    Its tool has an `open_timeout_s`. A session that replaces another after a timeout is opened too.
     """
 
     async def open(self, task: RolloutTask) -> None:
-        """Prepare; `task.tool_setup` has under the tool's name what the task brings for it. Called once, before
-        anything else.
-
-        Raises InvalidRequest for a task that it cannot be opened for, which ends as `invalid_task`. Whatever else
-        it raises, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a reward.
-        """
+        """Prepare for a task. Called once, first; `task.tool_setup` has what the task brings, under the tool's
+        name. Raises InvalidRequest for a task that the session cannot be opened for, which ends as `invalid_task`.
+        Any other error, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a
+        reward."""
 
 
 @runtime_checkable
 class ScoringSession(ToolSession, Protocol):
-    """A session that scores its trajectory when that has ended, before it is closed: an environment.
+    """A session that scores its trajectory after the end and before it is closed: an environment.
 
-    One whose tool has a `score_timeout_s` is asked once, also in a trajectory that never called it: it is opened
-    for that. After a timeout a session is replaced, and it is the new one that is asked.
+    With a `score_timeout_s` of its tool it is asked once, also in a trajectory that never called it: it is opened
+    for that. A session that replaced another after a timeout is asked in its place.
     """
 
     async def score(self, task: RolloutTask) -> float | Score:
@@ -84,29 +82,29 @@ class ScoringSession(ToolSession, Protocol):
 
 @runtime_checkable
 class SnapshotSession(ToolSession, Protocol):
-    """A session whose state can be carried to another process, where its trajectory goes on if its worker dies.
+    """A session whose state can be carried to another process, where its trajectory continues if its worker dies.
 
-    The bytes are all of it: the earlier session is closed, or its process is dead. A trajectory that called a tool
-    which `has_state`, and whose session is none of these, begins at the start then, with sessions that are opened
-    anew; so does one whose session cannot be restored. Both are held to the tool's `timeout_s`.
+    The bytes are all of the state: the earlier session is closed, or its process is dead. A trajectory begins at
+    the start, with newly opened sessions, if it called a tool that `has_state` and whose session is no
+    SnapshotSession, or if a session cannot be restored. Both calls are held to the tool's `timeout_s`.
     """
 
     async def snapshot(self) -> bytes:
         """Return the state after the calls so far, at most MAX_SNAPSHOT_BYTES. Called after each turn's calls."""
 
     async def restore(self, state: bytes) -> None:
-        """Take the place of the session that `state` is of. Called once, after `open` and before any call."""
+        """Take over the state of an earlier session. Called once, after `open` and before any call."""
 
 
 class Tool(Protocol):
-    """A tool as the service holds it: one object a process."""
+    """A tool as the service holds it: one object in each process."""
 
     @property
     def spec(self) -> ToolSpec:
         """Name, schema and caps. Constant."""
 
     def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
-        """The tool's part of one trajectory. `seed` makes randomness reproducible."""
+        """Return the tool's part of one trajectory. `seed` makes randomness reproducible."""
 
     async def close(self) -> None:
         """Free what the tool itself holds. Idempotent."""
@@ -114,10 +112,10 @@ class Tool(Protocol):
 
 @runtime_checkable
 class ToolSet(Protocol):
-    """Tools that come from one place, such as a server that lists them: a configuration names it like a tool."""
+    """Tools of one source, such as a server that lists them. A configuration names it like a tool."""
 
     def tools(self) -> Sequence[Tool]:
-        """Return the tools, in the order of the place. Called once, before any event loop of theirs runs."""
+        """Return the tools, in the order of the source. Called once, before an event loop of theirs runs."""
 
 
 class FunctionTool:
@@ -154,7 +152,7 @@ class FunctionTool:
 
 
 def validated(model: type[BaseModel], arguments: Mapping[str, JSON]) -> dict[str, Any]:
-    """The arguments as the model types them. Raises ToolError with at most three problems, in one line."""
+    """Return the arguments as the model types them. Raises ToolError with at most three problems, in one line."""
     try:
         parsed = model.model_validate(dict(arguments))
     except ValidationError as error:

@@ -11,7 +11,7 @@ from agentloop.rollout.tool import Tool, ToolSet, ToolSpec
 
 
 def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
-    """The tools that a configuration names: keys of `shipped` (name to import path) and import paths.
+    """Return the tools that a configuration names: keys of `shipped` (name to import path) and import paths.
 
     Raises InvalidRequest with param "tools".
     """
@@ -24,7 +24,7 @@ def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
 
 
 def tools_at(path: str) -> list[Tool]:
-    """The tools at an import path: a Tool, a ToolSet, or a class or function without arguments that makes one.
+    """Return the tools at an import path: a Tool, a ToolSet, or a maker of one without arguments.
 
     Raises InvalidRequest with param "tools".
     """

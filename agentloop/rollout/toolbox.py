@@ -100,7 +100,7 @@ class Toolbox:
 
     @property
     def num_abandoned(self) -> int:
-        """Calls and closes that nobody awaits any more and that still run; threads are those of the process."""
+        """Calls and closes that still run and are awaited no more; threads are counted for the whole process."""
         return self._user_tasks.num_abandoned + num_abandoned_threads()
 
     def definitions(self, names: Sequence[str]) -> list[dict[str, JSON]]:
@@ -108,13 +108,13 @@ class Toolbox:
         return [tool.spec.definition() for tool in self._declared(names).values()]
 
     def own_s(self, names: Sequence[str]) -> float:
-        """Return the seconds that these tools may take beside a trajectory's own: to open, score and close."""
+        """Return the seconds that these tools may take to open, score and close, beside a trajectory's own time."""
         specs = [self._tools[name].spec for name in names if name in self._tools]
         lives = [[spec.open_timeout_s, spec.score_timeout_s, spec.close_timeout_s] for spec in specs]
         return sum(max((life[phase] or 0.0 for life in lives), default=0.0) for phase in range(3))
 
     def open(self, names: Sequence[str], trajectory_id: str, seed: int) -> ToolScope:
-        """The tools of one trajectory, which must be closed. Raises InvalidRequest for an unknown name."""
+        """Return the tools of one trajectory, to be closed. Raises InvalidRequest for an unknown name."""
         if self._closing is not None:
             raise InvariantBroken("the toolbox is closed")
         scope = ToolScope(self, self._declared(names), trajectory_id, seed)
@@ -148,7 +148,7 @@ class Toolbox:
         return self._slots[name]
 
     def forget(self, scope: ToolScope) -> None:
-        """A scope is closed."""
+        """Take out a scope that is closed."""
         self._scopes.discard(scope)
 
     async def stop(self, tasks: Sequence[asyncio.Task[Any]], **about: str) -> None:
@@ -156,7 +156,7 @@ class Toolbox:
         await self._user_tasks.stop(tasks, self._grace_s, **about)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a task that nobody awaits any more until it ends."""
+        """Hold a task that is awaited no more until it ends."""
         self._user_tasks.keep(task)
 
     async def bounded_close(
@@ -203,7 +203,7 @@ class ToolScope:
 
     @property
     def can_resume(self) -> bool:
-        """False once a session was opened whose state cannot be carried to another process."""
+        """False once a session without a portable state was opened."""
         return self._can_resume
 
     async def open(self, task: RolloutTask) -> None:
@@ -220,10 +220,7 @@ class ToolScope:
                 raise error
 
     async def sessions(self) -> dict[str, ToolSession]:
-        """Return all sessions by tool, those too that were never called; they are open until `close`.
-
-        Raises InvalidRequest and ToolLost, as `open` does.
-        """
+        """Return all sessions by tool, opened where they were never called. Raises InvalidRequest and ToolLost."""
         found: dict[str, ToolSession] = {}
         for name, tool in self._tools.items():
             open_ = self._made(tool)
@@ -283,10 +280,8 @@ class ToolScope:
             raise ToolError(done.line)
 
     async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
-        """Ask the sessions that score, side by side, each within its deadline: what they say, joined.
-
-        The text, where there is one, says in a line what went wrong; nothing but a cancellation is raised.
-        """
+        """Ask the sessions that score, side by side, each within its deadline. Returns their scores, joined, and
+        the problem."""
         scoring = {tool: s for tool in self._tools.values() if (s := tool.spec.score_timeout_s) is not None}
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._score_of(tool, task, s)) for tool, s in scoring.items()]
@@ -324,7 +319,7 @@ class ToolScope:
             return open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
 
     async def _opened(self, tool: Tool, open_: _OpenSession) -> InvalidRequest | ToolLost | None:
-        """Wait until a session is open; whoever comes first opens it. Returns what failed."""
+        """Wait until a session is open; the first caller opens it. Returns the failure, or None."""
         if tool.spec.open_timeout_s is None:
             return None
         if open_.opening is None:

@@ -72,9 +72,9 @@ class WorkerConfig:
     turn_attempts: int = 4  # of one generation that fails in a row on replicas that had it
     max_standstill_s: float = 4 * 3600.0  # of the service, for one trajectory; then it ends as ENGINE_FAILED
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
-    commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
+    hand_in_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
     max_record_bytes: int = MAX_RECORD_BYTES  # a larger one is handed in without what its trajectory made
-    sweep_s: float = 600.0  # between looks for journals of dead workers that nobody needs
+    sweep_s: float = 600.0  # between looks for journals of dead workers whose samples have records
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
 
 
@@ -107,28 +107,29 @@ class RunParts:
 
 
 class AssignedRun(Protocol):
-    """One trajectory as its worker sees it, wherever it runs."""
+    """One trajectory as its worker sees it, in this process or in one of its own."""
 
     @property
     def is_dropped(self) -> bool:
-        """True of a record that was dropped for its age: its sample is begun anew."""
+        """True if the record was dropped for its age: its sample is begun anew."""
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens of the turns so far."""
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        """End the loop because its client asks for that; a record follows all the same. Idempotent."""
 
     async def to_record(self) -> Trajectory:
         """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
 
     async def forget(self) -> None:
-        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Remove the journal of the trajectory, and of earlier runs of its sample."""
 
 
 class TrajectoryRun:
-    """One trajectory, from its assignment to its terminal record: load, drive, settle, score."""
+    """The AssignedRun of a trajectory in its worker's process: `_load`, `_open_tools`, `_run_loop`,
+    `_apply_staleness_policy`, `_score` and `_final_record`, in this order."""
 
     def __init__(self, parts: RunParts, assignment: Assignment) -> None:
         self._parts = parts
@@ -153,33 +154,29 @@ class TrajectoryRun:
 
     @property
     def is_dropped(self) -> bool:
-        """True of a record that was dropped for its age: its sample is begun anew."""
         return self._outcome.is_dropped
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of the turns so far."""
         return self._ctx.budget.num_sampled_tokens if self._ctx else 0
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
             if self._loop_task is not None:
                 self._loop_task.cancel()
 
     async def to_record(self) -> Trajectory:
-        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
         try:
-            if await self._loaded():
+            if await self._load():
                 await self._to_end()
-            record = self._finished()
+            record = self._final_record()
             self._check(encode(record))
         except BaseException as error:
             if is_being_cancelled(error):
                 raise
             self._log.error("trajectory_failed", error=error_line(error), exception=error_trace(error))
-            record = self._failed(error)
+            record = self._failure_record(error)
         finally:
             self._lease.close()
         self._log.info(
@@ -199,7 +196,7 @@ class TrajectoryRun:
             raise InvalidRequest(f"it has {len(record)} bytes, of at most {limit}")
         decode(record, Trajectory)
 
-    async def _loaded(self) -> bool:
+    async def _load(self) -> bool:
         """Load what the task names. False, and an outcome, for a task that cannot run."""
         parts, task, assignment = self._parts, self._task, self._assignment
         try:
@@ -225,7 +222,7 @@ class TrajectoryRun:
         function = self._reward_function
         try:
             await self._drive(self._scope)
-            self._settle()
+            self._apply_staleness_policy()
             if function is None or not takes(function, "tools"):
                 await self._scope.close()
             await self._score(self._scope)
@@ -234,25 +231,27 @@ class TrajectoryRun:
 
     async def _drive(self, scope: ToolScope) -> None:
         """Open the tools, run the loop, and let its environments score."""
-        self._journal, opening_s = await self._begun_journal(), 0.0
+        self._journal, opening_s = await self._begin_journal(), 0.0
         if scope.has_openings or (self._journal is not None and self._journal.kept is not None):
             started = time.perf_counter()
-            failed = await self._opened(scope)
+            failed = await self._open_tools(scope)
             if failed is not None:
                 self._outcome = failed
                 return
             opening_s = time.perf_counter() - started
         self._ctx = self._context(scope)
         self._ctx.tool_s = opening_s
-        self._outcome = await self._looped(self._ctx)
-        if self._is_ended_well:
+        self._outcome = await self._run_loop(self._ctx)
+        if self._has_ended_well:
             started = time.perf_counter()
             self._tools_score, self._tools_problem = await scope.score(self._task)
             self._reward_s = time.perf_counter() - started
 
-    async def _opened(self, scope: ToolScope) -> _Outcome | None:
+    async def _open_tools(self, scope: ToolScope) -> _Outcome | None:
         """Open the tools, which the client's cancellation cuts short. Returns the outcome if that ends it."""
-        opening = asyncio.create_task(self._open(scope), name=f"open tools of {self._assignment.assignment_id}")
+        opening = asyncio.create_task(
+            self._open_or_restore(scope), name=f"open tools of {self._assignment.assignment_id}"
+        )
         try:
             await asyncio.wait({opening, self._cancelled}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
@@ -267,7 +266,7 @@ class TrajectoryRun:
             await asyncio.wait({opening})
         return None
 
-    async def _open(self, scope: ToolScope) -> None:
+    async def _open_or_restore(self, scope: ToolScope) -> None:
         """Open the tools, and bring them to the state in which a lost worker left them, or begin again."""
         await scope.open(self._task)
         if self._journal is not None and self._journal.kept is not None:
@@ -277,7 +276,7 @@ class TrajectoryRun:
                 self._log.warning("trajectory_begins_again", reason=f"its environment is lost: {error.message}")
                 self._journal.kept = None
 
-    def _settle(self) -> None:
+    def _apply_staleness_policy(self) -> None:
         """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
         if self._guard is not None and self._ctx is not None and self._is_complete:
             acted = self._guard.settle(self._ctx.path)
@@ -294,15 +293,15 @@ class TrajectoryRun:
         """
         if self._ctx is None or self._outcome.is_dropped:
             return
-        record, said, problems = self._ended(), self._ctx.score, [self._tools_problem]
+        record, said, problems = self._unscored_record(), self._ctx.score, [self._tools_problem]
         try:
-            said = said.joined(self._tools_score) if self._is_ended_well else Score(metrics=said.metrics)
+            said = said.joined(self._tools_score) if self._has_ended_well else Score(metrics=said.metrics)
             record = scored(record, said)
         except RewardError as error:
             problems.append(str(error))
-        if self._reward_function is not None and self._is_ended_well:
+        if self._reward_function is not None and self._has_ended_well:
             started = time.perf_counter()
-            found, problem = await self._said(self._reward_function, record, scope)
+            found, problem = await self._run_reward(self._reward_function, record, scope)
             self._reward_s += time.perf_counter() - started
             problems.append(problem)
             # Without its score there is no reward: what the others said may be of another scale.
@@ -310,10 +309,10 @@ class TrajectoryRun:
         reward_error = "; ".join(problem for problem in problems if problem) or None
         self._record = judged(replace(record, reward_error=reward_error))
 
-    async def _said(
+    async def _run_reward(
         self, function: RewardFunction, record: Trajectory, scope: ToolScope
     ) -> tuple[Score | None, str | None]:
-        """Return what the reward function says, or None and why it says nothing."""
+        """Run the reward function. Returns its score, or None and the problem."""
         tools: dict[str, ToolSession] = {}
         if takes(function, "tools"):
             try:
@@ -322,11 +321,11 @@ class TrajectoryRun:
                 return None, str(error)
         return await score(function, self._task, record, self._task.limits.reward_timeout_s, tools)
 
-    def _finished(self) -> Trajectory:
+    def _final_record(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
-        return replace(self._record or self._ended(), timings=self._timings())
+        return replace(self._record or self._unscored_record(), timings=self._timings())
 
-    def _failed(self, error: BaseException) -> Trajectory:
+    def _failure_record(self, error: BaseException) -> Trajectory:
         """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
         self._outcome = _Outcome(StopReason.LOOP_FAILED, f"the record cannot be made: {error_line(error)}")
         made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0)
@@ -344,7 +343,7 @@ class TrajectoryRun:
             engine_s=ctx.engine_s if ctx else 0.0,
         )
 
-    def _ended(self) -> Trajectory:
+    def _unscored_record(self) -> Trajectory:
         """Return the record without its score and its timings."""
         assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
         ctx = None if outcome.is_dropped else self._ctx
@@ -374,12 +373,12 @@ class TrajectoryRun:
         return ended(trajectory)
 
     @property
-    def _is_ended_well(self) -> bool:
+    def _has_ended_well(self) -> bool:
         return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._outcome.is_dropped
 
     @property
     def _is_complete(self) -> bool:
-        return self._is_ended_well and self._ctx is not None and not self._ctx.has_lost_call
+        return self._has_ended_well and self._ctx is not None and not self._ctx.has_lost_call
 
     def _context(self, scope: ToolScope) -> LoopContext:
         shared, task, assignment = self._parts, self._task, self._assignment
@@ -409,7 +408,7 @@ class TrajectoryRun:
             journal=self._journal,
         )
 
-    async def _begun_journal(self) -> RunJournal | None:
+    async def _begin_journal(self) -> RunJournal | None:
         """Begin the run's journal. None: the loop could not resume, so nothing is journalled."""
         parts, task = self._parts, self._task
         if parts.journal is None or not isinstance(self._loop, ResumableLoop):
@@ -422,17 +421,17 @@ class TrajectoryRun:
         return journal
 
     async def forget(self) -> None:
-        """Remove, soon, what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Have the journal's thread remove the journal of the trajectory, and of earlier runs of its sample."""
         if self._journal is not None:
             self._journal.forget()
 
-    async def _looped(self, ctx: LoopContext) -> _Outcome:
+    async def _run_loop(self, ctx: LoopContext) -> _Outcome:
         """Run the loop in a task of its own, and name how it ended."""
         if self._cancelled.done():
             return _Outcome(StopReason.CANCELLED)
         context, user_tasks = contextvars.copy_context(), self._parts.user_tasks
         name = f"loop {self._task.loop} of {self._assignment.assignment_id}"
-        task = asyncio.create_task(self._ran(ctx), name=name, context=context)
+        task = asyncio.create_task(self._loop_outcome(ctx), name=name, context=context)
         self._loop_task = task
         try:
             await self._until_over(task, ctx)
@@ -466,7 +465,7 @@ class TrajectoryRun:
         if not task.done():
             await asyncio.wait({task}, timeout=grace_s)
 
-    async def _ran(self, ctx: LoopContext) -> _Outcome:
+    async def _loop_outcome(self, ctx: LoopContext) -> _Outcome:
         """Run the loop to its outcome. Nothing that it raises leaves."""
         assert self._loop is not None, "not loaded"
         try:
@@ -516,6 +515,6 @@ def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, t
 
 
 def trajectory_seed(assignment: Assignment) -> int:
-    """A seed that differs between samples and repeats between runs: of the task's seed and the sample's name."""
+    """Return a seed of the task's seed and the sample's name. It differs between samples, not between runs."""
     name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
     return zlib.crc32(name.encode())

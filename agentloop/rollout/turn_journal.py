@@ -1,7 +1,7 @@
 """The turn journal: the finished turns of running trajectories, in files that a worker which dies leaves behind.
 
 Ownership: each run of a trajectory (one attempt on one worker) writes one file of its own, named by its sample;
-nobody else ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
+no other run ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
 sample's files go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`,
 survives the end of the process in whatever way; not a power cut, since nothing is synced.
 
@@ -48,7 +48,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """A trajectory's counts at one moment, beside its turns."""
+    """A trajectory's counts at one moment. Its turns are kept apart."""
 
     left_s: float | None  # of its deadline; None without one
     spent_s: float  # on workers
@@ -73,7 +73,7 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswers:
-    """Answers to calls of a turn, and the states of environments after them: None for one that was replaced."""
+    """Answers to a turn's calls, and the states of environments after them; None for a replaced environment."""
 
     turn_id: str
     results: tuple[ToolResult, ...]
@@ -83,7 +83,7 @@ class ToolAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """The run that a file is of. Only runs of one fingerprint can go on from each other."""
+    """The first entry of a journal: its run. Only a run of the same `fingerprint` continues it."""
 
     assignment_id: str
     attempt: int
@@ -113,7 +113,7 @@ class KeptTurns:
 
 
 class RunJournal:
-    """The journal of one run. `kept` is what it goes on from; None: it begins at the start."""
+    """The journal of one run. `kept` is what the run continues from; None: it begins at the start."""
 
     def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader], attempt: int) -> None:
         self.kept: KeptTurns | None = None
@@ -128,12 +128,12 @@ class RunJournal:
         self._is_made = False
 
     def append(self, entry: FinishedTurn | ToolAnswers) -> None:
-        """Keep an entry, soon. Of microseconds: it is encoded and written by a thread."""
+        """Give an entry to the writing thread, which encodes it. Takes microseconds."""
         if not self.is_over:
             self._journal.add(self, entry)
 
     def forget(self) -> None:
-        """Remove, soon, all that was journalled of the sample: nobody may go on from it any more. Idempotent."""
+        """Have the writing thread remove the journals of the sample. Idempotent."""
         self.is_over = True
         self._journal.forget(self)
 
@@ -177,8 +177,8 @@ class TurnJournal:
     async def begin(self, assignment: Assignment, fingerprint: Callable[[], bytes]) -> RunJournal:
         """Begin the journal of a run; nothing is on disk before its first entry.
 
-        Finds what lost workers left of the trajectory: of several runs the one with the most sampled tokens, the
-        latest of equals. A file that cannot be read, or is of another task or model, counts for nothing.
+        Finds what lost workers left of the sample: of several runs the one with the most sampled tokens, of equals
+        the latest. A file that cannot be read, or is of another task or model, counts for nothing.
         """
         name = assignment.assignment_id
         mark = _mark(name)
@@ -223,10 +223,7 @@ class TurnJournal:
             self._flush_later()
 
     async def flush(self, *, spares_young: bool = False) -> None:
-        """Write and remove what waits, after what is being written already.
-
-        Failures are logged, and end the journals that they are of.
-        """
+        """Write and remove what waits. A failure is logged, and ends the journal that it concerns."""
         born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
         batch = {run: waits for run, waits in self._pending.items() if run.is_on_disk or run.begun_at <= born_by}
         for run in batch:
@@ -242,12 +239,12 @@ class TurnJournal:
         self._is_failing = bool(failed)
 
     async def forget_sample(self, assignment_id: str) -> None:
-        """Remove what runs of a sample have written, in whatever process."""
+        """Remove the journals of a sample's runs, of whatever process."""
         self._doomed += await self._in_thread(_files_of, self._folder, _mark(assignment_id))
         await self.flush()
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
-        """Remove what dead workers left of samples that have their records. `unfinished` says which have none."""
+        """Remove the journals that dead workers left, but for samples that `unfinished` returns."""
         found = await self._in_thread(_names, self._folder)
         names = list(found)
         # Until the coordinator, which may have died with their workers, says which of them have their records.
@@ -286,7 +283,7 @@ class TurnJournal:
 
 
 def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer: Renderer) -> bytes:
-    """Return a digest of what a trajectory's tokens depend on beside the weights."""
+    """Return a digest of all that a trajectory's tokens depend on, but for the weights."""
     facts = renderer.facts
     parts = encode(
         (task, list(tools), renderer.vocab_size, facts.template_source, facts.stop_tokens, facts.thinking)
@@ -302,7 +299,7 @@ def _frame(entry: Entry) -> bytes:
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
-    """Yield the entries of a file, each with the offset behind it, up to the first that is damaged or torn."""
+    """Yield a file's entries up to the first damaged or torn one, each with the offset behind it."""
     at = 0
     for start, end, body in read_frames(data):
         kind = _KINDS.get(body[:1])
@@ -405,7 +402,7 @@ def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
 
 
 def _names(folder: Path) -> dict[str, list[Path]]:
-    """Return the files by the ids of their assignments. One that nobody can read goes when it is old."""
+    """Return the files by the ids of their assignments. An unreadable one goes when it is old."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # its record became durable meanwhile

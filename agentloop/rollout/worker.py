@@ -47,7 +47,7 @@ class _Running:
 
 
 class Worker:
-    """Takes trajectories from a coordinator and runs them. Construct, then `await run()` until `close()`."""
+    """The runner of a coordinator's trajectories in this process. Construct, then `await run()` until `close()`."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Worker:
 
     async def _run_one(self, assignment: Assignment) -> None:
         # This task's own context: what is bound on the way (turn, replica, version) ends with it.
-        bind_contextvars(worker=self.worker_id, task=assignment.assignment_id)
+        bind_contextvars(worker=self.worker_id, assignment=assignment.assignment_id)
         running = self._running[assignment.assignment_id]
         try:
             running.again = assignment
@@ -243,7 +243,7 @@ class Worker:
 
         A full disk is waited out.
         """
-        is_late = stop_after_delay(self._config.commit_timeout_s)
+        is_late = stop_after_delay(self._config.hand_in_timeout_s)
 
         def gives_up(state: RetryCallState) -> bool:
             error = state.outcome.exception() if state.outcome is not None else None
@@ -262,5 +262,5 @@ class Worker:
             return await retrying(self._coordinator.finish, self.worker_id, trajectory)
         except Exception as error:
             # The coordinator still counts it as running here, and gives it out again when it hears it is not.
-            self._log.error("record_not_committed", error=repr(error))
+            self._log.error("record_not_handed_in", error=repr(error))
             return False

@@ -84,20 +84,18 @@ class Balancer:
 
     @property
     def num_holders(self) -> int:
-        """Trajectories and sessions that hold a lease, on whatever replica."""
         return len(self._table)
 
     @property
     def holders(self) -> Iterable[str]:
-        """The trajectories and sessions that hold a lease."""
         return self._table.holders
 
     def num_leases(self, replica_id: str) -> int:
-        """Return how many leases count on a replica."""
+        """Return the number of leases that count on a replica."""
         return self._books.book(replica_id).num_leases
 
     def kv_use(self, replica_id: str) -> KVUse:
-        """Return how much of a replica's KV is taken and promised, and how its turns find theirs."""
+        """Return a replica's use of KV: taken, promised, and found again by its turns."""
         book, replica = self._books.book(replica_id), self._fleet.get(replica_id)
         capacity_tokens = 0 if replica is None else replica.capacity_tokens
         return KVUse(
@@ -140,10 +138,10 @@ class Balancer:
         return has_room
 
     def acquire(self, demand: Demand, now: float) -> Lease:
-        """Return a place for a trajectory or a session.
+        """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
 
-        Asked again it is the one that it holds, as long as that replica takes traffic. It is given even if there is
-        no room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine can serve what it needs.
+        It is granted also without room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine
+        can serve the demand's needs.
         """
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
@@ -158,21 +156,21 @@ class Balancer:
         return lease
 
     def adopt(self, demand: Demand, lease: Lease, now: float) -> None:
-        """Count a lease that an earlier coordinator granted, whether or not its replica has joined this one yet.
+        """Count a lease that an earlier coordinator granted. No-op if the holder or the lease is known.
 
-        No-op if the holder or the lease is known.
+        Its replica need not have joined this coordinator yet.
         """
         if self._table.of_holder(demand.holder_id) is None and self._table.of_lease(lease.lease_id) is None:
             self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
 
     def move(self, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Return another lease for the holder of `lease`, which ends.
+        """Grant the holder of `lease` another one in its place.
 
-        After a failure it goes to another replica, and stays only if there is no other. Asked without a failure, it
-        stays where its KV is if that replica can serve what it `needs`, now and from here on; one that was told to
-        ask may have to wait for room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and
-        UnsupportedParameter if no engine can serve it: the holder keeps its lease. Raises NotFound for a lease that
-        is not known (`adopt` it first).
+        After a failure it is on another replica if there is one. Without a failure it stays where the KV is if that
+        replica can serve what it `needs`, now and from here on; a holder that was told to ask may have to wait for
+        room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and UnsupportedParameter if no
+        engine can serve it: the holder keeps its lease. Raises NotFound for a lease that is not known (`adopt` it
+        first).
         """
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
@@ -187,7 +185,7 @@ class Balancer:
         return holding.lease
 
     def callers(self, lease: Lease) -> tuple[str, ...]:
-        """Return the processes that call at the replica of a lease, its own first; none if the lease has ended."""
+        """Return the processes that call at the replica of a lease, its own first; none for an ended lease."""
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             return ()
@@ -196,7 +194,7 @@ class Balancer:
         return (own, *sorted(there - {own}))
 
     def release(self, lease: Lease, num_tokens: int | None, now: float) -> None:
-        """Give a place back; idempotent. `num_tokens`, of one that ran to its end, are what it grew by."""
+        """End a lease. Idempotent. `num_tokens` is the growth of a trajectory that ran to its end."""
         holding = self._table.of_lease(lease.lease_id)
         if holding is not None:
             self._table.renew(holding.demand.process_id, now)
@@ -205,14 +203,14 @@ class Balancer:
             self._end(holding)
 
     def expire(self, now: float) -> int:
-        """End the leases whose time is over, and those of processes that fell silent. Returns how many."""
+        """End the leases whose time is over, and those of silent processes. Returns their number."""
         over = self._table.expired(now, self._config.lease_ttl_s)
         for holding in over:
             self._end(holding)
         return len(over)
 
     def drop_replica(self, replica_id: str) -> None:
-        """Count the leases of a replica that is lost, or whose KV is, no more: they move at their next call."""
+        """Count a replica's leases no more: it, or its KV, is lost. Holders move at their next call."""
         for holding in self._table.on_replica(replica_id):
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
@@ -225,9 +223,9 @@ class Balancer:
     # --- news of processes ---
 
     def took(self, report: LeaseReport, now: float) -> LeaseOrders:
-        """Take the news of a process's leases, each report once (`ReportDesk`); returns what it is to do.
+        """Apply a report of a process's leases, each report once (`ReportDesk`). Returns the orders to the process.
 
-        Of leases that are not its own, or have ended, it is told to ask.
+        A lease that is another process's, or has ended, is ordered to ask.
         """
         process_id = report.process_id
         self._table.renew(process_id, now)
@@ -269,11 +267,11 @@ class Balancer:
                 self._end(holding)
 
     def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
-        """Return what a process is to do from the next turns on: lease id -> another lease, or None: ask first."""
+        """Return a process's orders for the next turns: lease id -> another lease, or None: ask first."""
         return self._table.orders(process_id)
 
     def turn_begun(self, lease_id: str) -> None:
-        """Note that a holder is back from its tools, or begins its first turn. Unknown leases: no-op."""
+        """Note that a holder begins a turn: its first, or after its tools. Unknown leases: no-op."""
         holding = self._table.of_lease(lease_id)
         if holding is None:
             return
@@ -284,7 +282,7 @@ class Balancer:
             self._recount(holding, is_kept=True)
 
     def turn_ended(self, turn: TurnEnded, now: float) -> None:
-        """Take in a turn. Unknown leases: no-op."""
+        """Count a turn that has ended. Unknown leases: no-op."""
         holding = self._table.of_lease(turn.lease_id)
         if holding is None:
             return
@@ -308,7 +306,8 @@ class Balancer:
             self._balance_tail(holding)
 
     def new_epoch(self, *, is_flushed: bool) -> None:
-        """Take in new weights. No new prompt shares KV of the old ones; flushed, no holder finds its own either."""
+        """Note new weights: new prompts share no KV of the old ones. If it was flushed, no holder finds its own
+        either."""
         self._prefixes.clear()
         if not is_flushed:
             return
@@ -317,7 +316,8 @@ class Balancer:
             holding.is_warm = False
 
     def look(self, now: float) -> None:
-        """Let the share follow the engines' loads, and let go of holders at long tools; about once a second."""
+        """Adapt the KV share to the engines' loads, and count holders at long tools no more. Call about once a
+        second."""
         replicas = self._fleet.placeable()
         loads = [replica.report.load for replica in replicas]
         idle = [one for one in self._table if one.is_counted and one.idle_since is not None]

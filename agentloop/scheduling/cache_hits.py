@@ -22,7 +22,7 @@ class CacheHits:
     found: float = 0.0
 
     def take(self, num_left: float, num_cached: int) -> None:
-        """Take in a turn that returned: the tokens its last one left, and those that the engine found cached."""
+        """Count a turn that returned: the tokens that its last turn left, and those found cached."""
         keep = 1 - 1 / _NUM_REMEMBERED
         self.num_turns = self.num_turns * keep + 1
         self.left = self.left * keep + num_left
@@ -30,7 +30,7 @@ class CacheHits:
 
     @property
     def rate(self) -> float | None:
-        """The share of the contexts that was found; None: no turn has returned."""
+        """The share of returning contexts that was found cached; None before the first."""
         return self.found / self.left if self.left else None
 
     @property

@@ -8,8 +8,8 @@ In a flow, what a worker had before goes first. Groups of which a sample has beg
 trainer can use a group only when it is whole. Then whole groups go as they came.
 
 A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
-it. Where replicas have no room (`BeginOutcome.FULL`) nothing is passed by; a group that waits for its own sake
-(`BeginOutcome.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
+it. Where replicas have no room (`NoPlace.FULL`) nothing is passed by; a group that waits for its own sake
+(`NoPlace.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
 
 Invariants: a flow is in its user's heap, or held back (its `max_running` runs, or its budget has no room), or has
 nothing queued. Each step costs O(users + log flows + log groups), and what is passed by.
@@ -25,18 +25,21 @@ from itertools import islice
 from typing import TypeAlias
 
 from agentloop.api.coordinator import RolloutTerms, group_key
-from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample
+from agentloop.scheduling.samples import LiveRollout, NoPlace, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.scheduling.user_turns import UserTurns
+from agentloop.types import Lease
 
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
-_Turn: TypeAlias = tuple[int, str]  # minus the priority, and the user
+_UserTurn: TypeAlias = tuple[int, str]  # minus the priority, and the user
 
-Begin: TypeAlias = Callable[[Sample], BeginOutcome]
-"""Give a sample its place, or say why it has none."""
+TryToPlace: TypeAlias = Callable[[Sample], Lease | NoPlace]
+"""Grant a lease to the sample whose turn it is, or say why there is none now."""
+
+Placed: TypeAlias = tuple[Sample, Lease]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,19 +135,19 @@ class _Flow:
 
 
 class DispatchOrder:
-    """Queued samples in their flows. Whoever takes a sample from it says `begun`, and later `ended`."""
+    """Queued samples in their flows. After a sample is taken out, its caller calls `begun`, and later `ended`."""
 
     def __init__(self, users: UserTurns | None = None) -> None:
         self._users = users or UserTurns()
         self._flows: dict[FlowKey, _Flow] = {}
-        self._heaps: dict[_Turn, list[tuple[float, int, _Flow]]] = {}
+        self._heaps: dict[_UserTurn, list[tuple[float, int, _Flow]]] = {}
         self._running: Counter[str] = Counter()  # samples of each user
         self._held: defaultdict[StalenessBudget, set[_Flow]] = defaultdict(set)  # by budget: flows without room
-        self._passes: dict[_Turn, float] = {}  # the pass of the flow that was served last
+        self._passes: dict[_UserTurn, float] = {}  # the pass of the flow that was served last
         self._num_flows = 0
 
     def join(self, rollout: LiveRollout) -> None:
-        """Make a rollout's flow, or find it. `leave` follows."""
+        """Add a rollout to its flow, which is made for the first. `leave` follows."""
         key = _key(rollout)
         flow = self._flows.get(key)
         if flow is None:
@@ -153,7 +156,7 @@ class DispatchOrder:
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
-        """Forget a rollout of which nothing is queued or runs; the last one of its flow takes that along."""
+        """Remove a rollout of which nothing is queued or runs, and its flow with the last one."""
         flow = self._flows[_key(rollout)]
         flow.num_rollouts -= 1
         if flow.num_rollouts == 0:
@@ -169,7 +172,7 @@ class DispatchOrder:
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
-        """Queue a sample that a worker had before, behind those only of its flow that one had before too."""
+        """Queue a sample that a worker had before: ahead of its flow, behind earlier ones of this kind."""
         flow = self._flows[_key(sample.rollout)]
         flow.line.add_again(sample)
         self._offer(flow)
@@ -178,15 +181,15 @@ class DispatchOrder:
         """Take a sample out of its turn, if it is queued here."""
         self._flows[_key(sample.rollout)].line.remove(sample)
 
-    def next(self, versions: FleetVersions, begin: Begin, later: set[str]) -> Sample | None:
-        """Take out the next sample that its limits admit and `begin` lets begin; None if there is none.
+    def next(self, versions: FleetVersions, try_to_place: TryToPlace, later: set[str]) -> Placed | None:
+        """Take out the next sample that its limits admit and `try_to_place` grants a lease; None if there is none.
 
-        Groups whose turn is `later` are added to that set, and not asked about while they are in it.
+        The keys of groups that got `NoPlace.LATER` are added to `later`; groups in it are passed by.
         """
         for turn in sorted(self._heaps, key=lambda turn: (turn[0], self._users.pass_of(turn[1]))):
             if not self._has_place(turn[1]):
                 continue
-            found, is_full = self._next_of(turn, versions, begin, later)
+            found, is_full = self._next_of(turn, versions, try_to_place, later)
             if found is not None:
                 self._users.took(turn[1])
             if found is not None or is_full:
@@ -194,8 +197,8 @@ class DispatchOrder:
         return None
 
     def _next_of(
-        self, turn: _Turn, versions: FleetVersions, begin: Begin, later: set[str]
-    ) -> tuple[Sample | None, bool]:
+        self, turn: _UserTurn, versions: FleetVersions, try_to_place: TryToPlace, later: set[str]
+    ) -> tuple[Placed | None, bool]:
         """Take out the next sample of a user; the flag: nothing at all may begin."""
         heap, passed = self._heaps[turn], list[tuple[float, int, _Flow]]()
         found, is_full = None, False
@@ -209,7 +212,7 @@ class DispatchOrder:
                 if flow.budget is not None:
                     self._held[flow.budget].add(flow)
                 continue
-            found, is_full = _first(flow.line, begin, later)
+            found, is_full = _place_first(flow.line, try_to_place, later)
             if found is not None:
                 self._passes[turn] = pass_value
                 flow.pass_value = pass_value + 1 / flow.terms.share
@@ -236,7 +239,7 @@ class DispatchOrder:
         self._running[self._users.name_of(sample.rollout.terms.owner)] += 1
 
     def ended(self, sample: Sample) -> None:
-        """Count a sample as running no more; what its place or its budget held back is offered again."""
+        """Count a sample as running no more, and offer again the flows that its place or budget held back."""
         flow = self._flows[_key(sample.rollout)]
         flow.num_running -= 1
         self._running[self._users.name_of(flow.terms.owner)] -= 1
@@ -245,7 +248,7 @@ class DispatchOrder:
             self._release(flow.budget)
 
     def versions_changed(self) -> None:
-        """Offer again what the staleness limits held back."""
+        """Offer again the flows that staleness limits held back."""
         for budget in list(self._held):
             self._release(budget)
 
@@ -270,16 +273,16 @@ class DispatchOrder:
         heapq.heappush(self._heaps.setdefault(turn, []), (flow.pass_value, flow.number, flow))
 
 
-def _first(line: _FlowLine, begin: Begin, later: set[str]) -> tuple[Sample | None, bool]:
-    """Take the first sample of a line that may begin; the flag: nothing at all may."""
+def _place_first(line: _FlowLine, try_to_place: TryToPlace, later: set[str]) -> tuple[Placed | None, bool]:
+    """Take out the first sample of a line that gets a lease; the flag: nothing at all may begin."""
     for num in (1, _MAX_ASIDE):
         for sample in line.heads(num):
             key = group_key(sample.assignment_id)
-            admission = BeginOutcome.LATER if key in later else begin(sample)
-            if admission is BeginOutcome.BEGUN:
+            lease = NoPlace.LATER if key in later else try_to_place(sample)
+            if not isinstance(lease, NoPlace):
                 line.remove(sample)
-                return sample, False
-            if admission is BeginOutcome.FULL:
+                return (sample, lease), False
+            if lease is NoPlace.FULL:
                 return None, True
             later.add(key)
     return None, False

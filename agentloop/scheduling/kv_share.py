@@ -44,7 +44,7 @@ class KVShare:
         self._turns_each = 2
 
     def turn(self, prompt_tokens: float, lost_tokens: float, num_holders: int) -> None:
-        """Count a turn's prompt and the part of it that was computed again; judge once each holder had turns."""
+        """Count a turn's prompt tokens and those computed again; judge once each holder had turns."""
         self._num_turns += 1
         self._prompt_tokens += prompt_tokens
         self._lost_tokens += lost_tokens
@@ -59,7 +59,7 @@ class KVShare:
         self._num_turns, self._prompt_tokens, self._lost_tokens = 0, 0.0, 0.0
 
     def grow(self, used_tokens: float, capacity_tokens: float) -> bool:
-        """Grow if the engines have unused KV; asked about once a second, while something waits. Tells if it did."""
+        """Grow if engines have unused KV. Returns true if it grew. Call about once a second, while samples wait."""
         before = self.value
         if used_tokens < _UNUSED * capacity_tokens:
             self._scale(1 + _GROWTH)

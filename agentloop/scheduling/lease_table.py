@@ -1,4 +1,4 @@
-"""The lease table: who holds a place on which replica, renewed by the processes that call under the leases.
+"""The lease table: the holders of places on replicas, renewed by the processes that call under the leases.
 
 Ownership: the Balancer alone; synchronous, time is passed in. A lease belongs to one holder (a trajectory or a
 session) and to the process that calls under it. A process renews all its leases at once, by any sign of life. A
@@ -24,7 +24,7 @@ from agentloop.types import Lease
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A trajectory's or a session's need of a place."""
+    """The need of a trajectory or a session for a place."""
 
     holder_id: str
     process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it
@@ -84,23 +84,22 @@ class LeaseTable:
 
     @property
     def holders(self) -> Iterable[str]:
-        """The holders of leases."""
         return self._by_holder
 
     def of_holder(self, holder_id: str) -> Holding | None:
-        """Return what a trajectory or a session holds."""
+        """Return the holding of a trajectory or a session."""
         return self._by_holder.get(holder_id)
 
     def of_lease(self, lease_id: str) -> Holding | None:
-        """Return the holding of a lease that has not ended, or that its process has not left yet."""
+        """Return the holding of a lease, also of an earlier one that its process may still use."""
         return self._by_lease.get(lease_id)
 
     def of_process(self, process_id: str) -> tuple[Holding, ...]:
-        """Return what a process calls under."""
+        """Return the holdings that a process calls under."""
         return tuple(self._by_process.get(process_id, ()))
 
     def on_replica(self, replica_id: str) -> tuple[Holding, ...]:
-        """Return the holdings of a replica, those that count no more too."""
+        """Return the holdings on a replica, uncounted ones too."""
         return tuple(self._by_replica.get(replica_id, ()))
 
     def grant(self, replica: ReplicaRecord) -> Lease:
@@ -132,7 +131,7 @@ class LeaseTable:
         self._join_process(holding, now)
 
     def change(self, holding: Holding, lease: Lease, *, is_told: bool) -> None:
-        """Give a holder another lease. Unless its process is told by an answer, an order tells it (`ordered`)."""
+        """Give a holder another lease. Unless an answer tells its process (`is_told`), an order does (`orders`)."""
         if is_told:
             self.obeyed(holding)
             del self._by_lease[holding.lease.lease_id]
@@ -146,12 +145,12 @@ class LeaseTable:
             self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
 
     def have_ask(self, holding: Holding) -> None:
-        """Order that the holder's process asks before the next turn."""
+        """Order a holder's process to ask before the next turn."""
         holding.must_ask = True
         self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
 
     def obeyed(self, holding: Holding) -> None:
-        """Note that a holder's process does what it was ordered last."""
+        """Note that a holder's process follows its last order."""
         for lease_id in holding.earlier:
             del self._by_lease[lease_id]
         holding.earlier = ()
@@ -163,7 +162,7 @@ class LeaseTable:
                 del self._ordered[holding.demand.process_id]
 
     def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
-        """Return what a process is to do and may not have heard: lease id -> the lease to use, or None: ask."""
+        """Return the orders that a process may not have heard: lease id -> the lease to use, or None: ask."""
         found: list[tuple[str, Lease | None]] = []
         for holding in self._ordered.get(process_id, ()):
             lease = None if holding.must_ask else holding.lease
@@ -173,7 +172,7 @@ class LeaseTable:
         return tuple(found)
 
     def heard(self, holding: Holding, process_id: str, now: float) -> bool:
-        """Note that a process holds this lease. False: it is another's."""
+        """Note that a process holds this lease. False: the lease is another process's."""
         if holding.demand.process_id not in ("", process_id):
             return False
         if holding.demand.process_id != process_id or holding.demand.expires_at is not None:

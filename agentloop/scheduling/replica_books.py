@@ -31,7 +31,7 @@ LoadOrder: TypeAlias = tuple[float, int, int]  # load, leases, number of the las
 
 @dataclass(slots=True)
 class Promise:
-    """The growth that every holder is promised: that of some turns, or of a whole trajectory if that is less."""
+    """The growth that is promised to each holder: of some turns, or of a whole trajectory if that is less."""
 
     _growth_tokens: float  # of a whole trajectory; given for the first ones
     _turn_tokens: float = _USUAL_TURN_TOKENS
@@ -123,7 +123,7 @@ class ReplicaBooks:
         self.promise = Promise(usual_growth_tokens)
 
     def book(self, replica_id: str) -> ReplicaBook:
-        """Return a replica's book; one without entries is begun if it has none."""
+        """Return a replica's book, made at the first use."""
         return self._books.setdefault(replica_id, ReplicaBook())
 
     def forget(self, replica_id: str) -> None:
@@ -139,19 +139,21 @@ class ReplicaBooks:
         return self._placeable
 
     def suits(self, replica_id: str, needs: Needs) -> bool:
-        """Tell if a replica takes traffic and its engine can do this."""
+        """Tell if a replica takes traffic and its engine can serve these needs."""
         replica = self.placeable.get(replica_id)
         return replica is not None and (
             needs is NO_NEEDS or replica.registration.info.can.suits(self._fleet.bounded(needs))
         )
 
     def takes_traffic(self, lease: Lease, needs: Needs = NO_NEEDS) -> bool:
-        """Tell if a lease's replica takes traffic, is the process that the lease is for, and suits."""
+        """Tell if a lease's replica suits, and is the same process as when the lease was granted."""
         return self.suits(lease.replica_id, needs) and self.placeable[lease.replica_id].url == lease.url
 
     def needing(self, demand: Demand, needs: Needs) -> Demand:
-        """Return a demand with what its holder needs from here on: all that it ever needed, if one engine can do it
-        all, as it may need that again. Raises UnsupportedParameter if no engine can do what it needs now."""
+        """Return a demand with its new needs, and its holder's earlier ones if one engine can serve all.
+
+        Raises UnsupportedParameter if no engine can serve the new ones.
+        """
         joined = demand.needs.joined(needs)
         if joined is demand.needs:
             return demand
@@ -189,7 +191,7 @@ class ReplicaBooks:
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
         """Tell if a holder with so much KV has room within `share` of a replica's, behind the holders that wait.
 
-        An empty replica has room for any, and one that does not say how much KV it has, for all.
+        An empty replica has room for any holder, and one that does not report its KV for all.
         """
         book, replica = self.book(replica_id), self.placeable[replica_id]
         if book.line and next(iter(book.line)) != demand.holder_id:
@@ -202,7 +204,7 @@ class ReplicaBooks:
         return book.held_tokens + own_tokens + growth_tokens <= share * replica.capacity_tokens
 
     def placed(self, replica_id: str) -> ReplicaRecord:
-        """Note that a lease on a replica is granted: equal replicas take turns. Returns the replica."""
+        """Note that a lease on a replica is granted, so that equal replicas take turns. Returns the replica."""
         self._num_placed += 1
         self.book(replica_id).placed_at = self._num_placed
         return self.placeable[replica_id]

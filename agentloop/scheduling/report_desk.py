@@ -23,14 +23,14 @@ class _Process:
 
 
 class ReportDesk:
-    """The processes that report, by their ids."""
+    """The processes that report leases, by id, with the number of their last report."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._processes: dict[str, _Process] = {}
 
     def is_news(self, report: LeaseReport, now: float) -> bool:
-        """Tell if a report counts, which it does once."""
+        """Tell if a report is new; each counts once."""
         process = self._processes.setdefault(report.process_id, _Process(now))
         process.seen_at = now
         if report.sequence <= process.sequence:
@@ -42,7 +42,7 @@ class ReportDesk:
         return True
 
     def needs_full_report(self, process_id: str) -> bool:
-        """Tell if a process is to report all that it holds."""
+        """Tell if the next report of a process has to name all its leases."""
         return process_id in self._processes and self._processes[process_id].needs_full_report
 
     def expire(self, now: float) -> None:

@@ -15,8 +15,7 @@ others are cancelled. No more than these become complete records: each claims a 
 
 Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
 Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
-there but under `PoisonIsolation`: only a sample that shared its workers' deaths time and again is given up for
-them.
+there but in `SuspectTrials`: only a sample that shared its workers' deaths time and again is given up for them.
 
 A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
 meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
@@ -30,15 +29,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id
+from agentloop.api.coordinator import RolloutStatus, RolloutTerms, assignment_id_of
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import Begin, DispatchOrder
-from agentloop.scheduling.poison_isolation import PoisonIsolation, is_trial
+from agentloop.scheduling.dispatch_order import DispatchOrder, Placed, TryToPlace
 from agentloop.scheduling.samples import (
-    BeginOutcome,
     Cancellation,
     LiveGroup,
     LiveRollout,
+    NoPlace,
     PendingRecord,
     Sample,
     SampleState,
@@ -46,8 +44,9 @@ from agentloop.scheduling.samples import (
     task_sizes,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
+from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
 from agentloop.scheduling.user_turns import UserTurns
-from agentloop.types import RolloutGroup, StopReason
+from agentloop.types import Lease, RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
 
@@ -69,7 +68,7 @@ class _Reservation:
 
 
 class RolloutQueue:
-    """Groups, who runs what, and what each rollout still lacks."""
+    """The samples that lack records: their groups, their workers, and what each rollout still needs."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class RolloutQueue:
         self._live: dict[str, Sample] = {}  # queued or running
         self._users = users or UserTurns()
         self._order = DispatchOrder(self._users)
-        self._isolation = PoisonIsolation()
+        self._suspects = SuspectTrials()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
         self._versions = FleetVersions()
@@ -105,7 +104,7 @@ class RolloutQueue:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         lengths: Sequence[int] = (),
     ) -> None:
-        """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
+        """Hold room and the id for work that is not durable yet; `add` or `unreserve` follows.
 
         `lengths` are the encoded groups', where known. Raises InvalidRequest (a bad id or limit, no groups, a group
         twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
@@ -162,7 +161,7 @@ class RolloutQueue:
         is_restored: bool = True,
         sizes: Sequence[int] = (),
     ) -> None:
-        """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
+        """Queue the work that an earlier process accepted and did not finish, past the bounds.
 
         `num_trained` of the finished ones can be trained on, the first under `first_version`; `num_complete` counts
         the complete ones of groups that keep fewer than they have. `sizes` are of their tasks.
@@ -186,12 +185,12 @@ class RolloutQueue:
                 num_complete.get(group.group_id, 0),
             )
             self._num_bytes += one.num_bytes
-            names = [assignment_id(rollout_id, group.group_id, index) for index in sample_indexes]
+            ids = [assignment_id_of(rollout_id, group.group_id, index) for index in sample_indexes]
             samples = [
-                Sample(name, rollout, group, index, now, is_restored=is_restored)
-                for name, index in zip(names, sample_indexes, strict=True)
+                Sample(assignment_id, rollout, group, index, now, is_restored=is_restored)
+                for assignment_id, index in zip(ids, sample_indexes, strict=True)
             ]
-            self._live |= zip(names, samples, strict=True)
+            self._live |= zip(ids, samples, strict=True)
             rollout.num_accepted += len(samples)
             rollout.num_queued += len(samples)
             if samples:
@@ -208,33 +207,32 @@ class RolloutQueue:
             self._versions = versions
             self._order.versions_changed()
 
-    def take(
-        self, worker_id: str, num_free: int, now: float, begin: Begin = lambda _: BeginOutcome.BEGUN
-    ) -> tuple[Sample, ...]:
-        """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others.
-
-        Of those whose turn it is, `begin` says which have room; what it lets begin is among what is returned.
-        """
+    def take(self, worker_id: str, num_free: int, now: float, try_to_place: TryToPlace) -> tuple[Placed, ...]:
+        """Give a worker with `num_free` free places its next samples: suspects that it may try, then the others.
+        `try_to_place` is called with each sample whose turn it is. With a lease the sample runs at the worker, and
+        both are returned; with a `NoPlace` it stays queued."""
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
-        taken = self._isolation.take(
-            running, num_free, now, lambda sample: self._begun(sample, worker_id, now, begin)
+        placed = self._suspects.take(
+            running, num_free, now, lambda sample: self._place_suspect(sample, worker_id, now, try_to_place)
         )
         later: set[str] = set()
-        while len(taken) < num_free and not is_trial(running, now):
-            sample = self._order.next(self._versions, begin, later)
-            if sample is None:
+        while len(placed) < num_free and not is_trial(running, now):
+            following = self._order.next(self._versions, try_to_place, later)
+            if following is None:
                 break
-            self._run(sample, worker_id, now)
-            taken.append(sample)
-        return tuple(sample.hand_out(now) for sample in taken)
+            self._run(following[0], worker_id, now)
+            placed.append(following)
+        for sample, _ in placed:
+            sample.note_wait(now)
+        return tuple(placed)
 
     def report(
         self, worker_id: str, running: Iterable[str], now: float, num_sampled: Sequence[int] = ()
     ) -> tuple[str, ...]:
-        """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
+        """Compare a worker's list of samples with ours. Returns the ids taken from the worker, whose leases end.
 
-        Samples that it runs and nobody else has more of become its own (`adopt`); samples that it does not name for
-        a while are lost (the answer that handed them out never arrived); what is not its own it is told to cancel.
+        The worker adopts samples of which no other has more (`adopt`). Samples that it does not name for a while
+        are lost: the answer that handed them out never arrived. It is told to cancel what is not its own.
         `num_sampled` has the tokens of each; without it, no worker is ahead of another.
         """
         reported = dict(zip(running, num_sampled, strict=True)) if num_sampled else dict.fromkeys(running, 0)
@@ -256,11 +254,11 @@ class RolloutQueue:
         return tuple(sample.assignment_id for sample in lost)
 
     def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
-        """Samples that a worker runs become its own, with the tokens it has of each: after a restart of the
-        coordinator those that are queued, and when a worker that was given up for lost is heard again also those
-        that another worker has less of. Its silence then was a stall, which costs no attempt."""
-        for name, num_sampled in running.items():
-            sample = self._live.get(name)
+        """Give a worker samples that it runs already, with the tokens that it has of each. After a restart of the
+        coordinator these are queued ones. A worker that was given up for lost and is heard again gets back also
+        those of which the worker after it has fewer tokens: its silence costs no attempt."""
+        for assignment_id, num_sampled in running.items():
+            sample = self._live.get(assignment_id)
             if sample is None or sample.worker_id == worker_id:
                 continue
             silence = sample.silent.pop(worker_id, None)
@@ -275,23 +273,23 @@ class RolloutQueue:
                 holder_id = sample.worker_id or COORDINATOR
                 self._leave_worker(sample)
                 if holder_id != COORDINATOR:
-                    self._workers[holder_id].strays.add(name)
+                    self._workers[holder_id].strays.add(assignment_id)
             sample.attempt = sample.attempt if silence is None else silence.attempt
             self._run(sample, worker_id, now if silence is None else silence.begun_at)
             sample.num_sampled = num_sampled
 
     def _is_ahead(self, num_sampled: int, sample: Sample) -> bool:
-        """Tell if a worker with so many tokens has more of a sample than who holds it now."""
+        """Tell if a worker with so many tokens has more of a sample than its present worker."""
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
     def worker_lost(self, worker_id: str, now: float, alive_at: float | None = None) -> tuple[str, ...]:
-        """A worker is silent: what it ran is suspect and queued again, or owed a record. Returns the ids it ran.
+        """Queue the samples of a silent worker again, as suspects, or owe them a record. Returns their ids.
 
-        `alive_at` is the last sign of its life; None: it died this moment.
+        `alive_at` is the last sign of the worker's life; None: it died this moment.
         """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
-        for sample in self._isolation.note_death(lost, now, now if alive_at is None else alive_at):
+        for sample in self._suspects.note_death(lost, now, now if alive_at is None else alive_at):
             self._order.add_again(sample)
         for sample in lost:
             sample.silent[worker_id] = Silence(
@@ -299,13 +297,13 @@ class RolloutQueue:
             )
             self._lose(sample, f"worker {worker_id} was lost")
             if sample.state is SampleState.QUEUED and sample.num_deaths:
-                self._isolation.add(sample, now)
+                self._suspects.add(sample, now)
             elif sample.state is SampleState.QUEUED:
                 self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in lost)
 
     def worker_left(self, worker_id: str) -> tuple[str, ...]:
-        """A worker ends in order: what it ran is queued again, at no cost of an attempt. Returns the ids it ran."""
+        """Queue the samples of a worker that ends in order again, at no cost of an attempt. Returns their ids."""
         worker = self._workers.pop(worker_id, None)
         left = list(worker.running.values()) if worker is not None else []
         for sample in left:
@@ -314,50 +312,48 @@ class RolloutQueue:
                 self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in left)
 
-    def give_back(self, worker_id: str, name: str) -> bool:
-        """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
-        if not self.is_running_at(worker_id, name):
+    def give_back(self, worker_id: str, assignment_id: str) -> bool:
+        """Queue a sample again that its worker stopped without a cancel. False: it was not the worker's."""
+        if not self.is_running_at(worker_id, assignment_id):
             return False
-        self._fail(self._live[name], f"worker {worker_id} gave it back")
+        self._fail(self._live[assignment_id], f"worker {worker_id} gave it back")
         return True
 
-    def drop_stale(self, worker_id: str, name: str, attempt: int) -> bool:
-        """A worker threw away a sample's tokens for their age: it is begun anew, while attempts are left. False: it
-        is not the worker's, or this attempt was dropped before; nothing changes."""
-        if not self.is_running_at(worker_id, name) or attempt < self._live[name].attempt:
+    def drop_stale(self, worker_id: str, assignment_id: str, attempt: int) -> bool:
+        """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left. False,
+        without a change: it is not the worker's, or this attempt was dropped before."""
+        if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
-        sample = self._live[name]
+        sample = self._live[assignment_id]
         sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
         sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
         self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
-    def claim(self, name: str) -> bool:
-        """Take a place among the samples that its group keeps, for a complete record that is about to be stored.
-
-        False: the group has its samples, so this one is cancelled. `finished` follows once it is stored; `unclaim`
-        does if it was not.
-        """
-        group = self._group_of(name)
-        if group is None or group.keep is None or name in group.claimed:
+    def take_keep_place(self, assignment_id: str) -> bool:
+        """Take one of the `keep` places of a sample's group, before its complete record is stored. False: the group
+        has its samples, so this one is cancelled. `finished` follows once the record is stored, or
+        `give_back_keep_place` if that failed."""
+        group = self._group_of(assignment_id)
+        if group is None or group.keep is None or assignment_id in group.keep_places:
             return True
-        if group.num_complete + len(group.claimed) >= group.keep:
+        if group.num_complete + len(group.keep_places) >= group.keep:
             return False
-        group.claimed.add(name)
+        group.keep_places.add(assignment_id)
         return True
 
-    def unclaim(self, name: str) -> None:
-        """Give the place back. Idempotent."""
-        group = self._group_of(name)
+    def give_back_keep_place(self, assignment_id: str) -> None:
+        """Give a place back that `take_keep_place` took. Idempotent."""
+        group = self._group_of(assignment_id)
         if group is not None:
-            group.claimed.discard(name)
+            group.keep_places.discard(assignment_id)
 
-    def finished(self, name: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
-        """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
-        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it;
-        `is_kept`: its group needs no other in its place."""
-        sample = self._live.pop(name, None)
+    def finished(self, assignment_id: str, *, is_trained: bool = True, is_kept: bool = False) -> bool:
+        """Note that a sample's terminal record is durable. False: it was so before. A worker that still runs the
+        sample is told to cancel. `is_trained`: the trainer will consume the record; `is_kept`: the sample fills a
+        keep place of its group."""
+        sample = self._live.pop(assignment_id, None)
         if sample is None:
             return False
         if sample.state is SampleState.QUEUED:
@@ -365,22 +361,22 @@ class RolloutQueue:
         else:
             worker = self._workers[sample.worker_id or COORDINATOR]
             if sample.worker_id != COORDINATOR:
-                worker.strays.add(name)
+                worker.strays.add(assignment_id)
         sample.count_begun(is_trained, self._versions.served)
         self._leave_worker(sample)
         sample.set_state(SampleState.FINISHED)
         rollout = sample.rollout
-        rollout.finished.add(name)
+        rollout.finished.add(assignment_id)
         group = rollout.groups[sample.group.group_id]
         group.num_left -= 1
-        group.claimed.discard(name)
+        group.keep_places.discard(assignment_id)
         if is_kept and group.keep is not None:
             group.num_complete += 1
             if group.is_full:
-                names = (
-                    assignment_id(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
+                ids = (
+                    assignment_id_of(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
                 )
-                self._drop(self._live[other] for other in names if other in self._live)
+                self._drop(self._live[other] for other in ids if other in self._live)
         self._num_bytes -= group.num_bytes if group.num_left == 0 else 0
         if rollout.num_queued + rollout.num_running == 0:
             del self._rollouts[rollout.rollout_id]
@@ -392,8 +388,8 @@ class RolloutQueue:
     # --- cancelling ---
 
     def cancel(self, rollout_id: str) -> Cancellation:
-        """End a rollout: its queued samples are owed a CANCELLED record, its workers are told to end the rest.
-        Unknown or done rollouts: no-op."""
+        """End a rollout: queued samples are owed a CANCELLED record, workers are told to end the others. Unknown or
+        done rollouts: no-op."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return Cancellation((), ())
@@ -404,31 +400,32 @@ class RolloutQueue:
         ids = tuple(sample.assignment_id for sample in running if sample.worker_id != COORDINATOR)
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
-    def is_cancelled(self, name: str) -> bool:
-        """Return true if a client asked to end this live sample."""
-        sample = self._live.get(name)
+    def is_cancelled(self, assignment_id: str) -> bool:
+        """Tell if a live sample is to be ended."""
+        sample = self._live.get(assignment_id)
         return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
-        """Return what a worker has to end, told before or not: an answer may have been lost."""
+        """Return the samples that a worker has to end. They are repeated: an answer may have been lost."""
         worker = self._workers.get(worker_id)
         return () if worker is None else tuple(sorted(self._to_end(worker)))
 
     def has_new_cancels(self, worker_id: str) -> bool:
-        """Return true if there is something to end that the worker was not yet told."""
+        """Tell if a worker has to end a sample that it was not told of yet."""
         worker = self._workers.get(worker_id)
         return worker is not None and not self._to_end(worker) <= worker.ordered
 
     def cancels_told(self, worker_id: str, told: Iterable[str]) -> None:
-        """The worker got these; they alone are no reason to answer it again."""
+        """Note the cancellations that a worker was told of: they are no reason to answer it again."""
         self._workers.setdefault(worker_id, _WorkerSamples()).ordered = set(told)
 
     def pending_records(self, now: float) -> tuple[PendingRecord, ...]:
-        """The samples whose terminal record the coordinator has to write, until `finished` is called."""
+        """Return the samples whose terminal record the coordinator has to write, until `finished` is called."""
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.is_cancelled else sample.lost_reason
-            result.append(PendingRecord(sample.hand_out(now), reason, sample.error))
+            sample.note_wait(now)
+            result.append(PendingRecord(sample, reason, sample.error))
         return tuple(result)
 
     # --- looking ---
@@ -446,22 +443,22 @@ class RolloutQueue:
             queued[user] += rollout.num_queued
         return running, queued
 
-    def is_live(self, name: str) -> bool:
-        """Return true if a sample was accepted and still lacks its record."""
-        return name in self._live
+    def is_live(self, assignment_id: str) -> bool:
+        """Tell if a sample was accepted and still lacks its record."""
+        return assignment_id in self._live
 
-    def is_running_at(self, worker_id: str, name: str) -> bool:
-        sample = self._live.get(name)
+    def is_running_at(self, worker_id: str, assignment_id: str) -> bool:
+        sample = self._live.get(assignment_id)
         return sample is not None and sample.worker_id == worker_id
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
-        """Counts of a live rollout since this process knows it; None if it is unknown or done."""
+        """Return the counts of a live rollout; None if it is unknown or done."""
         rollout = self._rollouts.get(rollout_id)
         return None if rollout is None else rollout.status(self._num_held(rollout))
 
     @property
     def live(self) -> tuple[LiveRollout, ...]:
-        """The rollouts that lack records; they are the queue's, to be read only."""
+        """The rollouts that lack records. Only the queue changes them."""
         return tuple(self._rollouts.values())
 
     @property
@@ -471,15 +468,15 @@ class RolloutQueue:
 
     def check(self) -> None:
         """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
-        waiting = [*self._order, *self._isolation]
+        waiting = [*self._order, *self._suspects]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
                 raise InvariantBroken(f"a sample among the {state} ones is in another state")
             if any(sample.is_begun != _takes_a_place(sample) for sample in samples):
                 raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's budget")
-        names = [sample.assignment_id for sample in waiting + running]
-        if len(names) != len(set(names)) or set(names) != set(self._live):
+        ids = [sample.assignment_id for sample in waiting + running]
+        if len(ids) != len(set(ids)) or set(ids) != set(self._live):
             raise InvariantBroken("a live sample is in no place, or in two")
         for rollout in self._rollouts.values():
             counted = (
@@ -490,19 +487,20 @@ class RolloutQueue:
             if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
         groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
-        if any(one.keep is not None and one.num_complete + len(one.claimed) > one.keep for one in groups):
+        if any(one.keep is not None and one.num_complete + len(one.keep_places) > one.keep for one in groups):
             raise InvariantBroken("a group keeps more samples than it was asked for")
         if sum(group.num_bytes for group in groups if group.num_left) != self._num_bytes:
             raise InvariantBroken("the bytes of unfinished tasks are miscounted")
 
     # --- inside ---
 
-    def _begun(self, sample: Sample, worker_id: str, now: float, begin: Begin) -> bool:
-        """Give a suspect to a worker, if its limits admit it now and there is room for it."""
-        if not self._order.admits(sample, self._versions) or begin(sample) is not BeginOutcome.BEGUN:
-            return False
+    def _place_suspect(self, sample: Sample, worker_id: str, now: float, try_to_place: TryToPlace) -> Lease | None:
+        """Give a suspect to a worker, if its limits admit it now and it gets a lease."""
+        lease = try_to_place(sample) if self._order.admits(sample, self._versions) else None
+        if lease is None or isinstance(lease, NoPlace):
+            return None
         self._run(sample, worker_id, now)
-        return True
+        return lease
 
     def _run(self, sample: Sample, worker_id: str, begun_at: float) -> None:
         """Note that a sample, queued no more, runs at a worker, or waits at the coordinator for its record."""
@@ -524,8 +522,8 @@ class RolloutQueue:
             self._order.ended(sample)
         sample.worker_id = None
 
-    def _group_of(self, name: str) -> LiveGroup | None:
-        sample = self._live.get(name)
+    def _group_of(self, assignment_id: str) -> LiveGroup | None:
+        sample = self._live.get(assignment_id)
         return None if sample is None else sample.rollout.groups[sample.group.group_id]
 
     def _drop(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -539,7 +537,7 @@ class RolloutQueue:
 
     def _unqueue(self, sample: Sample) -> None:
         self._order.discard(sample)
-        self._isolation.discard(sample)
+        self._suspects.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
         """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""
@@ -575,7 +573,7 @@ class RolloutQueue:
             self._run(sample, COORDINATOR, sample.begun_at)
 
     def _to_end(self, worker: _WorkerSamples) -> set[str]:
-        cancelled = {name for name, sample in worker.running.items() if sample.is_cancelled}
+        cancelled = {assignment_id for assignment_id, sample in worker.running.items() if sample.is_cancelled}
         return cancelled | worker.strays
 
 

@@ -18,12 +18,11 @@ from agentloop.scheduling.staleness_budget import StalenessBudget
 from agentloop.types import RolloutGroup, StopReason
 
 
-class BeginOutcome(StrEnum):
-    """The answer to a sample whose turn it is."""
+class NoPlace(StrEnum):
+    """The reason for which a sample gets no lease now."""
 
-    BEGUN = "begun"  # it has its place
-    LATER = "later"  # its group waits for one of its own; another group may begin
-    FULL = "full"  # nothing may begin, so nothing overtakes it
+    LATER = "later"  # its group waits for a place that only this group needs; another group may begin
+    FULL = "full"  # no sample may begin, so none overtakes this one
 
 
 class SampleState(StrEnum):
@@ -43,7 +42,7 @@ _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """The run of a sample at a worker that was given up for lost, and what was counted for it."""
+    """One run of a sample at a worker that was given up for lost, and the losses counted for it."""
 
     attempt: int
     begun_at: float
@@ -98,18 +97,17 @@ class Sample:
             else:
                 budget.give_back()
 
-    def hand_out(self, now: float) -> Sample:
-        """Note how long it has waited; returns itself, which only the queue changes."""
+    def note_wait(self, now: float) -> None:
+        """Note how long the sample has waited, as it leaves the queue."""
         self.queued_s = max(0.0, now - self.queued_at)
-        return self
 
     def forgive(self, silence: Silence) -> None:
-        """Count a loss no more: the worker was only silent."""
+        """Take back the losses that were counted for a worker's silence."""
         self.num_failed -= silence.num_failed
         self.num_deaths = max(0, self.num_deaths - silence.num_deaths)
 
     def set_state(self, state: SampleState) -> None:
-        """Move on, and count that in the rollout. Raises InvariantBroken for a move that cannot be."""
+        """Change the state, and the rollout's counts. Raises InvariantBroken for a move that cannot be."""
         if state not in _MOVES[self.state]:
             raise InvariantBroken(f"{self.assignment_id} cannot go from {self.state} to {state}")
         rollout = self.rollout
@@ -127,11 +125,11 @@ class LiveGroup:
     num_bytes: int  # that its task takes, until none is left
     keep: int | None = None  # complete samples that make the group; None: all
     num_complete: int = 0  # whose records are durable
-    claimed: set[str] = field(default_factory=set)  # complete, and about to be stored as such
+    keep_places: set[str] = field(default_factory=set)  # complete samples that are about to be stored as such
 
     @property
     def is_full(self) -> bool:
-        """True once all samples that it keeps are durable."""
+        """True once the group has all the durable samples that it keeps."""
         return self.keep is not None and self.num_complete >= self.keep
 
 
@@ -151,7 +149,6 @@ class LiveRollout:
     is_cancelled: bool = False
 
     def status(self, num_held: int = 0) -> RolloutStatus:
-        """Return its counts."""
         num_finished = self.num_accepted - self.num_queued - self.num_running
         counts = (self.num_accepted, num_finished, self.num_running, self.num_queued)
         terms = self.terms
@@ -175,7 +172,7 @@ class PendingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The samples a cancel met: ids now owed a record by the coordinator, and ids that workers have to end."""
+    """The samples that a cancel met: ids that are owed a record, and ids that workers have to end."""
 
     dropped: tuple[str, ...]
     running: tuple[str, ...]

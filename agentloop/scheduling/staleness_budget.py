@@ -40,7 +40,7 @@ class StalenessBudget:
         self.num_rollouts = 0
 
     def room(self, versions: FleetVersions) -> int:
-        """Return how many may be begun now: none while an update is coming that would take them over the limit."""
+        """Return the number that may be begun now: none if an update under way would make them too old."""
         served, coming = versions.served, versions.coming
         if served is not None and coming is not None and coming - served > self.limit.max_staleness:
             return 0
@@ -52,23 +52,23 @@ class StalenessBudget:
         return max(0, (self.limit.max_staleness + 1 + num_versions) * per_version - self.num_begun)
 
     def begin(self, served: int | None) -> None:
-        """One trajectory is handed out."""
+        """Count a trajectory that is handed out."""
         self.num_begun += 1
         if self.first_version is None:
             self.first_version = served
 
     def learn(self, served: int | None) -> None:
-        """Count from the first version known what was begun before any was known (a restart)."""
+        """Count what was begun before any version was known (a restart) from the first known one on."""
         if self.num_begun > 0 and self.first_version is None:
             self.first_version = served
 
     def set_back(self, num_versions: int) -> None:
-        """Go on counting from a fleet that was taken back: what was trained until then stays trained."""
+        """Note that the fleet was taken back by some versions: what was trained until then stays counted."""
         if self.first_version is not None:
             self.first_version -= num_versions
 
     def give_back(self) -> None:
-        """One that was begun will not be trained on."""
+        """Take out a trajectory that will not be trained on."""
         self.num_begun -= 1
 
     def restore(self, num_trained: int, first_version: int | None) -> None:
@@ -102,7 +102,7 @@ class StalenessBudgets:
             raise InvalidRequest(f"run {limit.run_id} has another staleness limit", param="run_id")
 
     def join(self, rollout_id: str, limit: StalenessLimit | None) -> StalenessBudget | None:
-        """The budget that a rollout draws on; None without a limit. `leave` follows."""
+        """Return the budget of a rollout; None without a limit. `leave` follows."""
         if limit is None:
             return None
         budget = self._by_run.setdefault(_key(rollout_id, limit), StalenessBudget(limit))
@@ -110,7 +110,6 @@ class StalenessBudgets:
         return budget
 
     def learn(self, served: int | None) -> None:
-        """Tell every run what the fleet serves."""
         before, self._served = self._served, served
         for budget in self._by_run.values():
             if before is not None and served is not None and served < before:
@@ -118,7 +117,7 @@ class StalenessBudgets:
             budget.learn(served)
 
     def leave(self, rollout_id: str, budget: StalenessBudget | None) -> None:
-        """A rollout is done. The last one of its run takes the budget with it."""
+        """Remove a rollout that is done; the last one of its run removes the budget too."""
         if budget is None:
             return
         budget.num_rollouts -= 1

@@ -37,11 +37,10 @@ class UserTurns:
         self.generation = secrets.randbits(62)
 
     def name_of(self, owner: str) -> str:
-        """Return a user's present name; an owner that no user's names have is one of its own."""
+        """Return a user's present name; an unknown owner's own name."""
         return self.table.names.get(owner, owner)
 
     def limits_of(self, user: str) -> UserLimits:
-        """Return a user's limits."""
         return self.table.limits.get(user, NO_LIMITS)
 
     def pass_of(self, user: str) -> float:
@@ -74,7 +73,7 @@ class UserTurns:
         return most is None or self.tokens_of(user) < most
 
     def report(self, process_id: str, usage: tuple[UserUsage, ...]) -> UsersNews:
-        """Take in what users have open in one process; returns what they have in all."""
+        """Take the use of one process. Returns the use over all processes."""
         self._reports[process_id] = self._clock.now(), usage
         return UsersNews(self.generation, self.usage(Counter(), Counter()))
 

@@ -30,7 +30,7 @@ from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
-from agentloop.scheduling.samples import BeginOutcome
+from agentloop.scheduling.samples import NoPlace
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Lease
 
@@ -95,22 +95,22 @@ class Waiting:
 
     # --- samples ---
 
-    def begin(self, demand: Demand) -> Lease | BeginOutcome:
+    def try_to_place(self, demand: Demand) -> Lease | NoPlace:
         """Grant a sample its lease, or say why it has to wait."""
         now = self._clock.now()
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
-        if not self._fleet.may_serve(demand.needs):  # its turn will be told so
+        if not self._fleet.may_serve(demand.needs):  # its turn is told so, by an error
             demand = replace(demand, needs=NO_NEEDS)
         if not self._fits(demand, over):
             is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(replace(demand, needs=NO_NEEDS), over)
             self._refused_at = now
             if is_full and self._refused_since is None:
                 self._refused_since = now
-            return BeginOutcome.FULL if is_full else BeginOutcome.LATER
+            return NoPlace.FULL if is_full else NoPlace.LATER
         try:
             lease = self._balancer.acquire(demand, now)
         except NoHealthyReplica:
-            return BeginOutcome.FULL
+            return NoPlace.FULL
         self._refused_since = None
         return lease
 
@@ -144,7 +144,7 @@ class Waiting:
     # --- what has begun ---
 
     async def go_on(self, holder_id: str, grant: Callable[[], Lease], wait_s: float) -> Lease:
-        """Return what `grant` does, now or as soon as a replica takes traffic again, or has room.
+        """Return a lease from `grant`, now or once a replica takes traffic again or has room.
 
         Raises NoHealthyReplica after `wait_s`: a caller with time left asks again.
         """
@@ -169,20 +169,20 @@ class Waiting:
     # --- for all ---
 
     def fleet_changed(self) -> None:
-        """Try those that wait: a replica takes traffic that did not, or the other way round."""
+        """Try all that wait, as a replica takes traffic that did not, or no more."""
         for event in self._going_on.values():
             event.set()
         self.changed()
 
     def changed(self) -> None:
-        """Try what waits, as KV was given back: of holders that have begun the first of each line alone."""
+        """Try what waits, as KV was given back. Of the holders that have begun, the first of each line is tried."""
         self._wake_next()
         if self._is_refusing(self._clock.now()):
             self._changed.notify()
         self._wake()
 
     def status(self, num_queued: int) -> QueueStatus:
-        """Return what waits, and why."""
+        """Return the numbers that wait, and the reason."""
         uses = [self._balancer.kv_use(replica.replica_id) for replica in self._fleet.placeable()]
         predicted, limit = sum(use.predicted_tokens for use in uses), sum(use.limit_tokens for use in uses)
         waits = self._num_waiting > 0 or (num_queued > 0 and self._is_refusing(self._clock.now()))

@@ -24,23 +24,25 @@ _RECORD_BYTES = 215  # with its entry in a dict
 
 
 class LiveCall:
-    """A call that runs: who waits for it, what was streamed so far, and its outcome."""
+    """A call that runs: the number of its clients, its pieces so far, and its outcome."""
 
-    def __init__(self, call_id: str, chat: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool) -> None:
+    def __init__(
+        self, call_id: str, chat_call: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool
+    ) -> None:
         """Inside a running loop: the call's deadline begins now."""
         loop = asyncio.get_running_loop()
         self.call_id = call_id
-        self.chat = chat
+        self.chat_call = chat_call
         self.digest = key.digest
         self.created_at = created_at
         self.is_streamed = is_streamed
-        self.deadline = Deadline(loop.time() + chat.timeout_s)
+        self.deadline = Deadline(loop.time() + chat_call.timeout_s)
         self.is_begun = False  # in the journal
-        self.is_sampled = False  # it will be committed, whatever its clients do
+        self.is_past_giving_up = False  # sampled: it is committed, whatever its clients do
         self.num_new_tokens = 0  # of its prompt, stored once it is committed
         self.generate_s = 0.0
         self.result: ChatResult | None = None
-        self.lost: BaseException | None = None  # why it fails, as soon as that is known
+        self.failure: BaseException | None = None  # why it will fail, as soon as that is known
         self.pieces: list[TurnPiece] = []  # bounded by the reply
         self.task: asyncio.Task[None] | None = None
         self._held: list[TurnPiece] = []  # a choice's last piece says that it is good: it waits for the journal
@@ -54,24 +56,24 @@ class LiveCall:
         self._num_waiting += 1
 
     def leave(self) -> None:
-        """Count a client out that has its answer, or does not want it any more."""
+        """Count one client less. The call is given up with the last."""
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self.give_up(AgentLoopError("its client left before the answer"))
 
     def give_up(self, error: AgentLoopError) -> None:
-        """End the call with `error`, unless it is sampled already. Idempotent."""
-        if self.lost is not None or self.is_sampled or self._outcome.done():
+        """End the call with `error`, unless it is past giving up. Idempotent."""
+        if self.failure is not None or self.is_past_giving_up or self._outcome.done():
             return
-        self.lost = error
+        self.failure = error
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncIterator[None]:
-        """Hold a part of the work that the deadline or `give_up` may end, with DeadlineExceeded or the reason."""
-        if self.lost is not None:
-            raise self.lost
+        """Run a block that the deadline ends with DeadlineExceeded, or `give_up` with its error."""
+        if self.failure is not None:
+            raise self.failure
         scope = asyncio.timeout_at(self.deadline.at)
         try:
             async with scope:
@@ -83,13 +85,13 @@ class LiveCall:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            late = DeadlineExceeded(f"no answer within {self.chat.timeout_s:g} s")
-            raise (self.lost if self.lost is not None else late) from error
-        if self.lost is not None:
-            raise self.lost  # given up in the moment it was done
+            late = DeadlineExceeded(f"no answer within {self.chat_call.timeout_s:g} s")
+            raise (self.failure if self.failure is not None else late) from error
+        if self.failure is not None:
+            raise self.failure  # given up in the moment it was done
 
     def add_piece(self, piece: TurnPiece) -> None:
-        """Show a piece to those who stream."""
+        """Give a piece to the clients that stream."""
         if piece.finish is not None:
             self._held.append(piece)
             return
@@ -107,11 +109,11 @@ class LiveCall:
         self._wake()
 
     async def answer(self) -> ChatResult:
-        """Await the outcome. Cancelling this does not touch the call."""
+        """Await the outcome. A cancelled caller does not touch the call."""
         return await asyncio.shield(self._outcome)
 
     async def read(self) -> AsyncGenerator[TurnPiece | ChatResult, None]:
-        """All pieces from the first on, then the result. Of a call that does not stream: a piece a choice."""
+        """Yield all pieces from the first on, then the result. An unstreamed answer has one piece a choice."""
         news = asyncio.Event()
         self._readers.add(news)
         position = 0
@@ -139,7 +141,7 @@ class LiveCall:
 
 
 class CallTable:
-    """Every call of a session: those that run, and records in the order in which calls began."""
+    """The calls of a session: those that run, and the records of all, in the order in which they began."""
 
     def __init__(self, records: Iterable[CallRecord] = ()) -> None:
         """`records` of an earlier process, in the journal's order. Those it left open are lost."""
@@ -152,7 +154,7 @@ class CallTable:
 
     @property
     def num_calls(self) -> int:
-        """Calls that were ever begun, and those that are about to."""
+        """All calls so far, and those that are about to begin."""
         return len(self._records) + sum(not live.is_begun for live in self.live.values())
 
     @property
@@ -166,7 +168,7 @@ class CallTable:
         return tuple(self._records.values())
 
     def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
-        """Return the call that a retry with this digest means. Looks at every call: retries are few."""
+        """Return the latest call with this digest, which a retry means. Looks at every call: retries are few."""
         for live in reversed(self.live.values()):
             if live.digest == digest and not live.is_begun:
                 return live
@@ -175,8 +177,8 @@ class CallTable:
                 return self.live.get(record.call_id, record)
         return None
 
-    def lost(self) -> list[CallRecord]:
-        """Return the calls that failed and were not made good by a later one."""
+    def unhealed_failures(self) -> list[CallRecord]:
+        """Return the failed calls that no later call with the same digest has healed."""
         found = []
         healed: set[bytes] = set()
         for record in reversed(self._records.values()):
@@ -188,17 +190,12 @@ class CallTable:
 
     @property
     def num_healed(self) -> int:
-        """Calls that failed, and that their client made again."""
+        """Failed calls that a later call has healed."""
         num_failed = sum(record.state is ModelCallState.FAILED for record in self._records.values())
-        return num_failed - len(self.lost())
-
-    def begin(self, live: LiveCall) -> None:
-        """Note that a call has begun, as the journal has it."""
-        live.is_begun = True
-        self.note(record_of(live, ModelCallState.OPEN))
+        return num_failed - len(self.unhealed_failures())
 
     def note(self, record: CallRecord) -> None:
-        """Keep the present state of a call that has begun."""
+        """Keep the present record of a call that has begun."""
         self._records[record.call_id] = record
 
 
@@ -208,7 +205,7 @@ def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> Call
 
 
 def whole_pieces(choices: Iterable[Node]) -> list[TurnPiece]:
-    """An answer as a stream of one piece a choice."""
+    """Return an answer as the pieces of a stream: one for each choice."""
     return [_whole_piece(node) for node in choices]
 
 

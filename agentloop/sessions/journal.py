@@ -1,6 +1,6 @@
 """A session's record and how it ends, and the journal in which both outlive its process.
 
-A journal's order is that of `begin`: of two calls with the same digest the later one can make the earlier one good.
+A journal keeps the order of `open_call`: of two calls with one digest the later can make the earlier good.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class SessionState(StrEnum):
-    """The stage of life a session is in. Only a store knows the last two, which are tombstones."""
+    """A session's stage of life. The last two are tombstones, which only a store has."""
 
     OPEN = "open"
     FINISHED = "finished"  # its trajectory is what it will ever be
@@ -61,7 +61,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The end of a session, as its agent tells it: the reason, the fault if there was one, and the score."""
+    """The end of a session as its agent gives it: reason, fault and score."""
 
     stop_reason: StopReason = StopReason.COMPLETED
     error: str = ""  # the record is incomplete then
@@ -74,22 +74,22 @@ class Journal(Protocol):
     """The durable record of sessions. A method that raises has stored nothing; writes are kept in order.
 
     A session bounds its waits: a write that it gave up on may still arrive. Later writes about a call replace
-    earlier ones, so an `end` with FAILED after one with COMMITTED takes the call's nodes away.
+    earlier ones, so a `close_call` with FAILED after one with COMMITTED takes the call's nodes away.
     """
 
-    def begin(self, session_id: str, call: CallRecord) -> None:
-        """Keep that a call is open, before its first token is sampled. Of microseconds: it waits for no disk."""
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Keep that a call is open, before its first token is sampled. Takes microseconds: no disk is awaited."""
 
-    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep what became of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep the end of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
 
     async def save(self, record: SessionRecord) -> None:
-        """Keep this record instead of the one before. Durable on return."""
+        """Replace the session's record. Durable on return."""
 
 
 async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: float) -> None:
-    """Await a write to a journal. Raises ServiceUnavailable when it takes longer, and for whatever it raises that
-    is not ours. For callers that run to their end: it is cut off with its caller."""
+    """Await a write to a journal. Raises ServiceUnavailable if it is late, or raises an error that is not ours. For
+    callers that run to their end: a cancelled caller cuts the write off."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
@@ -104,6 +104,6 @@ async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: 
 
 
 def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
-    """Log what a journal raised that is not ours, and return it as our own error."""
+    """Log a journal's error that is not ours, and return it as one of ours."""
     _log.error("journal_failed", session=session_id, error=repr(error))
     return ServiceUnavailable(f"the session's journal failed: {error}")

@@ -72,7 +72,7 @@ class SessionParts:
     image_files: ImageFiles | None = None  # where images of calls are kept; None: nowhere
 
     async def keep_images(self, images: Sequence[Image]) -> None:
-        """Have a call's images on disk, before any record names them. Raises ServiceUnavailable."""
+        """Store a call's images before a record names them. Raises ServiceUnavailable."""
         if self.image_files is None or not images:
             return
         try:
@@ -84,7 +84,7 @@ class SessionParts:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A call's prompt: `ids` are the whole of it, `observed_ids` what it has more than the path of `parent_id`.
+    """A call's prompt: all its `ids`, and the `observed_ids` that follow the path of `parent_id`.
 
     `images` are spans of `ids`; images' own tokens are in all ids.
     """
@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A chat call as it is sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
+    """A chat call ready to be sampled: its prompt, and the sampling of choice 0. Other choices have other seeds."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -114,26 +114,26 @@ class PreparedCall:
 
 
 async def prepare_call(
-    chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
+    chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> PreparedCall:
-    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; where images are new,
-    also what the engine raises."""
-    sampling, reads_calls = _sampling(chat, parts)
-    if chat.prompt_ids is not None:
-        prompt = _given_prompt(chat.prompt_ids, graph, parts)
+    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; with new images also
+    what the engine raises."""
+    sampling, reads_calls = _sampling(chat_call, parts)
+    if chat_call.prompt_ids is not None:
+        prompt = _given_prompt(chat_call.prompt_ids, graph, parts)
     else:
-        prompt = await make_prompt(chat, graph, parts, engine, request_id)
+        prompt = await make_prompt(chat_call, graph, parts, engine, request_id)
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
     if room <= 0:
         overflow = ContextLengthExceeded(
             f"a prompt of {num_prompt} tokens leaves no room in a context of {parts.max_context_tokens}",
-            param="messages" if chat.prompt_ids is None else "prompt",
+            param="messages" if chat_call.prompt_ids is None else "prompt",
         )
         return PreparedCall(prompt, sampling, reads_calls, overflow)
-    max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
+    max_tokens = room if chat_call.max_tokens is None else min(chat_call.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
-    if sampling.constraint is not None and chat.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
+    if sampling.constraint is not None and chat_call.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
     # The ids are within the vocabulary: they were rendered, stored, or checked above.
@@ -144,29 +144,29 @@ async def prepare_call(
 
 
 async def make_prompt(
-    chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
+    chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> Prompt:
     """Make the prompt of a call's messages, as it extends `graph`. Raises as `prepare_call`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
     is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
     """
-    num_messages = len(chat.messages) - chat.continues
-    messages, begun = chat.messages[:num_messages], chat.messages[num_messages:]
+    num_messages = len(chat_call.messages) - chat_call.continues
+    messages, begun = chat_call.messages[:num_messages], chat_call.messages[num_messages:]
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
-    renderer, template_kwargs = parts.renderer, chat.template_kwargs
-    asker = ImageAsker({image.sha256: image for image in chat.images}, engine, request_id)
-    told, tools_key = chat.tools, chat.tools_key
+    renderer, template_kwargs = parts.renderer, chat_call.template_kwargs
+    asker = ImageAsker({image.sha256: image for image in chat_call.images}, engine, request_id)
+    told, tools_key = chat_call.tools, chat_call.tools_key
     if template_kwargs:  # they shape the prompt as tools do
-        own = key_of_tools(chat.tools) if tools_key is None else tools_key
+        own = key_of_tools(chat_call.tools) if tools_key is None else tools_key
         arguments = {"name": "template arguments", "arguments": template_kwargs}
-        told, tools_key = (*chat.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
-    keys = chat.keys[:num_messages]
-    match = graph.match(messages, told, is_strict=chat.is_strict, keys=keys, tools_key=tools_key)
+        told, tools_key = (*chat_call.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
+    keys = chat_call.keys[:num_messages]
+    match = graph.match(messages, told, is_strict=chat_call.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if match.parent is not None:
-        prompt = await _bridged(match.parent, match, chat, graph, parts, asker)
+        prompt = await _bridged(match.parent, match, chat_call, graph, parts, asker)
         if isinstance(prompt, Prompt):
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
@@ -175,7 +175,9 @@ async def make_prompt(
         messages = (*echoed, *messages[len(echoed) :])
     shown = (*messages, *begun)
     written = await _rendered(
-        shown, lambda: renderer.render(shown, chat.tools, template_kwargs, is_open=chat.continues), template_kwargs
+        shown,
+        lambda: renderer.render(shown, chat_call.tools, template_kwargs, is_open=chat_call.continues),
+        template_kwargs,
     )
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
@@ -190,19 +192,19 @@ async def make_prompt(
 
 
 async def _bridged(
-    parent: Node, match: Match, chat: ChatCall, graph: TurnGraph, parts: SessionParts, asker: ImageAsker
+    parent: Node, match: Match, chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, asker: ImageAsker
 ) -> Prompt | str:
     """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
-    appended, renderer, template_kwargs = match.appended, parts.renderer, chat.template_kwargs
+    appended, renderer, template_kwargs = match.appended, parts.renderer, chat_call.template_kwargs
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
     end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
-    num_messages = len(chat.messages) - chat.continues
-    shown = (*appended, *chat.messages[num_messages:])
+    num_messages = len(chat_call.messages) - chat_call.continues
+    shown = (*appended, *chat_call.messages[num_messages:])
     try:
         written = await _rendered(
             shown,
-            lambda: renderer.bridge(shown, chat.tools, end, template_kwargs, is_open=chat.continues),
+            lambda: renderer.bridge(shown, chat_call.tools, end, template_kwargs, is_open=chat_call.continues),
             template_kwargs,
         )
     except TemplateNotPrefixStable as refused:
@@ -265,45 +267,47 @@ def _num_chars(message: Message) -> int:
 # --- how to sample ----------------------------------------------------------------------------------------
 
 
-def _sampling(chat: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool]:
+def _sampling(chat_call: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool]:
     """Return the call's sampling without its number of tokens, and whether the reply's calls are read."""
-    if chat.max_tokens is not None and chat.max_tokens <= 0:
-        raise InvalidRequest(f"max_tokens is {chat.max_tokens}, not positive", param="max_tokens")
-    if chat.num_choices <= 0:
-        raise InvalidRequest(f"n is {chat.num_choices}, not positive", param="n")
-    given = chat.sampling
+    if chat_call.max_tokens is not None and chat_call.max_tokens <= 0:
+        raise InvalidRequest(f"max_tokens is {chat_call.max_tokens}, not positive", param="max_tokens")
+    if chat_call.num_choices <= 0:
+        raise InvalidRequest(f"n is {chat_call.num_choices}, not positive", param="n")
+    given = chat_call.sampling
     if given.constraint is not None and not parts.can_constrain:
         raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
     own_stops = () if given.ignore_eos else parts.renderer.stop_token_ids
     stops = tuple(dict.fromkeys((*own_stops, *given.stop_token_ids)))
     sampling = replace(given, stop_token_ids=stops)
-    if chat.tool_choice is ToolChoice.REQUIRED:
-        return replace(sampling, constraint=_call_constraint(chat, parts)), True
-    if chat.tool_choice is ToolChoice.NONE:
-        return replace(sampling, logit_bias=_bias_without_calls(chat, parts)), False
-    return sampling, bool(chat.tools) and chat.prompt_ids is None
+    if chat_call.tool_choice is ToolChoice.REQUIRED:
+        return replace(sampling, constraint=_call_constraint(chat_call, parts)), True
+    if chat_call.tool_choice is ToolChoice.NONE:
+        return replace(sampling, logit_bias=_bias_without_calls(chat_call, parts)), False
+    return sampling, bool(chat_call.tools) and chat_call.prompt_ids is None
 
 
-def _call_constraint(chat: ChatCall, parts: SessionParts) -> Constraint:
+def _call_constraint(chat_call: ChatCall, parts: SessionParts) -> Constraint:
     if not parts.can_constrain:
         raise UnsupportedParameter("this service's engine cannot be made to call a tool", param="tool_choice")
-    if chat.sampling.constraint is not None:
+    if chat_call.sampling.constraint is not None:
         raise InvalidRequest("a reply is either a tool call or of a response format", param="tool_choice")
-    return parts.parser.call_constraint(chat.tools, forced=chat.forced_tool, is_parallel=chat.is_parallel)
+    return parts.parser.call_constraint(
+        chat_call.tools, forced=chat_call.forced_tool, is_parallel=chat_call.is_parallel
+    )
 
 
-def as_asked(error: BaseException, chat: ChatCall) -> BaseException:
-    """Return the error, naming the field that the client sent where its `constraint` is at fault."""
+def with_client_param(error: BaseException, chat_call: ChatCall) -> BaseException:
+    """Return the error; where its `param` is the constraint, it names the client's own field."""
     if not isinstance(error, AgentLoopError) or error.param != "constraint":
         return error
-    param = "tool_choice" if chat.tool_choice is ToolChoice.REQUIRED else chat.constraint_param
+    param = "tool_choice" if chat_call.tool_choice is ToolChoice.REQUIRED else chat_call.constraint_param
     return type(error)(error.message, param=param)
 
 
-def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
+def _bias_without_calls(chat_call: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
     """Ban the mark that opens a tool call in the call's bias, where the model has one token for it."""
-    bias = chat.sampling.logit_bias
-    if not chat.tools or not parts.parser.marks.openings:
+    bias = chat_call.sampling.logit_bias
+    if not chat_call.tools or not parts.parser.marks.openings:
         return bias
     opening = parts.renderer.ids(parts.parser.marks.openings[0])
     if len(opening) != 1:

@@ -45,7 +45,14 @@ from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_t
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
-from agentloop.sessions.prompts import PreparedCall, Prompt, SessionParts, as_asked, make_prompt, prepare_call
+from agentloop.sessions.prompts import (
+    PreparedCall,
+    Prompt,
+    SessionParts,
+    make_prompt,
+    prepare_call,
+    with_client_param,
+)
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -133,8 +140,8 @@ class Session:
     def policy_failure(self) -> StopReason | None:
         """The stop reason of the policy's own that the session would end with if its agent failed now.
 
-        MAX_CONTEXT if the last prompt left no room; else what is wrong with the last turn, by which agents fail: a
-        limit cut it, or it has a call that cannot be read. None: an agent that fails now does so by itself.
+        MAX_CONTEXT if the last prompt left no room; else the fault of the last turn: a limit cut it, or it has a
+        call that cannot be read. None: an agent that fails now does so by itself.
         """
         last = self.graph.last
         if last is None:
@@ -169,23 +176,20 @@ class Session:
 
     @property
     def is_complete(self) -> bool:
-        """False while a call is open, once one is lost, and after a finish that says that the agent failed, unless
-        the policy had failed before it."""
+        """True if all calls have their answers and the agent ended well, or the policy had failed before it."""
         record = self._record
         is_ended_well = record.stop_reason not in FAILURES | {StopReason.CANCELLED} and not record.error
         if record.stop_reason is StopReason.LOOP_FAILED:
             is_ended_well = self.policy_failure is not None
-        return is_ended_well and not self._table.live and not self._table.lost()
+        return is_ended_well and not self._table.live and not self._table.unhealed_failures()
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
-        """Answer a call; durable when this returns. Cancelling it gives the call up unless another client waits.
-
-        Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
-        DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised.
-        """
-        entered = self._enter(chat, key, is_streamed=False)
+    async def call(self, chat_call: ChatCall, key: CallKey) -> ChatResult:
+        """Answer a call; durable when this returns. A cancelled caller gives the call up if it was the last to
+        wait. Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
+        DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised."""
+        entered = self._enter(chat_call, key, is_streamed=False)
         if isinstance(entered, ChatResult):
             return entered
         try:
@@ -193,13 +197,13 @@ class Session:
         finally:
             entered.leave()
 
-    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncGenerator[TurnPiece | ChatResult, None]:
-        """The same answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
+    async def stream(self, chat_call: ChatCall, key: CallKey) -> AsyncGenerator[TurnPiece | ChatResult, None]:
+        """Yield the answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
 
         Closing it leaves the call. A choice's last piece comes only when the answer is durable. A retry gets all
         pieces from the first on; an answer that was not streamed comes as one piece a choice.
         """
-        entered = self._enter(chat, key, is_streamed=True)
+        entered = self._enter(chat_call, key, is_streamed=True)
         if isinstance(entered, ChatResult):
             for piece in whole_pieces(entered.choices):
                 yield piece
@@ -212,16 +216,16 @@ class Session:
         finally:
             entered.leave()
 
-    async def preview(self, chat: ChatCall) -> Prompt:
+    async def preview(self, chat_call: ChatCall) -> Prompt:
         """Return the prompt that a call would have, and how it extends the session. Changes nothing."""
-        return await make_prompt(chat, self.graph, self._parts, self._engine, f"{self.session_id}:preview")
+        return await make_prompt(chat_call, self.graph, self._parts, self._engine, f"{self.session_id}:preview")
 
-    def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
+    def _enter(self, chat_call: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
         if self._closed is not None:
             raise self._closed
         latest = self._table.latest(key.digest) if key.retry_count > 0 else None
-        if isinstance(latest, LiveCall) and latest.lost is None:
+        if isinstance(latest, LiveCall) and latest.failure is None:
             latest.join()
             return latest
         self._require_open("it takes no calls")
@@ -229,14 +233,14 @@ class Session:
             raise Forbidden(f"session {self.shown_id} was revoked: it takes no calls")
         if isinstance(latest, CallRecord) and latest.state is ModelCallState.COMMITTED and not latest.error:
             return self._answer_again(latest)
-        return self._start(chat, key, is_streamed=is_streamed)
+        return self._start(chat_call, key, is_streamed=is_streamed)
 
     # --- its end ------------------------------------------------------------------------------------------
 
     async def set_score(self, score: Score) -> None:
-        """Keep a score, durably; what a later one says of the same replaces it.
+        """Keep a score, durably, over what an earlier one says of the same.
 
-        Raises SessionFinished, and InvalidRequest for numbers that are none and turns that there are not.
+        Raises SessionFinished, and InvalidRequest for bad numbers and unknown turns.
         """
         self._check_score(score)
         if self._closed is not None:
@@ -245,15 +249,15 @@ class Session:
         await run_to_end(self._save(lambda record: replace(record, score=record.score.updated(score))))
 
     async def revoke(self) -> None:
-        """Take no more calls, durably; those that run go on. Idempotent. Raises SessionFinished."""
+        """Take no more calls, durably; open calls continue. Idempotent. Raises SessionFinished."""
         self._require_open("it takes no calls")
         await run_to_end(self._save(lambda record: replace(record, is_revoked=True)))
 
     async def finish(self, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
-        """Take no more calls, give those that run `end.wait_s`, and return the trajectory; durable on return.
+        """Take no more calls, wait `end.wait_s` for open ones, and return the trajectory; durable on return.
 
-        A call that is open then is lost. Finishing again returns the same trajectory and changes nothing. It
-        goes on if its caller leaves. Raises ServiceUnavailable if the journal fails: the session is open again.
+        A call that is open then fails. A repeat returns the same trajectory and changes nothing. A caller that
+        leaves ends nothing. Raises ServiceUnavailable if the journal fails: the session is open again.
         """
         self._check_score(end.score)
         if self._record.state is SessionState.OPEN:
@@ -265,7 +269,7 @@ class Session:
         return self.trajectory()
 
     async def close(self, error: AgentLoopError) -> None:
-        """Take no more calls, lose those that run, and return when nothing does. What comes later raises `error`.
+        """Take no more calls, fail those that run, and return when none does. Later calls raise `error`.
 
         For a session that leaves memory: it is not finished by that.
         """
@@ -312,8 +316,8 @@ class Session:
         table, parts = self._table, [self._record.error]
         if table.live:
             parts.append(f"{len(table.live)} calls are open")
-        if lost := table.lost():
-            parts.append(f"{len(lost)} of {len(table.records)} calls were lost, the first: {lost[0].error}")
+        if unhealed := table.unhealed_failures():
+            parts.append(f"{len(unhealed)} of {len(table.records)} calls were lost, the first: {unhealed[0].error}")
         line = " ".join("; ".join(part for part in parts if part).split())
         return line[:_MAX_ERROR_CHARS] or None
 
@@ -359,11 +363,11 @@ class Session:
 
     # --- a call that runs ---------------------------------------------------------------------------------
 
-    def _start(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall:
+    def _start(self, chat_call: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall:
         """Begin a call; the caller waits for it. Raises Overloaded, or InvalidRequest if the session is full."""
-        self._check_room(chat)
+        self._check_room(chat_call)
         created_at = int(self._parts.unix_time())
-        live = LiveCall(uuid.uuid4().hex, chat, key, created_at=created_at, is_streamed=is_streamed)
+        live = LiveCall(uuid.uuid4().hex, chat_call, key, created_at=created_at, is_streamed=is_streamed)
         live.join()
         self._table.live[live.call_id] = live
         live.task = asyncio.create_task(self._run(live), name=f"call {live.call_id}")
@@ -382,11 +386,13 @@ class Session:
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [live.task for live in self._table.live.values() if live.task is not None]
 
-    def _check_room(self, chat: ChatCall) -> None:
+    def _check_room(self, chat_call: ChatCall) -> None:
         limits, live_calls = self._parts.limits, self._table.live.values()
         if len(live_calls) >= limits.max_open_calls:
             raise Overloaded(f"the session has {limits.max_open_calls} open calls, the most it may have")
-        num_nodes = self.graph.num_turns + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
+        num_nodes = (
+            self.graph.num_turns + sum(live.chat_call.num_choices for live in live_calls) + chat_call.num_choices
+        )
         if num_nodes > limits.max_nodes:
             raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
 
@@ -396,13 +402,13 @@ class Session:
         try:
             await self._drive(live)
         except asyncio.CancelledError:
-            live.lost = live.lost or failure
+            live.failure = live.failure or failure
             raise
         except Exception as error:
-            failure = as_asked(first_cause(error), live.chat)
+            failure = with_client_param(first_cause(error), live.chat_call)
             if not isinstance(failure, AgentLoopError):
                 _log.error("call_broke", session=self.session_id, call=live.call_id, exc_info=failure)
-            live.lost = live.lost or failure  # no retry joins it from here on
+            live.failure = live.failure or failure  # no retry joins it from here on
         finally:
             try:
                 if live.result is None and live.is_begun:
@@ -412,29 +418,28 @@ class Session:
 
     async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
-            prepared = await prepare_call(live.chat, self.graph, self._parts, self._engine, live.call_id)
-            await self._parts.keep_images(live.chat.images)
+            prepared = await prepare_call(live.chat_call, self.graph, self._parts, self._engine, live.call_id)
+            await self._parts.keep_images(live.chat_call.images)
             self._check_tokens(live, prepared.prompt)
-            if live.lost is not None:
-                raise live.lost  # given up in the moment its prompt was made: it leaves no trace
+            if live.failure is not None:
+                raise live.failure  # given up in the moment its prompt was made: it leaves no trace
             if prepared.overflow is not None:
                 await self._answer_overflow(live, prepared.prompt, prepared.overflow)
                 return
-            self._begin(record_of(live, ModelCallState.OPEN))
-            self._table.begin(live)
+            self._open_call(live)
             started = self._parts.clock.now()
             try:
-                replies = await self._sample(live, prepared, self._next_number(live.chat))
+                replies = await self._sample(live, prepared, self._next_number(live.chat_call))
             finally:
                 live.generate_s = self._parts.clock.now() - started
-        live.is_sampled = True
+        live.is_past_giving_up = True
         await run_to_end(self._commit(live, prepared.prompt, replies))
 
-    def _next_number(self, chat: ChatCall) -> int:
+    def _next_number(self, chat_call: ChatCall) -> int:
         """Return the number of choice 0: above those of earlier turns, and of what the client shows. It is in the
         ids of tool calls, which tell turns apart that say the same."""
-        number = max(self._num_numbered, sum(message.role == "assistant" for message in chat.messages))
-        self._num_numbered = number + chat.num_choices
+        number = max(self._num_numbered, sum(message.role == "assistant" for message in chat_call.messages))
+        self._num_numbered = number + chat_call.num_choices
         return number
 
     async def _answer_overflow(self, live: LiveCall, prompt: Prompt, overflow: ContextLengthExceeded) -> None:
@@ -444,14 +449,14 @@ class Session:
         for the last two the record keeps that it was so; the prompt is in no path, and a retry is answered anew.
         """
         num_turns = self.graph.num_turns
-        if live.chat.prompt_ids is not None or not num_turns:
+        if live.chat_call.prompt_ids is not None or not num_turns:
             raise overflow
         await run_to_end(self._save(lambda record: replace(record, overflow_at=num_turns)))
         if self._record.refuses_overflow:
             raise overflow
         none = np.empty(0, np.float32)
         reply = Reply(Message("assistant"), none.astype(np.int32), none, (), FinishReason.LENGTH, is_closed=False)
-        nodes = self._nodes_of(live, prompt, [reply] * live.chat.num_choices)
+        nodes = self._nodes_of(live, prompt, [reply] * live.chat_call.num_choices)
         if live.is_streamed:
             for piece in whole_pieces(nodes):
                 live.add_piece(piece)
@@ -467,33 +472,33 @@ class Session:
 
     async def _sample(self, live: LiveCall, prepared: PreparedCall, number: int) -> list[Reply]:
         """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
-        choices = range(live.chat.num_choices)
+        choices = range(live.chat_call.num_choices)
         turns = [self._turn_request(live, prepared, number, choice_index) for choice_index in choices]
         return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
 
     def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
-        chat = live.chat
+        chat_call = live.chat_call
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
             GenerateRequest(
                 request_id=f"{live.call_id}:{choice_index}",
                 token_ids=prepared.prompt.ids,
                 sampling=prepared.sampling.of_choice(choice_index),
-                timeout_s=chat.timeout_s,
+                timeout_s=chat_call.timeout_s,
                 trajectory_id=self.session_id,
                 kv_version=self._first_version if keeps_kv else None,
                 images=prepared.prompt.images,
-                image_data=chat.images,
+                image_data=chat_call.images,
                 keeps_kv=keeps_kv,
             ),
             Reading(
-                chat.tools,
+                chat_call.tools,
                 number + choice_index,
                 reads_calls=prepared.reads_calls,
-                reads_thoughts=chat.prompt_ids is None and not chat.continues,
+                reads_thoughts=chat_call.prompt_ids is None and not chat_call.continues,
                 shows_unread_calls=not self._record.gives_unread_calls,
             ),
-            stop=chat.stop,
+            stop=chat_call.stop,
             choice_index=choice_index,
             deadline=live.deadline,
         )
@@ -512,11 +517,11 @@ class Session:
     async def _commit(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> None:
         """Write the turns down, then have them: from `live.result` on the answer may leave."""
         nodes = self._nodes_of(live, prompt, replies)
-        call = record_of(live, ModelCallState.COMMITTED)
-        await self._end(call, nodes)
+        call_record = record_of(live, ModelCallState.COMMITTED)
+        await self._close_call(call_record, nodes)
         for node in nodes:
             self._take(node)
-        self._table.note(call)
+        self._table.note(call_record)
         live.result = ChatResult(live.call_id, live.created_at, self.shown_id, prompt.ids, nodes)
 
     def _nodes_of(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> tuple[Node, ...]:
@@ -532,7 +537,7 @@ class Session:
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,
-                begun=live.chat.begun,
+                begun=live.chat_call.begun,
             )
             for choice_index, reply in enumerate(replies)
         )
@@ -541,10 +546,10 @@ class Session:
         """Write down that a call which began has no answer. Its client hears of `failure`, not of this write's."""
         # An engine that refuses a request has sampled nothing, so nothing is lost.
         state = ModelCallState.COMMITTED if isinstance(failure, InvalidRequest) else ModelCallState.FAILED
-        call = record_of(live, state, error=str(failure) or repr(failure))
-        self._table.note(call)
+        call_record = record_of(live, state, error=str(failure) or repr(failure))
+        self._table.note(call_record)
         try:
-            await self._end(call, ())
+            await self._close_call(call_record, ())
         except AgentLoopError as error:
             # It stays open in the journal: a process that restores the session finds it lost.
             _log.warning("failure_not_written", session=self.session_id, call=live.call_id, error=str(error))
@@ -558,17 +563,20 @@ class Session:
         else:
             live.fail(failure)
 
-    def _begin(self, call: CallRecord) -> None:
-        """Keep that a call is open. If this raises, nothing is kept."""
+    def _open_call(self, live: LiveCall) -> None:
+        """Write down that a call is open, then have it. If this raises, nothing is kept."""
+        call_record = record_of(live, ModelCallState.OPEN)
         try:
-            self._journal.begin(self.session_id, call)
+            self._journal.open_call(self.session_id, call_record)
         except AgentLoopError:
             raise
         except Exception as error:
             raise write_failure(self.session_id, error) from error
+        live.is_begun = True
+        self._table.note(call_record)
 
-    async def _end(self, call: CallRecord, nodes: Sequence[Node]) -> None:
-        writing = self._journal.end(self.session_id, call, nodes)
+    async def _close_call(self, call_record: CallRecord, nodes: Sequence[Node]) -> None:
+        writing = self._journal.close_call(self.session_id, call_record, nodes)
         await write(writing, self.session_id, self._parts.limits.journal_timeout_s)
 
     def _take(self, node: Node) -> None:
@@ -578,15 +586,15 @@ class Session:
         if self._first_version is None and node.reply.weight_versions:
             self._first_version = node.reply.weight_versions[0].version
 
-    def _answer_again(self, call: CallRecord) -> ChatResult:
+    def _answer_again(self, call_record: CallRecord) -> ChatResult:
         """Return a committed call's answer. Looks at every turn: retries are few, and an index would not be."""
-        nodes = tuple(node for node in self.graph.nodes if node.call_id == call.call_id)
+        nodes = tuple(node for node in self.graph.nodes if node.call_id == call_record.call_id)
         if not nodes:
-            raise InvariantBroken(f"call {call.call_id} is committed, but has no turn")
+            raise InvariantBroken(f"call {call_record.call_id} is committed, but has no turn")
         first = nodes[0]
         prompt_ids = () if first.parent_id is None else self.graph.context_ids(first.parent_id)
         prompt_ids = (*prompt_ids, *first.observed_ids.tolist())
-        return ChatResult(call.call_id, call.created_at, self.shown_id, prompt_ids, nodes)
+        return ChatResult(call_record.call_id, call_record.created_at, self.shown_id, prompt_ids, nodes)
 
 
 def _cut_off() -> ServiceUnavailable:

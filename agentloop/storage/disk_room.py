@@ -51,7 +51,7 @@ def is_full(error: Exception) -> bool:
 
 
 class DiskRoom:
-    """The free bytes of a folder's disk, held against a watermark. Asked for at most once a second."""
+    """The free bytes of a folder's disk against a watermark. The disk is asked at most once a second."""
 
     def __init__(
         self,
@@ -92,17 +92,16 @@ class DiskRoom:
 
 
 class Reserve:
-    """A file that holds room on the disk."""
+    """A file that reserves room on the disk for records."""
 
     def __init__(self, path: Path) -> None:
-        """Take the room, if there is any; what is there from an earlier owner is kept."""
+        """Take the room if there is any; an earlier owner's file is kept."""
         self._path = path
         self._is_held = path.is_file()
         self.take_back()
 
     def take_back(self) -> bool:
-        """Hold the room, taken again if there is twice as much: what is written next needs some. False: there is
-        not."""
+        """Hold the room again if the disk has twice as much. False: it has not."""
         if not self._is_held:
             try:
                 num_bytes = min(_RESERVE_BYTES, shutil.disk_usage(self._path.parent).total // _RESERVE_SHARE)
@@ -115,7 +114,7 @@ class Reserve:
         return self._is_held
 
     def give_up(self) -> bool:
-        """Give the room to what is written next. False: it was not held."""
+        """Free the room for the next write. False: it was not held."""
         was_held, self._is_held = self._is_held, False
         with suppress(OSError):
             self._path.unlink()

@@ -39,9 +39,9 @@ _MARKS_PER_AGE = 100  # so much finer than the greatest age are the times told a
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Records that may be deleted. By default none: everything is kept.
+    """The conditions under which records are deleted; by default nothing is.
 
-    Only of rollouts that are done are records deleted by age or size, the oldest first, read or not.
+    By age or size the oldest go first, read or not, and only those of rollouts that are done.
     """
 
     deletes_acknowledged: bool = False  # what a trainer said that it has
@@ -50,22 +50,22 @@ class RetentionPolicy:
 
     @property
     def deletes(self) -> bool:
-        """True unless everything is kept."""
+        """True if the policy deletes anything."""
         return self.deletes_acknowledged or self.max_age_s is not None or self.max_bytes is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Rollouts that are not done, and those among them whose records are needed to count their staleness."""
+    """The rollouts that are not done, and those whose records are needed to count staleness."""
 
     live: Collection[str] = field(default_factory=frozenset)
     counted: Collection[str] = field(default_factory=frozenset)
 
 
 def acknowledge(db: sqlite3.Connection, rollout_id: str, cursor: int) -> None:
-    """Note that a trainer has a rollout's records up to a cursor. An earlier cursor changes nothing.
+    """Note the cursor up to which a trainer has a rollout's records. An earlier cursor changes nothing.
 
-    Only of records that exist now: what is finished later was not read.
+    A cursor beyond the last record counts up to that: a later record was not read.
     """
     newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ?"
     db.execute(
@@ -81,7 +81,7 @@ def last_mark(db: sqlite3.Connection) -> float:
 
 
 def trim(db: sqlite3.Connection, policy: RetentionPolicy, now: float, unfinished: Unfinished) -> int:
-    """Do one batch of what the policy asks for. Returns the rows and pages it freed; 0: there is no more."""
+    """Delete one batch by the policy. Returns the freed rows and pages; 0: nothing is left to delete."""
     _mark(db, policy, now)
     rows = list(_rows_to_empty(db, policy, now, unfinished))
     db.executemany("UPDATE trajectories SET value = x'', crc = 0 WHERE seq = ?", [(seq,) for seq, _ in rows])

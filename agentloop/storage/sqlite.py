@@ -48,7 +48,7 @@ class Schema:
 
 
 def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> sqlite3.Connection:
-    """Open a store, or make it. Any one thread at a time may use the connection; transactions are explicit.
+    """Open or make a store. Any one thread at a time may use the connection; transactions are explicit.
 
     Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist; and
     StorageFull if it is to be written, and its disk is full or read-only.
@@ -110,13 +110,13 @@ def _storage_full(name: str) -> StorageFull:
 
 
 def packed(value: Any) -> tuple[bytes, int]:
-    """Encode a value as a row keeps it: its bytes and their checksum."""
+    """Return a value as its row's two columns: encoded bytes and their checksum."""
     data = codec.encode(value)
     return data, zlib.crc32(data)
 
 
 class RowChecker:
-    """Reads the values of rows, and keeps count of those that are damaged.
+    """The reader of rows' values, which counts the damaged ones.
 
     Select a value as `CAST(value AS BLOB)`: a damaged row may claim to be text.
     """
@@ -196,12 +196,12 @@ class BatchWriter:
         self._is_full = False  # the last that was to be written found no room
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
-        """Return what `work` returns, once it is committed; `on_committed` is called even if the caller has left.
+        """Run `work` in a transaction. Returns its result once it is committed.
 
-        Work that raises an error of ours does so before it writes anything. Raises that error, InvalidRequest for a
-        number that SQLite does not hold, StorageFull when the
-        disk is full or read-only, `sqlite3.Error` as it comes when it fails otherwise, and ServiceUnavailable after
-        `close`: nothing was stored then.
+        `on_committed` is called even if the caller has left. Work that raises an error of ours does so before it
+        writes anything. Raises that error, InvalidRequest for a number that SQLite does not hold, StorageFull when
+        the disk is full or read-only, `sqlite3.Error` as it comes when it fails otherwise, and ServiceUnavailable
+        after `close`: nothing was stored then.
         """
         if self._is_closed:
             raise ServiceUnavailable(f"the {self._kind} is closed")

@@ -35,11 +35,11 @@ class VersionSuccess:
 
 @dataclass(frozen=True, slots=True)
 class StaleSummary:
-    """Trajectories that fell further behind than their run allows, by what became of them.
+    """Trajectories that fell further behind than their run allows, by their fate.
 
     `dropped_attempts` were thrown away and begun anew; `given_up` samples have no attempt left; `masked` and
-    `finished` ones lost the rest of their tokens, or their end; `late` ones were well when they ended, and too old
-    when the coordinator took them: they are whole, and `Trajectory.staleness` tells.
+    `finished` ones lost the rest of their tokens, or their end; `late` ones were young enough when they ended, and
+    too old when the coordinator took them: they are whole, and `Trajectory.staleness` tells.
     """
 
     dropped_attempts: int
@@ -139,9 +139,9 @@ def summarize(
     updates: Sequence[UpdateReport] = (),
     acknowledged: Collection[RecordKey] | None = None,
 ) -> Summary:
-    """The summary of a run's records. A key seen twice counts once: the first record is the record.
+    """Return the summary of a run's records. Of two records of a key the first counts.
 
-    `acknowledged` are the records that a trainer said it has; None: no trainer says.
+    `acknowledged` are the records that a trainer acknowledged; None: none did.
     """
     submitted, trained = list[int](), list[int]()
     failures: Counter[str] = Counter()

@@ -38,7 +38,7 @@ from agentloop.types import RolloutGroup, Trajectory
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""
 
-MAX_COMMIT_BATCH = 512
+MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""
 
 _PAGE_TRAJECTORIES = 64
@@ -95,7 +95,7 @@ _ADD_RECORD = (
 
 
 def encoded_groups(groups: Sequence[RolloutGroup]) -> list[bytes]:
-    """Return groups as a store keeps them: without their rollout's id, which their rows have."""
+    """Return groups as rows keep them: without their rollout's id."""
     return [
         codec.encode(dataclasses.replace(group, rollout_id="") if group.rollout_id else group) for group in groups
     ]
@@ -110,7 +110,7 @@ def groups_digest(encoded: Sequence[bytes]) -> str:
 
 
 class TrajectoryReader:
-    """A store as any process reads it, also while the service writes. Methods block."""
+    """A reader of a store for any process, also while the service writes. Methods block."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises InvalidRequest if `path` does not exist or is not a trajectory store."""
@@ -141,7 +141,7 @@ class TrajectoryReader:
                 cursor = page[-1][0]
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
-        """Return the records that trainers said they have; None if no trainer said anything."""
+        """Return the acknowledged records; None if nothing was acknowledged."""
         if self._db.execute("SELECT 1 FROM acknowledged").fetchone() is None:
             return None
         return frozenset(
@@ -180,7 +180,9 @@ class TrajectoryStore:
             db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
-        self._damaged: defaultdict[str, set[int]] = defaultdict(set)  # rows found so, by rollout, by whoever had it
+        self._damaged: defaultdict[str, set[int]] = defaultdict(
+            set
+        )  # rows found so, by rollout; earlier owners' too
         for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
             self._damaged[rollout_id].add(seq)
         self._epoch: int | None = None
@@ -189,7 +191,7 @@ class TrajectoryStore:
             db,
             _SCHEMA.kind,
             new_thread("trajectories"),
-            max_batch=MAX_COMMIT_BATCH,
+            max_batch=MAX_RECORD_BATCH,
             guard=self._check_owner,
         )
         # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
@@ -197,7 +199,7 @@ class TrajectoryStore:
             open_database(Path(path), _SCHEMA, is_read_only=True),
             _SCHEMA.kind,
             new_thread("trajectory-reads"),
-            max_batch=MAX_COMMIT_BATCH,
+            max_batch=MAX_RECORD_BATCH,
             guard=self._check_owner,
             is_read_only=True,
         )
@@ -209,7 +211,7 @@ class TrajectoryStore:
 
     @property
     def successor(self) -> int | None:
-        """The epoch of the owner that has taken the store over from this one, which every use of it finds out."""
+        """The epoch of a later owner that has taken the store over; None: not known of one."""
         return self._successor
 
     async def accept(
@@ -219,8 +221,7 @@ class TrajectoryStore:
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         encoded: Sequence[bytes] | None = None,
     ) -> None:
-        """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
-        so a repeat is harmless.
+        """Record work as accepted, and keep its images beside the store. A repeat is harmless.
 
         `encoded` are the groups as `encoded_groups` makes them. Raises Conflict for a rollout of recorded sessions,
         and StorageFull.
@@ -251,8 +252,8 @@ class TrajectoryStore:
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
         await self._writer.run(work)
 
-    async def commit(self, trajectories: Sequence[Trajectory]) -> int:
-        """Store terminal records together; returns how many were new. The first of a key stays."""
+    async def add_records(self, trajectories: Sequence[Trajectory]) -> int:
+        """Store terminal records together. Returns the number of new ones: the first of a sample stays."""
         self._require_room()
 
         def work(db: sqlite3.Connection) -> int:
@@ -261,7 +262,7 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def claim(self, rollout_id: str, owner: str) -> None:
-        """Keep a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
+        """Reserve a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
 
         def work(db: sqlite3.Connection) -> None:
             _check_sessions(db, rollout_id)
@@ -271,7 +272,7 @@ class TrajectoryStore:
         await self._writer.run(work)
 
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
-        """Store a finished session, which nobody submitted; returns whether it is new. A repeat changes nothing.
+        """Store the record of a finished session. Returns true if it is new; a repeat changes nothing.
 
         Raises Conflict if its place (rollout, group, sample) has another record, its rollout accepted groups, or is
         not the `owner`'s, which is that of its first session; None: it was claimed.
@@ -310,7 +311,7 @@ class TrajectoryStore:
         return await self._writer.run(lambda db: self._terms(db, rollout_id))
 
     async def cancel(self, rollout_id: str) -> None:
-        """Note that a rollout was cancelled: what it still owes are CANCELLED records."""
+        """Note that a rollout was cancelled: the records that it lacks will be CANCELLED ones."""
 
         def work(db: sqlite3.Connection) -> None:
             terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
@@ -323,8 +324,7 @@ class TrajectoryStore:
         await self._reader.run(lambda db: None)
 
     async def has_record(self, trajectory: Trajectory) -> bool:
-        """Tell if there is a record of a trajectory's sample, also a deleted one. Raises NotFound, Gone, of its
-        rollout."""
+        """Tell if a sample has a record, or had one. Raises NotFound, Gone, of its rollout."""
         place = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
 
         def work(db: sqlite3.Connection) -> bool:
@@ -335,7 +335,7 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def holds_sessions(self, rollout_id: str) -> bool:
-        """Return whether a rollout consists of recorded sessions."""
+        """Tell if a rollout consists of recorded sessions."""
         return await self._writer.run(lambda db: _holds_sessions(db, rollout_id))
 
     async def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
@@ -378,7 +378,7 @@ class TrajectoryStore:
         return num_accepted, num_finished
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
-        """Note that a trainer has a rollout's records up to a cursor: the policy may let them go."""
+        """Note the cursor up to which a trainer has a rollout's records: the policy may delete them."""
         await self._order(lambda db: retention.acknowledge(db, rollout_id, cursor))
 
     async def last_mark(self) -> float:
@@ -386,7 +386,7 @@ class TrajectoryStore:
         return await self._writer.run(retention.last_mark)
 
     async def trim(self, policy: retention.RetentionPolicy, now: float, unfinished: retention.Unfinished) -> int:
-        """Delete one batch of what the policy lets go. Returns how much that was; 0: there is no more."""
+        """Delete one batch by the policy. Returns its size; 0: nothing is left to delete."""
 
         def forget() -> None:
             self._settled.clear()
@@ -415,10 +415,7 @@ class TrajectoryStore:
         return await self._order(work, forget)
 
     async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
-        """Return the groups that lack records, in order of acceptance, with the samples each still owes.
-
-        Of one rollout, or of all.
-        """
+        """Return the groups that lack records, of one rollout or all, each with the samples that it lacks."""
         of_one = "" if rollout_id is None else " WHERE rollout_id = ?"
         names = () if rollout_id is None else (rollout_id,)
 
@@ -443,10 +440,8 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def take_over(self, above: int = 0) -> int:
-        """Become the store's only writer, under a new epoch: greater than any before and than `above`.
-
-        From now on the writes of every earlier owner raise ServiceUnavailable. Again gives the owner a greater one.
-        """
+        """Become the store's only writer, under an epoch greater than any before and than `above`. From now on the
+        writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater epoch."""
 
         def work(db: sqlite3.Connection) -> int:
             epoch = self._epoch = max(self._stored_epoch(db) or 0, above) + 1
@@ -456,11 +451,11 @@ class TrajectoryStore:
         return await self._order(work)
 
     async def save_state(self, name: str, value: object) -> None:
-        """Remember one named value of the service's state, in place of the one before."""
+        """Save a named value of the service's state, in place of the one before."""
         await self._order(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
-        """Return the value that was saved last under a name; None if there is none, or it is damaged."""
+        """Return the value last saved under a name; None if there is none, or it is damaged."""
         return await self._writer.run(lambda db: self._state(db, name, kind))
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ _TOKENS_BEFORE, _TOKENS_AFTER = 6, 12
 
 
 def message_difference(index: int, there: Message | None, came: Message | None, *, is_strict: bool = False) -> str:
-    """Message `index` of a history, as the session has it and as it came; None for nothing."""
+    """Describe the difference between message `index` in the session and in the request; None: there is none."""
     old, new = _text(there, is_strict), _text(came, is_strict)
     if old == new and there is not None and came is not None:
         for name, was, now in _unshown_fields(there, came, is_strict):
@@ -35,7 +35,7 @@ def message_difference(index: int, there: Message | None, came: Message | None, 
 
 
 def token_difference(there: IntArray, came: IntArray, decode: Decode | None, cause: str = "") -> str:
-    """The first token that differs, decoded with what stands around it; as ids without `decode`.
+    """Describe the first token that differs, decoded with its surroundings; as ids without `decode`.
 
     `cause` comes first; what stands there is shown in any case.
     """

@@ -51,7 +51,7 @@ class GrowingPath:
 
     @classmethod
     def restored(cls, nodes: Sequence[Node]) -> GrowingPath:
-        """Make the path anew that had these as its turns, in the order they were sampled; at least one.
+        """Make the path that had these turns, at least one, in the order they were sampled.
 
         Nothing is pending in it: what was observed after the last turn is observed again. Raises InvariantBroken if
         they are no turns of one path.
@@ -78,7 +78,7 @@ class GrowingPath:
 
     @property
     def last_turn(self) -> Node | None:
-        """The turn that was sampled last; None before the first, and when a prompt followed it."""
+        """The turn that was sampled last; None before the first, and if a prompt followed it."""
         turn = self._turn
         return None if turn is None or turn.reply is None else self._node_of(turn)
 
@@ -131,7 +131,7 @@ class GrowingPath:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weight version that anything was sampled under."""
+        """The oldest weight version of all sampled tokens."""
         return self._oldest_version
 
     def observe(self, *messages: Message) -> None:
@@ -170,7 +170,7 @@ class GrowingPath:
         *,
         cause: str = "",
     ) -> None:
-        """Make `prompt_ids` the next prompt: extend the path if it begins with it, else fork at a new root.
+        """Make `prompt_ids` the next prompt: extend the path if they begin with it, else fork at a new root.
 
         `decode` makes the split's detail readable, and `cause` says in it why the prompt was rendered whole. Tokens
         observed since the last turn are in no path after a fork.

@@ -32,7 +32,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The part of a request that is known, and the turns that it can go on from.
+    """The known part of a request, and the turns that it can extend.
 
     `turns` are those at its deepest extensible place: one for each different path of ids, the latest.
     """
@@ -67,7 +67,7 @@ class HistoryIndex:
         return tuple(self._starts)
 
     def add(self, node: Node, path_key: PathKey) -> None:
-        """Take a node in, after its parent."""
+        """Add a node, after its parent."""
         if not node.observed or (node.parent_id is not None and node.parent_id not in self._place_of):
             return
         place = self._start(node) if node.parent_id is None else self._place_of[node.parent_id]
@@ -93,10 +93,8 @@ class HistoryIndex:
         return [message_key(message, is_strict=self.is_strict) for message in messages]
 
     def walk(self, tools: bytes, keys: Sequence[bytes], messages: Sequence[Message]) -> Walk | None:
-        """Follow a request; None if nothing was ever said under these tools.
-
-        A turn can be extended if a message follows it that is no assistant's: only that can be rendered as one.
-        """
+        """Follow a request; None if no turn has these tools. A turn can be extended if a message other than an
+        assistant's follows it: only that can be rendered behind a reply."""
         if tools not in self._starts:
             return None
         trail = self._trail(self._starts[tools], keys)
@@ -113,7 +111,7 @@ class HistoryIndex:
         return Walk(num_known, trail[-1][0])
 
     def latest_at(self, place: int) -> str:
-        """The last node one of whose own messages ends at `place`, or at its root for a start."""
+        """Return the last node with an own message that ends at `place`, or at its root for a start."""
         return self._latest[place]
 
     def _start(self, node: Node) -> int:
@@ -207,10 +205,10 @@ class _Candidate:
 def disambiguate(
     turns: Sequence[Node], num_matched: int, messages: Sequence[Message], nodes: Mapping[str, Node]
 ) -> list[Node]:
-    """Return the turns that a client's echo of call ids and reasoning allows; all of them if it supports none.
+    """Return the turns that a client's echo of call ids and reasoning allows; all if it supports none.
 
-    A turn is out if the echo contradicts a call id or the reasoning of any reply that is not common to all. The one
-    that is left counts only if something speaks for it: a client that echoes neither leaves the question open.
+    A turn is out if the echo contradicts a call id or the reasoning of a reply that is not common to all. The one
+    that is left counts only if the echo supports it: a client that echoes neither leaves the question open.
     """
     left = [_Candidate(turn, turn, num_matched) for turn in turns]
     while left and any(candidate.at is not left[0].at for candidate in left):
@@ -257,7 +255,7 @@ class ToolSets:
             self._sets.popitem(last=False)
 
     def difference(self, there: bytes, came: bytes) -> str:
-        """Say what one set has that the other has not."""
+        """Describe the tools that only one of two sets has."""
         new = self._sets.get(came, {})
         if there not in self._sets and there:
             return f"tools: other definitions were there, {_listed(new)} came"[:MAX_DETAIL_CHARS]

@@ -3,7 +3,7 @@
 Clients re-serialise tool arguments, send null for empty content, trim text, drop reasoning and call ids. None of
 that is a change of history, so none of it is in a loose key. A strict key has call ids and the exact text. The
 reasoning and a tool message's name are in neither: the chat format has no field that clients would echo them in. A
-name that the policy is not shown does not come here: who reads a request drops it (`chat/openai.py`).
+name that the policy is not shown does not come here: the reader of a request drops it (`chat/openai.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _big_encoder = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def canonical_role(role: str) -> str:
-    """The role as templates know it: a developer's message is a system message."""
+    """Return the role as templates know it: a developer's message is a system message."""
     return "system" if role == "developer" else role
 
 
@@ -53,7 +53,7 @@ def canonical_json(value: JSON) -> str:
 
 
 def message_key(message: Message, *, is_strict: bool = False) -> bytes:
-    """A digest that two messages share if they are the same turn of a conversation, in any process."""
+    """Return a digest that is equal, in any process, for messages that are the same turn of a conversation."""
     role = canonical_role(message.role)
     name = None if role == "tool" else message.name
     call_id = message.tool_call_id if is_strict else None
@@ -68,7 +68,7 @@ def message_key(message: Message, *, is_strict: bool = False) -> bytes:
 
 
 def tools_key(tools: Sequence[Mapping[str, JSON]]) -> bytes:
-    """A digest of tool definitions, in their order; empty for none."""
+    """Return a digest of tool definitions, in their order; empty for none."""
     if not tools:
         return b""
     return blake2b(canonical_json(list(tools)).encode(), digest_size=_KEY_BYTES).digest()

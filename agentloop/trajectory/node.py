@@ -30,7 +30,7 @@ _OBJECT_CHARS = 64  # a message, a call, or a JSON value of any kind: what it ta
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One split. `detail` shows the first difference: what the session has and what came instead."""
+    """The place where a prompt could not extend a path. `detail` shows the first difference."""
 
     reason: SplitReason
     from_node: str | None = None  # the turn whose history is nearest
@@ -42,7 +42,7 @@ class Reply:
     """One sampled turn. Arrays have one length; `weight_versions` tile `[0, n)`.
 
     `message` is as clients see it: content ends before a stop string. The ids end with the token that completed the
-    stop string (`stop_text`), with a stop token (of the model's own: `is_closed`), or where `max_tokens` cut them.
+    stop string (`stop_text`), with a stop token (`is_closed`: the model's own), or where `max_tokens` cut them.
     """
 
     message: Message

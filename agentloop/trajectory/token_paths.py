@@ -33,8 +33,8 @@ from agentloop.types import (
 class Tail:
     """The part of a conversation behind the last node, or a root that is no node yet.
 
-    `observed_ids` come first, then the reply's ids. `messages` may hold more than the tokens: what nothing was
-    sampled after. `reply` is None if nothing was sampled; its message counts only if it is among `messages`.
+    `observed_ids` come first, then the reply's ids. `messages` may hold more than the tokens: those after which
+    nothing was sampled. `reply` is None if nothing was sampled; its message counts only if it is among `messages`.
     """
 
     parent_id: str | None

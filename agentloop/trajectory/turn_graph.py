@@ -36,9 +36,9 @@ _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say th
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages.
+    """The turn that a request extends (`parent`, with the messages `appended`); without one, a new root.
 
-    `echoed` is the turn whose whole path a root begins with, but for its tools.
+    `echoed` is the turn whose whole history a root repeats under other tools.
     """
 
     parent: Node | None
@@ -70,12 +70,10 @@ class TurnGraph:
 
     @property
     def num_turns(self) -> int:
-        """The number of nodes."""
         return len(self._nodes)
 
     @property
     def last(self) -> Node | None:
-        """The node that was added last."""
         return self._nodes[next(reversed(self._nodes))] if self._nodes else None
 
     @property
@@ -100,13 +98,12 @@ class TurnGraph:
         return self._constraints
 
     def told_once(self, reply: Reply) -> Reply:
-        """Return the reply without its constraint, if an earlier turn has it."""
+        """Return the reply, without its constraint if an earlier turn has the same."""
         if reply.constraint and reply.sampling and reply.sampling.constraint_digest in self._constraints:
             return replace(reply, constraint="")
         return reply
 
     def has_turn(self, node_id: object) -> bool:
-        """Tell if there is a node of this id."""
         return node_id in self._nodes
 
     def node(self, node_id: str) -> Node:
@@ -158,11 +155,11 @@ class TurnGraph:
         keys: Sequence[bytes] = (),
         tools_key: bytes | None = None,
     ) -> Match:
-        """Find where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
+        """Find the deepest turn whose whole history a request echoes under the same tools.
 
         `keys` are the messages' loose keys, `tools_key` that of the tools, where they are known already. Changes
-        nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments that are
-        nested too deeply.
+        nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments nested too
+        deeply.
         """
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
@@ -241,7 +238,7 @@ class TurnGraph:
         return path[::-1]
 
     def has_children(self, node_id: str) -> bool:
-        """Return true if a turn goes on from this one."""
+        """Tell if a turn extends this one."""
         return node_id in self._last_child
 
     def _index(self, is_strict: bool) -> HistoryIndex:

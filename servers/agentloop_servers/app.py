@@ -73,8 +73,8 @@ from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
-from agentloop_servers.endpoint.shards import OWNER_WAIT_S, ShardRouter, take_shard_lock
-from agentloop_servers.endpoint.tenants import Tenants
+from agentloop_servers.endpoint.shards import HOLDER_WAIT_S, ShardRouter, take_shard_lock
+from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engine_parts import (
     build_engine,
@@ -305,12 +305,12 @@ class IngressProcess:
         run_dir: Path,
         secret: str,
         coordinator: FrontPort,
-        owner_wait_s: float = OWNER_WAIT_S,
+        holder_wait_s: float = HOLDER_WAIT_S,
         keys: Keys | None = None,
     ) -> None:
         """`keys` are digests; None: those of this process's environment."""
         self._keys = keys
-        self._owner_wait_s = owner_wait_s
+        self._holder_wait_s = holder_wait_s
         self._config = config
         self._run_dir = run_dir
         self._secret = secret
@@ -328,17 +328,17 @@ class IngressProcess:
         closing.callback(lock.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard, config.num_ingress, self._owner_wait_s)
+        router = ShardRouter(self._coordinator, shard, config.num_ingress, self._holder_wait_s)
         store_path = self._run_dir / sessions_name(shard)
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
         keys = self._keys or keys_of(config)
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
-        endpoint.tenants = tenants = Tenants(keys, self._coordinator, read, sessions.num_of_owners)
-        sessions.on_new = tenants.add_session
-        closing.push_async_callback(tenants.close)
-        await tenants.start()
+        endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
+        sessions.on_new = users.add_session
+        closing.push_async_callback(users.close)
+        await users.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys)
         server = DirectServer(app, loopback(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
@@ -350,7 +350,7 @@ class IngressProcess:
         endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
         await router.start(url)
-        self._health_checks = [part.check_health for part in (sessions, server, router, tenants)]
+        self._health_checks = [part.check_health for part in (sessions, server, router, users)]
         self.app, self.sessions, self.direct_url = app, sessions, url
 
     def check_health(self) -> None:
@@ -428,7 +428,7 @@ def build_endpoint(
         max_model_len=facts.max_context_tokens,
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
         created_at=int(time.time()),
-        router=router,
+        shards=router,
         live_version=lambda: _live_version(coordinator),
         logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # that of all of them
         takes_images=takes_images(config),
@@ -557,7 +557,7 @@ def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
-    """Raise InvalidRequest, naming the entry, if its replicas could not start."""
+    """Raise InvalidRequest, naming the entry, for a missing Python, or experts that a dense model lacks."""
     python = None if entry.environment is None else entry.environment.py_executable
     if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would try for ever
         raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")

@@ -153,7 +153,7 @@ class EngineEnvironment(_EngineModel):
     """The environment of an entry's processes, where it is not the service's own.
 
     Ray starts the replicas with `py_executable`, and makes what `runtime_env` says (`env_vars`, for one). The
-    Python must have the service's minor version, and the same Ray and agentloop: see docs/operations.md.
+    Python must have the service's minor version, and the same Ray and agentloop: see docs/engines.md.
     """
 
     py_executable: str | None = None

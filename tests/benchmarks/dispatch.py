@@ -16,8 +16,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.types import Message, RolloutGroup, RolloutTask, StopReason
+from tests.support.fleet.placing_queue import PlacingQueue
 
 CAPACITY = 256
 MEDIAN_S, SIGMA = 60.0, 1.0
@@ -43,7 +43,7 @@ class Outcome:
 
 @dataclass
 class _Simulation:
-    queue: RolloutQueue
+    queue: PlacingQueue
     num_workers: int
     poisons: frozenset[str]
     num_accidents: int
@@ -144,7 +144,7 @@ def simulate(
     noticed_s: tuple[float, float] = NOTICED_S,
 ) -> Outcome:
     """Run `num_trajectories` in groups of `num_samples`; `num_poisons` of them kill every worker that runs them."""
-    rng, queue = random.Random(seed), RolloutQueue(max_queued=num_trajectories)
+    rng, queue = random.Random(seed), PlacingQueue(max_queued=num_trajectories)
     groups = [
         RolloutGroup(f"g{index}", RolloutTask(f"t{index}", (Message("user", "x"),)), num_samples, "r")
         for index in range(num_trajectories // num_samples)

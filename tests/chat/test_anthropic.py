@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
+from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, error_body, prompt, to_call
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.fields import read_body
@@ -32,9 +32,6 @@ from tests.support.records.chat_answers import (
     written,
 )
 
-anthropic = pytest.importorskip("anthropic")
-streaming = pytest.importorskip("anthropic.lib.streaming._messages")
-
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
 ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
@@ -47,13 +44,19 @@ LOOKUP = {
 HI = {"role": "user", "content": "hi"}
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The SDK, in the process of these tests alone: its types take more than a second to import."""
+    return pytest.importorskip("anthropic")
+
+
 def body(**fields: Any) -> MessagesBody:
     given = {"model": "default", "max_tokens": 64, "messages": [HI], **fields}
     return read_body(json.dumps(given).encode(), MessagesBody)
 
 
 def asked(**fields: Any) -> ChatCall:
-    return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
+    return to_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
@@ -247,7 +250,7 @@ def test_a_count_needs_no_max_tokens():
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-def test_the_whole_answer_is_a_message():
+def test_the_whole_answer_is_a_message(anthropic: Any):
     answer = whole(result(TURN), return_token_ids=True)
     message = anthropic.types.Message.model_validate(answer, strict=True)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -275,7 +278,8 @@ def test_stop_reasons(finish: FinishReason, stop_text: str, reason: str):
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_stream_accumulates_to_the_whole_answer(name: str):
+def test_a_stream_accumulates_to_the_whole_answer(anthropic: Any, name: str):
+    accumulate = pytest.importorskip("anthropic.lib.streaming._messages").accumulate_event
     answer = result(MESSAGES[name])
     events = written(MessageWriter(body(stream=True), KEY).events, [*pieces_of(MESSAGES[name]), answer])
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
@@ -283,7 +287,7 @@ def test_a_stream_accumulates_to_the_whole_answer(name: str):
     snapshot, buffers = None, {}
     for event in events:
         if event["type"] != "ping":
-            snapshot = streaming.accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+            snapshot = accumulate(event=event, current_snapshot=snapshot, json_bufs=buffers)
     expected = anthropic.types.Message.model_validate(whole(answer))
     assert snapshot is not None
     got = snapshot.to_dict()
@@ -316,7 +320,7 @@ def test_nothing_is_written_before_the_first_piece():
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
+def test_an_echoed_answer_is_the_turn_that_made_it(anthropic: Any, name: str):
     answer = result(MESSAGES[name])
     echo = [block.to_dict() for block in anthropic.types.Message.model_validate(whole(answer)).content]
     messages = [HI, {"role": "assistant", "content": echo}, {"role": "user", "content": "and?"}]

@@ -130,7 +130,7 @@ def messages_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatC
         "system": drawn.one("Be brief.", [text("Be brief.")]),
     }
     body["tools"] = [{"name": "look_up", "input_schema": TOOL}]
-    return anthropic_chat.chat_call(read_body(orjson.dumps(body), MessagesBody), MODEL)
+    return anthropic_chat.to_call(read_body(orjson.dumps(body), MessagesBody), MODEL)
 
 
 def responses_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> ChatCall:
@@ -172,7 +172,7 @@ def responses_of(drawn: Drawn, unseen: frozenset[str], *, is_echo: bool) -> Chat
             }
         ]
     body = {"model": "m", "input": items, "tools": [{"type": "function", "name": "look_up", "parameters": TOOL}]}
-    return responses_chat.chat_call(read_body(orjson.dumps(body), ResponsesBody), MODEL)
+    return responses_chat.to_call(read_body(orjson.dumps(body), ResponsesBody), MODEL)
 
 
 def echoed(first: ChatCall, second: ChatCall) -> tuple[Node, Match]:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.fields import read_body
-from agentloop.chat.responses import ResponseWriter, chat_call
+from agentloop.chat.responses import ResponseWriter, to_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
@@ -57,7 +57,7 @@ def body(**fields: Any) -> ResponsesBody:
 
 
 def asked(**fields: Any) -> ChatCall:
-    return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
+    return to_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def written_for(asked_body: ResponsesBody, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:

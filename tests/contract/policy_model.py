@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import xgrammar
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentloop.types import BoolArray, Constraint, FloatArray
 from agentloop_servers.engines.common.constraints import structural_tag
@@ -38,7 +38,7 @@ def write_poisoned(source: Path, target: Path) -> None:
 
 @cache
 def _model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def logits_of(folder: str, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> FloatArray:
@@ -57,7 +57,10 @@ def logit_error(folder: str, dtype: str = "float32") -> float:
 
 @cache
 def _grammar(constraint: Constraint, stop_ids: tuple[int, ...]) -> tuple[Any, int]:
-    tokenizer, size = AutoTokenizer.from_pretrained(POLICY / "v0"), _model(str(POLICY / "v0")).config.vocab_size
+    tokenizer, size = (
+        transformers.AutoTokenizer.from_pretrained(POLICY / "v0"),
+        _model(str(POLICY / "v0")).config.vocab_size,
+    )
     vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(stop_ids))
     compiler, tag = xgrammar.GrammarCompiler(vocabulary), structural_tag(constraint)
     if tag is None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
 
 from agentloop.client.rollout import load_tasks
 from agentloop.codec import from_builtins
@@ -44,7 +43,7 @@ def training_problems(num_problems):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(POLICY / "v1")
+    return transformers.AutoTokenizer.from_pretrained(POLICY / "v1")
 
 
 def test_the_policy_is_at_most_10_mb():
@@ -55,8 +54,8 @@ def test_the_policy_is_at_most_10_mb():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_folder_loads(version):
-    config = AutoConfig.from_pretrained(POLICY / version)
-    loaded = AutoTokenizer.from_pretrained(POLICY / version)
+    config = transformers.AutoConfig.from_pretrained(POLICY / version)
+    loaded = transformers.AutoTokenizer.from_pretrained(POLICY / version)
     assert config.architectures == ["Qwen3ForCausalLM"]
     assert config.tie_word_embeddings
     assert loaded.is_fast
@@ -133,7 +132,7 @@ def test_the_service_can_use_the_template():
 
 
 def test_every_dialogue_fits_the_context(tokenizer):
-    context = AutoConfig.from_pretrained(POLICY / "v1").max_position_embeddings
+    context = transformers.AutoConfig.from_pretrained(POLICY / "v1").max_position_embeddings
     for problem in training_problems(300):
         definitions = [generator.DEFINITIONS[name] for name in problem.tools]
         text = tokenizer.apply_chat_template(generator.dialogue(problem), tools=definitions, tokenize=False)

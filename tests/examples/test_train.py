@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from agentloop.client.client import RolloutClient
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.trainers.batches import TrainingRow, group_rows
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, versions_in
-from examples.train import ablations, curves
 from examples.train.grpo import (
     Recipe,
     batches,
@@ -29,14 +30,18 @@ from examples.train.grpo import (
     train,
     train_step,
 )
-from examples.train.learn import saving
-from examples.train.run import Setting
 from examples.train.tasks import held_out_tasks, training_tasks
 from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.transfer.adapters import POLICY, shipped_policy
 
 SMALL = Recipe(num_steps=3, num_groups=2, group_size=4, max_staleness=0, num_warmup_steps=1)
 CONFIG = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
+
+
+def of_training(name: str) -> ModuleType:
+    """A module of the trainer that the process of these tests loads: models and plots take seconds to import."""
+    return importlib.import_module(f"examples.train.{name}")
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,8 +81,13 @@ def cut(row: TrainingRow, num_tokens: int) -> TrainingRow:
     return replace(row, **arrays)
 
 
+@pytest.fixture(scope="module")
+def ablations() -> ModuleType:
+    return of_training("ablations")
+
+
 @pytest.fixture
-def rows(groups) -> list[TrainingRow]:
+def rows(groups, ablations) -> list[TrainingRow]:
     """Rows of several lengths as if the shipped policy had sampled them; every other one better than the rest."""
     found = [row for group in groups for row in group_rows(group)]
     found = [replace(cut(row, place), advantage=0.5 if place % 2 else -0.5) for place, row in enumerate(found)]
@@ -142,7 +152,7 @@ def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo"])
-def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, loss):
+def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, ablations, loss):
     model = shipped_policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # downhill, by a clipped gradient; Adam may overshoot
     first = train_step(model, optimizer, rows, Recipe(loss=loss))
@@ -195,7 +205,9 @@ async def test_a_run_that_saved_its_versions_is_checked_against_them(tmp_path):
     run_dir.mkdir()
     async with whole_service(CONFIG, run_dir) as url, RolloutClient(url) as client:
         first = (await client.status()).weight_version + 1
-        await train(client, shipped_policy(), short_tasks(4), recipe, prepare=saving(folder, POLICY))
+        await train(
+            client, shipped_policy(), short_tasks(4), recipe, prepare=of_training("learn").saving(folder, POLICY)
+        )
     versions = versions_in(folder)
     assert sorted(versions) == [first, first + 1]
     load = load_reference("cpu", "float32")
@@ -218,7 +230,7 @@ def test_gains_are_paired_by_task():
     assert error == pytest.approx(0.25 / math.sqrt(3))
 
 
-def test_versions_of_recomputed_logprobs(rows):
+def test_versions_of_recomputed_logprobs(rows, ablations):
     """A row of two versions: each choice takes the logprobs of the models that it names."""
     row = rows[0]
     half = int(row.mask.sum()) // 2
@@ -227,7 +239,7 @@ def test_versions_of_recomputed_logprobs(rows):
     mixed = replace(row, versions=versions)
     models = {
         0: shipped_policy(),
-        1: AutoModelForCausalLM.from_pretrained(POLICY.parent / "v1", dtype=torch.float32),
+        1: transformers.AutoModelForCausalLM.from_pretrained(POLICY.parent / "v1", dtype=torch.float32),
     }
     with torch.inference_mode():
         zero, one = (logprobs_of(models[version], [mixed]).numpy() for version in (0, 1))
@@ -238,7 +250,7 @@ def test_versions_of_recomputed_logprobs(rows):
     np.testing.assert_allclose(by_last, one, atol=1e-5)
 
 
-def test_ids_encoded_anew_keep_their_places(rows):
+def test_ids_encoded_anew_keep_their_places(rows, ablations):
     tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
     text = "drum unpet"
     exact = tokenizer.encode(text, add_special_tokens=False).ids
@@ -255,8 +267,9 @@ def test_ids_encoded_anew_keep_their_places(rows):
     assert changed.logprobs[changed.mask].tolist() == logprobs[mask][: len(exact)].tolist()
 
 
-async def test_arms_go_on_where_they_stopped(service, tmp_path):
-    console, setting = Console(), Setting(family="recovery", num_held_out=3, num_samples=2)
+async def test_arms_go_on_where_they_stopped(service, ablations, tmp_path):
+    console = Console()
+    setting = of_training("run").Setting(family="recovery", num_held_out=3, num_samples=2)
     recipe = replace(SMALL, num_steps=2)
     async with RolloutClient(service) as client:
         await ablations.train_arms(client, ["sync"], [0], setting, recipe, tmp_path, console)
@@ -269,5 +282,5 @@ async def test_arms_go_on_where_they_stopped(service, tmp_path):
         assert len(found["steps"]) == 2
         assert len(found["held_out"]["before"]) == 3
     assert (tmp_path / "arms.md").read_text().count("\n| ") == 3
-    curves.main(str(tmp_path))
+    of_training("curves").main(str(tmp_path))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -24,7 +24,7 @@ STEP_S = 600.0  # one that hangs a test or a schedule is killed by that
 FAST = "not engine and not ray and not clients and not trainers and not long and not slow"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
 _STORE, _RETENTION, _SQLITE = (f"agentloop/storage/{one}.py" for one in ("trajectory_store", "retention", "sqlite"))
-_QUEUE, _ISOLATION = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "poison_isolation"))
+_QUEUE, _TRIALS = (f"agentloop/scheduling/{one}.py" for one in ("rollout_queue", "suspect_trials"))
 _ROLLOUTS = "servers/agentloop_servers/coordinator/rollouts.py"
 _ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
@@ -113,12 +113,14 @@ MUTATIONS = (
     Mutation(
         "recorded_before_durable",
         _ROLLOUTS,
-        "            is_new = await self._store.commit([trajectory]) > 0",
-        "            self._recorded(name, trajectory)\n"
-        "            is_new = await self._store.commit([trajectory]) > 0",
+        "            is_new = await self._store.add_records([trajectory]) > 0",
+        "            self._recorded(assignment_id, trajectory)\n"
+        "            is_new = await self._store.add_records([trajectory]) > 0",
         _COORDINATOR_TESTS,
     ),
-    Mutation("record_lost", _ROLLOUTS, "await self._store.commit([trajectory]) > 0", "True", _COORDINATOR_TESTS),
+    Mutation(
+        "record_lost", _ROLLOUTS, "await self._store.add_records([trajectory]) > 0", "True", _COORDINATOR_TESTS
+    ),
     Mutation(
         "failed_update_not_rolled_back",
         "agentloop/fleet/replica_sync.py",
@@ -127,12 +129,16 @@ MUTATIONS = (
         _COORDINATOR_TESTS,
     ),
     Mutation(
-        "claim_kept_after_failure", _ROLLOUTS, "            self.queue.unclaim(name)\n", "", _COORDINATOR_TESTS
+        "keep_place_held_after_failure",
+        _ROLLOUTS,
+        "            self.queue.give_back_keep_place(assignment_id)\n",
+        "",
+        _COORDINATOR_TESTS,
     ),
     Mutation(
         "foreign_failure_is_an_end",
         _ROLLOUTS,
-        "if not self.queue.is_running_at(worker_id, name):\n                return False",
+        "if not self.queue.is_running_at(worker_id, assignment_id):\n                return False",
         "if False:\n                return False",
         _COORDINATOR_TESTS,
     ),
@@ -144,7 +150,11 @@ MUTATIONS = (
         _COORDINATOR_TESTS,
     ),
     Mutation(
-        "place_not_given_back", _ROLLOUTS, "self._replicas.end_lease(name, num_tokens)", "pass", _COORDINATOR_TESTS
+        "place_not_given_back",
+        _ROLLOUTS,
+        "self._replicas.end_lease(assignment_id, num_tokens)",
+        "pass",
+        _COORDINATOR_TESTS,
     ),
     Mutation(
         "unknown_sample_accepted",
@@ -167,19 +177,19 @@ MUTATIONS = (
     Mutation(
         "group_keeps_one_too_many",
         _QUEUE,
-        "+ len(group.claimed) >= group.keep:",
-        "+ len(group.claimed) > group.keep:",
+        "+ len(group.keep_places) >= group.keep:",
+        "+ len(group.keep_places) > group.keep:",
         _QUEUE_TESTS,
     ),
     Mutation("missing_is_never_lost", _QUEUE, ">= self._missing_after_s:", "< 0:", _QUEUE_TESTS),
     Mutation(
         "deaths_count_for_the_cohort",
-        _ISOLATION,
+        _TRIALS,
         "sample.is_only_suspect = len(again) + len(first) == 1",
         "sample.is_only_suspect = True",
         _QUEUE_TESTS,
     ),
-    Mutation("cohort_not_cleared", _ISOLATION, "        return cleared", "        return []", _QUEUE_TESTS),
+    Mutation("cohort_not_cleared", _TRIALS, "        return cleared", "        return []", _QUEUE_TESTS),
     Mutation(
         "hand_in_gives_up_on_a_full_disk",
         _WORKER,

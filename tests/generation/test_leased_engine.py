@@ -27,7 +27,7 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, SessionLeases, continued
+from agentloop.generation.leased_engine import TURN_GRACE_S, CallLeases, LeasedEngine, continued
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
@@ -127,7 +127,7 @@ class LeaseSite:
     clock: VirtualClock
     script: Script
     coordinator: FakeCoordinator
-    leases: SessionLeases
+    leases: CallLeases
     engine: LeasedEngine
 
 
@@ -144,7 +144,7 @@ def virtually(test: Test) -> Callable[[], None]:
             coordinator, script = FakeCoordinator(), Script()
             config = LeaseConfig(coordinator_timeout_s=20.0)
             reporter = LeaseReporter("test", coordinator.report_leases)
-            leases = SessionLeases(coordinator, script.connect, reporter, vocab_size=VOCAB_SIZE, config=config)
+            leases = CallLeases(coordinator, script.connect, reporter, vocab_size=VOCAB_SIZE, config=config)
             await test(LeaseSite(clock, script, coordinator, leases, leases.engine("s")))
             coordinator.next_errors.clear()
             await leases.close()

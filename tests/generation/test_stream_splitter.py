@@ -166,14 +166,14 @@ HOSTILE = {
 }
 
 
-def cpu_s(parser: str, text: str) -> float:
-    """Seconds of this thread on the CPU, for the text in pieces of four characters; the better of two times."""
-    times = []
+def takes_less_than(bound_s: float, parser: str, text: str) -> bool:
+    """Seconds of this thread on the CPU, for the text in pieces of four characters; in one of two tries."""
     for _ in range(2):
         started = time.thread_time()
         check(READERS[parser], [text[i : i + 4] for i in range(0, len(text), 4)], WITH_CALLS)
-        times.append(time.thread_time() - started)
-    return min(times)
+        if time.thread_time() - started < bound_s:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("parser", [name for name in READERS if name not in ("hermes", "qwen3_xml")])
@@ -191,7 +191,7 @@ def test_streams_of_every_format_take_linear_time(parser: str, num_chars: int):
     )
     for unit in units:
         text = (marks.openings[0] + unit * (num_chars // len(unit)))[:num_chars]
-        assert cpu_s(parser, text) < num_chars / 25_000, unit  # about a tenth of that
+        assert takes_less_than(num_chars / 25_000, parser, text), unit  # about a tenth of that
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
@@ -199,4 +199,4 @@ def test_streams_of_every_format_take_linear_time(parser: str, num_chars: int):
 @pytest.mark.parametrize("num_chars", [100_000, pytest.param(500_000, marks=pytest.mark.long)])
 def test_hostile_text_takes_linear_time(text: str, parser: str, num_chars: int):
     """In pieces of four characters; the bound is far above what linear time needs, and far below quadratic."""
-    assert cpu_s(parser, text[:num_chars]) < num_chars / 50_000
+    assert takes_less_than(num_chars / 50_000, parser, text[:num_chars])

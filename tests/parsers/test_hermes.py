@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import ToolCallStatus
-
-HOSTILE_CHARS = 500_000
+from tests.parsers.writing import check_linear_time
 
 
 def parse(text: str, turn_index: int = 0) -> ParsedTurn:
@@ -125,10 +123,6 @@ def test_calls_beyond_the_cap_are_reported_as_one():
     assert turn.calls[-1].token_start == turn.calls[-2].token_end
 
 
-def repeated(unit: str, num_chars: int) -> str:
-    return (unit * (num_chars // len(unit) + 1))[:num_chars]
-
-
 @pytest.mark.parametrize(
     ("head", "unit", "tail"),
     [
@@ -145,21 +139,7 @@ def repeated(unit: str, num_chars: int) -> str:
     ],
 )
 def test_hostile_text_takes_linear_time(head: str, unit: str, tail: str):
-    def cpu_s(num_chars: int) -> float:
-        text = head + repeated(unit, num_chars) + tail
-        decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
-        times = []
-        for _ in range(3):
-            started = time.process_time()
-            turn = get_parser("hermes").parse(decoded, [], 0)
-            times.append(time.process_time() - started)
-        assert turn.calls
-        assert len(turn.calls) <= MAX_CALLS + 1
-        return min(times)
-
-    quarter, whole = cpu_s(HOSTILE_CHARS // 4), cpu_s(HOSTILE_CHARS)
-    assert whole < 10 * quarter + 0.05  # quadratic code takes seconds here
-    assert whole < 0.5
+    check_linear_time("hermes", head, unit, tail)
 
 
 FRAGMENTS = st.sampled_from(

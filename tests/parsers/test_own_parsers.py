@@ -13,7 +13,7 @@ from agentloop.parsers.base import MAX_CALLS
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.parsers.choose import reads
 from agentloop.types import ToolCall, ToolCallStatus
-from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE, mistral_list, parse
+from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE, mistral_list, parse, repeated
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -182,10 +182,6 @@ def test_no_text_raises_and_nothing_vanishes(name: str, data: st.DataObject):
             assert "".join(turn.content.split()) == "".join(outside.split())
     else:
         assert "".join(turn.content.split()) == "".join(outside.split())
-
-
-def repeated(unit: str, num_chars: int) -> str:
-    return (unit * (num_chars // len(unit) + 1))[:num_chars]
 
 
 HOSTILE = [

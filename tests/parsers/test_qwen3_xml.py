@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.parsers.base import DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import ToolCallStatus
-
-HOSTILE_CHARS = 500_000
+from tests.parsers.writing import check_linear_time
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -132,10 +129,6 @@ def test_an_unclosed_call_does_not_hide_the_next_one():
     assert [c.status for c in turn.calls] == [ToolCallStatus.MALFORMED, ToolCallStatus.MALFORMED, ToolCallStatus.OK]
 
 
-def repeated(unit: str, num_chars: int) -> str:
-    return (unit * (num_chars // len(unit) + 1))[:num_chars]
-
-
 @pytest.mark.parametrize(
     ("head", "unit", "tail"),
     [
@@ -153,21 +146,7 @@ def repeated(unit: str, num_chars: int) -> str:
     ],
 )
 def test_hostile_text_takes_linear_time(head: str, unit: str, tail: str):
-    def cpu_s(num_chars: int) -> float:
-        text = head + repeated(unit, num_chars) + tail
-        decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
-        times = []
-        for _ in range(3):
-            started = time.process_time()
-            turn = get_parser("qwen3_xml").parse(decoded, TOOLS, 0)
-            times.append(time.process_time() - started)
-        assert turn.calls
-        assert len(turn.calls) <= MAX_CALLS + 1
-        return min(times)
-
-    quarter, whole = cpu_s(HOSTILE_CHARS // 4), cpu_s(HOSTILE_CHARS)
-    assert whole < 10 * quarter + 0.05  # quadratic code takes seconds here
-    assert whole < 0.5
+    check_linear_time("qwen3_xml", head, unit, tail, TOOLS)
 
 
 FRAGMENTS = st.sampled_from(

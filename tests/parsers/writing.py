@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentloop.parsers.base import DecodedText, ParsedTurn
+from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
 
 Arguments = Mapping[str, Any]
@@ -16,6 +17,26 @@ Call = tuple[str, Arguments]
 def parse(parser: str, text: str, tools: Any = (), turn_index: int = 0) -> ParsedTurn:
     """One token a character, so that spans are offsets into the text."""
     return get_parser(parser).parse(DecodedText(text, tuple(range(1, len(text) + 1))), tools, turn_index)
+
+
+def repeated(unit: str, num_chars: int) -> str:
+    return (unit * (num_chars // len(unit) + 1))[:num_chars]
+
+
+def check_linear_time(parser: str, head: str, unit: str, tail: str, tools: Any = ()) -> None:
+    """Hold four times a hostile text to ten times the CPU seconds; the least of up to three tries counts."""
+
+    def cpu_s(num_chars: int) -> float:
+        started = time.process_time()
+        turn = parse(parser, head + repeated(unit, num_chars) + tail, tools)
+        ended = time.process_time()
+        assert turn.calls
+        assert len(turn.calls) <= MAX_CALLS + 1
+        return ended - started
+
+    quarter = min(cpu_s(125_000) for _ in range(3))
+    bound = min(10 * quarter + 0.05, 0.5)  # quadratic code takes seconds here
+    assert any(cpu_s(500_000) < bound for _ in range(3))
 
 
 def dumps(value: object) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import transformers
 
 from agentloop.errors import TemplateError, TemplateNotPrefixStable
 from agentloop.rendering.port import TurnEnd
@@ -67,7 +67,7 @@ class Reference:
     """The family's template and tokenizer, as transformers runs them."""
 
     def __init__(self, family: Family, folder: Path) -> None:
-        self._tokenizer = PreTrainedTokenizerFast(
+        self._tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), bos_token=family.bos, eos_token=family.eos
         )
         self._tokenizer.chat_template = family.template

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from agentloop.errors import InvalidRequest
 from agentloop.rendering.port import TurnEnd
@@ -88,7 +88,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
 @pytest.fixture(scope="module", params=["own", "shipped"])
 def both_ways(request: pytest.FixtureRequest, folder: Path) -> tuple[TemplateRenderer, Any]:
     chosen = folder if request.param == "own" else SHIPPED
-    return TemplateRenderer.from_directory(chosen), AutoTokenizer.from_pretrained(chosen)
+    return TemplateRenderer.from_directory(chosen), transformers.AutoTokenizer.from_pretrained(chosen)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

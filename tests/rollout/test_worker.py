@@ -87,7 +87,7 @@ async def test_a_record_is_offered_until_a_full_disk_has_room_beyond_any_deadlin
             return await super().finish(worker_id, trajectory)
 
     feeder = FullDisk([task()])
-    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, commit_timeout_s=0.0)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, hand_in_timeout_s=0.0)
     assert feeder.num_refused == 3
     assert [trajectory.is_complete for trajectory in found.values()] == [True]
 

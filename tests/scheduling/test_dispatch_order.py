@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api.coordinator import RolloutTerms, group_key
-from agentloop.scheduling.rollout_queue import RolloutQueue
-from agentloop.scheduling.samples import BeginOutcome
+from agentloop.scheduling.samples import NoPlace
 from agentloop.types import Message, RolloutGroup, RolloutTask
+from tests.support.fleet.placing_queue import LEASE, PlacingQueue
 
 
 def group(group_id, num_samples=2, rollout_id="r"):
@@ -22,8 +22,8 @@ def submit(queue, rollout_id, *groups, **terms):
     queue.add(rollout_id, 0.0)
 
 
-def take(queue, num, begin=lambda _: BeginOutcome.BEGUN, worker="w"):
-    taken = [sample.assignment_id for sample in queue.take(worker, num, 1.0, begin)]
+def take(queue, num, try_to_place=lambda _: LEASE, worker="w"):
+    taken = [sample.assignment_id for sample in queue.take(worker, num, 1.0, try_to_place)]
     queue.check()
     return taken
 
@@ -33,21 +33,21 @@ def groups_of(names):
 
 
 def test_of_groups_that_have_begun_the_one_with_the_fewest_left_goes_first():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     work = [(group("many", 4), (1, 2, 3)), (group("whole", 1), (0,)), (group("few", 4), (2,))]
     queue.restore("r", work, 0.0, num_finished=4)
     assert groups_of(take(queue, 9)) == ["few", "many", "many", "many", "whole"]
 
 
 def test_groups_of_which_workers_still_run_samples_after_a_restart_go_first():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     queue.restore("r", [(group("old", 2), (0, 1)), (group("new", 2), (0, 1))], 0.0)
     queue.report("v", ["r/new/0"], 0.0)
     assert groups_of(take(queue, 9)) == ["new", "old", "old"]
 
 
 def test_what_a_worker_had_before_goes_first():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     submit(queue, "r", ("a", 2), ("b", 1))
     take(queue, 3)
     queue.give_back("w", "r/b/0")
@@ -56,43 +56,43 @@ def test_what_a_worker_had_before_goes_first():
 
 
 def test_nothing_overtakes_what_has_no_room():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     submit(queue, "low", ("g", 2), priority=0)
     submit(queue, "high", ("g", 2), priority=1)
     asked = []
 
-    def begin(sample):
+    def try_to_place(sample):
         asked.append(sample.assignment_id)
-        return BeginOutcome.FULL
+        return NoPlace.FULL
 
-    assert take(queue, 9, begin) == []
+    assert take(queue, 9, try_to_place) == []
     assert asked == ["high/g/0"]
     assert take(queue, 9) == ["high/g/0", "high/g/1", "low/g/0", "low/g/1"]
 
 
 def test_a_group_that_waits_for_its_own_sake_is_passed_by_and_keeps_its_turn():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     submit(queue, "r", ("a", 2), ("b", 2), ("c", 1))
     submit(queue, "low", ("z", 1), priority=-1)
     began: Counter[str] = Counter()
 
-    def begin(sample):
+    def try_to_place(sample):
         key = group_key(sample.assignment_id)
         if began[key]:
-            return BeginOutcome.LATER  # behind the leader of its group
+            return NoPlace.LATER  # behind the leader of its group
         began[key] += 1
-        return BeginOutcome.BEGUN
+        return LEASE
 
-    assert take(queue, 9, begin) == ["r/a/0", "r/b/0", "r/c/0", "low/z/0"]
+    assert take(queue, 9, try_to_place) == ["r/a/0", "r/b/0", "r/c/0", "low/z/0"]
     assert take(queue, 9) == ["r/a/1", "r/b/1"]
 
 
 def test_suspects_wait_for_room_too():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     submit(queue, "r", ("a", 1))
     take(queue, 1)
     queue.worker_lost("w", 1.0)
-    assert take(queue, 1, lambda _: BeginOutcome.FULL, "v") == []
+    assert take(queue, 1, lambda _: NoPlace.FULL, "v") == []
     assert take(queue, 1, worker="v") == ["r/a/0"]
 
 
@@ -103,7 +103,7 @@ def test_suspects_wait_for_room_too():
 )
 def test_nobody_starves_whatever_comes_after_them(arrivals, laters):
     """A sample with n others before it in its flow waits for at most n + 1 places."""
-    queue = RolloutQueue(max_queued=10_000)
+    queue = PlacingQueue(max_queued=10_000)
     num_places = 0
     waiting: dict[str, int] = {}  # -> the place by which it must have begun
 

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
-from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
 from tests.benchmarks.dispatch import LATE_S, simulate
+from tests.support.fleet.placing_queue import PlacingQueue
 
 
 def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):
@@ -22,7 +22,7 @@ def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):
 
 
 def queue_of(*sizes, **config):
-    queue = RolloutQueue(**config)
+    queue = PlacingQueue(**config)
     queue.reserve("r", [group(f"g{i}", size) for i, size in enumerate(sizes)])
     queue.add("r", now=0.0)
     queue.check()
@@ -62,7 +62,7 @@ def test_time_in_the_queue_is_told():
 
 
 def test_the_bound_counts_reservations():
-    queue = RolloutQueue(max_queued=4)
+    queue = PlacingQueue(max_queued=4)
     queue.reserve("a", [group(num_samples=3)])
     with pytest.raises(Overloaded):
         queue.reserve("b", [group(num_samples=2)])
@@ -235,7 +235,7 @@ def test_a_worker_heard_again_has_its_work_back_without_a_mark():
 
 
 def queue_with(**rollouts):
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     for rollout_id, (num_samples, terms) in rollouts.items():
         queue.reserve(rollout_id, [group("g", num_samples, rollout_id)], terms)
         queue.add(rollout_id, 0.0)
@@ -266,7 +266,7 @@ def test_a_users_share_and_its_live_trajectories_are_its_limits():
     users = UserTurns()
     names = {"alice": "alice", "digest": "alice", "bob": "bob"}
     users.table = UserTable(names, {"alice": UserLimits(share=3.0), "bob": UserLimits(live_trajectories=6)})
-    queue = RolloutQueue(users=users)
+    queue = PlacingQueue(users=users)
     for rollout_id, owner in {"a": "alice", "old": "digest", "b": "bob"}.items():
         queue.reserve(rollout_id, [group("g", 100, rollout_id)], RolloutTerms(owner))
         queue.add(rollout_id, 0.0)
@@ -309,7 +309,7 @@ def test_no_more_than_max_running_are_live():
 
 
 def test_tasks_are_bounded_in_bytes():
-    queue = RolloutQueue(max_queued_bytes=3000)
+    queue = PlacingQueue(max_queued_bytes=3000)
     large = replace(group("g", 4), task=RolloutTask("t", (Message("user", "x" * 2000),)))
     queue.reserve("a", [large])
     with pytest.raises(Overloaded):
@@ -344,7 +344,7 @@ def test_a_lost_workers_cancelled_samples_are_not_run_again():
 
 
 def test_a_restarted_queue_adopts_what_workers_run():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     queue.restore("r", [(group("g", 4), (1, 3))], 0.0, num_finished=2)
     assert queue.status("r").num_finished == 2
     queue.report("w", ["r/g/1", "r/gone/0"], 0.0)
@@ -466,7 +466,7 @@ def test_give_back():
 
 
 def limited(limit, *sizes, served=0, rollout_id="r", queue=None, **config):
-    queue = queue or RolloutQueue(**config)
+    queue = queue or PlacingQueue(**config)
     queue.set_versions(FleetVersions(served))
     queue.reserve(rollout_id, [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)])
     queue.add(rollout_id, now=0.0)
@@ -587,7 +587,7 @@ def test_a_dropped_sample_is_begun_anew_until_its_attempts_are_used_up():
 
 def test_a_restored_queue_counts_what_was_finished():
     limit = StalenessLimit(1, trajectories_per_version=2)
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     queue.set_versions(FleetVersions(6))
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
     queue.adopt("w", {"r/g/4": 0}, 0.0)
@@ -596,7 +596,7 @@ def test_a_restored_queue_counts_what_was_finished():
 
 
 def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_first_one_known():
-    queue = RolloutQueue()
+    queue = PlacingQueue()
     queue.restore("r", [(group("g", 4, "r", StalenessLimit(0, trajectories_per_version=1)), (0, 1, 2, 3))], 0.0)
     queue.adopt("w", {"r/g/0": 0}, 0.0)
     queue.set_versions(FleetVersions(0))
@@ -621,7 +621,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.queue = RolloutQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
+        self.queue = PlacingQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
         self.now = 0.0
         self.num_rollouts = 0
         self.accepted = {}  # name -> group, never forgotten
@@ -682,9 +682,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def end(self, name, is_complete=True, is_disk_full=False):
         """Hand in a record as the coordinator does."""
-        is_complete = is_complete and self.queue.claim(name)
+        is_complete = is_complete and self.queue.take_keep_place(name)
         if is_disk_full:
-            self.queue.unclaim(name)
+            self.queue.give_back_keep_place(name)
             return
         is_new = name not in self.finished
         assert self.queue.finished(name, is_kept=is_complete) == is_new
@@ -738,7 +738,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def restart(self):
         """A new coordinator knows only what is durable."""
-        before, self.queue = self.queue, RolloutQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
+        before, self.queue = self.queue, PlacingQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
         before.check()
         self.queue.set_versions(FleetVersions(self.served))
         rollouts = {name.partition("/")[0] for name in self.accepted}

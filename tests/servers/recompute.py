@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,17 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentloop_servers.recompute import ReferenceModel
-
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 
 torch.set_num_threads(1)  # threads that wait for each other on busy cores take up to 25 times as long
 
 
 @cache
-def reference(folder: Path) -> ReferenceModel:
-    """The checkpoint in float32 on the CPU, once a process."""
-    return ReferenceModel(folder, device="cpu")
+def reference(folder: Path) -> Any:
+    """The checkpoint in float32 on the CPU, once a process; transformers' models take two seconds to import."""
+    return importlib.import_module("agentloop_servers.recompute").ReferenceModel(folder, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from structlog.testing import capture_logs
-from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError, TemplateNotPrefixStable
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -95,7 +95,9 @@ def test_a_model_whose_calls_no_parser_reads_is_served_without_tools(tmp_path: P
         with pytest.raises(TemplateError, match="without tools: no parser reads its calls") as caught:
             refused()
         assert caught.value.param == "tools"
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>")
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>"
+    )
     reference.chat_template = FAMILY["gemma4"].template
     talk = [*QUESTION, Message("assistant", "A bird."), Message("user", "And in chess? ♜")]
     entries = [{"role": one.role, "content": one.content} for one in talk]

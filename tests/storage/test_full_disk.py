@@ -93,7 +93,7 @@ async def test_the_watermark_is_of_submits_and_sessions_not_of_records(tmp_path:
     store = TrajectoryStore(path, min_free_bytes=1 << 62)
     with pytest.raises(StorageFull):
         await store.accept("s", [make_group("g", 2)])
-    assert await store.commit([make_trajectory("g", 0)]) == 1
+    assert await store.add_records([make_trajectory("g", 0)]) == 1
     await store.close()
     sessions = SessionStore(tmp_path / "s.sqlite", lambda: 0.0, min_free_bytes=1 << 62)
     await sessions.start()
@@ -162,7 +162,7 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     stored, failed = [], []
     for index in range(600):
         try:
-            await store.commit([make_trajectory("g", index)])
+            await store.add_records([make_trajectory("g", index)])
             stored.append(index)
         except StorageFull:
             failed.append(index)
@@ -179,7 +179,7 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     with pytest.raises(StorageFull):
         free.check()
     ballast.unlink()
-    await store.commit([make_trajectory("g", index) for index in failed])
+    await store.add_records([make_trajectory("g", index) for index in failed])
     assert (await store.counts("r"))[1] == 600
     assert await sessions.create(SessionRecord("after", 0.0, 60.0, "owner"))
     await store.close()
@@ -191,11 +191,12 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
     first = TrajectoryStore(path)
     epoch = await first.take_over()
     await first.accept("r", [make_group("g", 9)])
-    await first.commit([make_trajectory("g", 0), make_trajectory("g", 1)])
+    await first.add_records([make_trajectory("g", 0), make_trajectory("g", 1)])
     with pytest.raises(OSError, match="No space left"):
         ballast.write_bytes(bytes(4 << 20))
     outcomes = [
-        await asyncio.gather(first.commit([make_trajectory("h", n)]), return_exceptions=True) for n in range(600)
+        await asyncio.gather(first.add_records([make_trajectory("h", n)]), return_exceptions=True)
+        for n in range(600)
     ]
     assert any(isinstance(outcome, StorageFull) for (outcome,) in outcomes)  # to the end of the last block
     owners = [first]
@@ -208,13 +209,13 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
         await store.acknowledge("r", 1)
         assert store.is_full
         with pytest.raises(StorageFull, match="make room"):
-            await store.commit([make_trajectory("g", 5)])
+            await store.add_records([make_trajectory("g", 5)])
         assert await store.saved_state("orders", int) == owner
         assert (await store.terms("r")).is_cancelled
         assert len(await store.read("r", 0, 10)) >= 2
     ballast.unlink()
     assert not store.is_full
-    assert await store.commit([make_trajectory("g", 5)]) == 1
+    assert await store.add_records([make_trajectory("g", 5)]) == 1
     for store in owners:
         await store.close()
 

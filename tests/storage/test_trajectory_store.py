@@ -45,7 +45,7 @@ async def read(store: TrajectoryStore, rollout_id: str, after: int, limit: int) 
 async def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group()])
     trajectory = make_trajectory()
-    assert await store.commit([trajectory]) == 1
+    assert await store.add_records([trajectory]) == 1
     [(cursor, record)] = await store.read("r", 0, 10)
     assert cursor > 0
     assert record == codec.encode(trajectory)
@@ -57,8 +57,8 @@ async def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
 
 async def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group()])
-    await store.commit([make_trajectory(reward=1.0)])
-    assert await store.commit([make_trajectory(reward=0.0), make_trajectory(sample_index=1)]) == 1
+    await store.add_records([make_trajectory(reward=1.0)])
+    assert await store.add_records([make_trajectory(reward=0.0), make_trajectory(sample_index=1)]) == 1
     assert [trajectory.reward for _, trajectory in await read(store, "r", 0, 10)] == [1.0, 1.0]
     assert await store.counts("r") == (2, 2)
 
@@ -66,8 +66,8 @@ async def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) 
 async def test_reading_goes_on_from_a_cursor(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group(num_samples=5)])
     await store.accept("other", [make_group()])
-    await store.commit([make_trajectory(rollout_id="other")])
-    await store.commit([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)])
+    await store.add_records([make_trajectory(rollout_id="other")])
+    await store.add_records([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)])
     seen, cursor = [], 0
     while page := await read(store, "r", cursor, 2):
         assert len(page) <= 2
@@ -106,7 +106,7 @@ async def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
 
 async def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group("a", 3), make_group("b", 1), make_group("c", 2)])
-    await store.commit([make_trajectory("a", 1), make_trajectory("b", 0)])
+    await store.add_records([make_trajectory("a", 1), make_trajectory("b", 0)])
     assert [(group.group_id, missing) for group, missing in await store.unfinished()] == [
         ("a", (0, 2)),
         ("c", (0, 1)),
@@ -116,7 +116,7 @@ async def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> N
 
 async def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group("a", 1)])
-    await store.commit([make_trajectory("a", 7), make_trajectory("never", 0)])
+    await store.add_records([make_trajectory("a", 7), make_trajectory("never", 0)])
     assert await store.counts("r") == (1, 0)
 
 
@@ -133,7 +133,7 @@ async def test_a_corrupt_row_is_counted_and_the_others_are_served(
     store: TrajectoryStore, path: Path, damage: str
 ) -> None:
     await store.accept("r", [make_group(num_samples=3)])
-    await store.commit([make_trajectory(sample_index=index) for index in range(3)])
+    await store.add_records([make_trajectory(sample_index=index) for index in range(3)])
     with sqlite3.connect(path) as other:
         other.execute(f"UPDATE trajectories SET {damage} WHERE seq = 2")
     other.close()
@@ -158,7 +158,7 @@ async def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_o
     reader = TrajectoryReader(path)
     try:
         assert reader.counts("r") == (2, 0)
-        await store.commit([make_trajectory()])
+        await store.add_records([make_trajectory()])
         assert reader.counts("r") == (2, 1)
         [(_, known)] = reader.read("r", 0, 10)
         assert codec.to_builtins(known) == codec.to_builtins(make_trajectory())
@@ -176,11 +176,11 @@ async def test_a_failed_transaction_stores_nothing_and_the_next_one_works(
             " BEGIN SELECT RAISE(ABORT, 'disk full'); END"
         )
     with pytest.raises(sqlite3.Error, match="disk full"):
-        await store.commit([make_trajectory(), make_trajectory(sample_index=1)])
+        await store.add_records([make_trajectory(), make_trajectory(sample_index=1)])
     assert await store.counts("r") == (2, 0)
     other.execute("DROP TRIGGER full")
     other.close()
-    assert await store.commit([make_trajectory(), make_trajectory(sample_index=1)]) == 2
+    assert await store.add_records([make_trajectory(), make_trajectory(sample_index=1)]) == 2
 
 
 async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def main():
     store = TrajectoryStore(sys.argv[1])
     await store.accept("r", [make_group(num_samples=20_000)])
     for index in range(20_000):
-        await store.commit([make_trajectory(sample_index=index)])
+        await store.add_records([make_trajectory(sample_index=index)])
         print(index, flush=True)
 
 asyncio.run(main())
@@ -288,9 +288,9 @@ async def test_the_counts_of_a_done_rollout_are_looked_up_once(tmp_path: Path) -
     threads = {"trajectories": CountingThread(1), "trajectory-reads": thread}
     store = TrajectoryStore(tmp_path / "t.sqlite", threads.pop)
     await store.accept("r", [make_group("g", 2)])
-    await store.commit([make_trajectory("g", 0)])
+    await store.add_records([make_trajectory("g", 0)])
     assert await store.counts("r") == (2, 1)
-    await store.commit([make_trajectory("g", 1)])
+    await store.add_records([make_trajectory("g", 1)])
     assert await store.counts("r") == (2, 2)
     num_calls = thread.num_calls
     assert [await store.counts("r") for _ in range(100)] == [(2, 2)] * 100
@@ -305,9 +305,9 @@ async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(tmp_path: Path
     )
     try:
         await store.accept("r", [make_group("g", 2)])
-        await store.commit([make_trajectory("g", 0)])
+        await store.add_records([make_trajectory("g", 0)])
         disk.submit(may_go_on.wait)  # a disk that takes its time
-        committing = asyncio.create_task(store.commit([make_trajectory("g", 1)]))
+        committing = asyncio.create_task(store.add_records([make_trajectory("g", 1)]))
         async with asyncio.timeout(60.0):
             await store.check_owner()
             assert await store.counts("r") == (2, 1)

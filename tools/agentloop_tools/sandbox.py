@@ -121,7 +121,7 @@ def _output(command: Sequence[str], **options: Any) -> tuple[int, str]:
 
 
 def give_to_sandbox(path: Path) -> None:
-    """Make a file or folder that of the user whom commands run as."""
+    """Make the sandbox's user the owner of this one file or folder. As root alone; else a no-op."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 

@@ -69,7 +69,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """One line for what went wrong, instead of a traceback."""
+    """Report an error of the block as one line, instead of a traceback, and exit."""
     try:
         yield
     except* (AgentLoopError, OSError) as group:

@@ -27,16 +27,16 @@ def demand(worker_id: str, sample: Sample) -> Demand:
 
 def assignment(sample: Sample, lease: Lease) -> Assignment:
     """Return a sample with its lease, as it goes to its worker."""
-    name, group = sample.assignment_id, sample.group
+    group = sample.group
     return Assignment(
-        assignment_id=name,
+        assignment_id=sample.assignment_id,
         group_id=group.group_id,
         sample_index=sample.sample_index,
         task=group.task,
         lease=lease,
         attempt=sample.attempt,
         queue_s=sample.queued_s,
-        rollout_id=name.partition("/")[0],
+        rollout_id=sample.rollout.rollout_id,
         staleness=group.staleness,
         num_stale_attempts=sample.num_stale_attempts,
         is_restored=sample.is_restored,

@@ -1,7 +1,8 @@
 """The coordinator over its HTTP port: its ports as typed objects over one call, with deadlines.
 
-What constructs the client knows how to find the coordinator. Its URL is asked for once, and again when it cannot
-be reached there: a coordinator that was started again has another port. A call whose connection breaks is sent once
+The methods of a port are made from its signatures; `coordinator/server.py` says which class answers each. The
+coordinator's URL is asked for once, and again when it cannot be reached there: a coordinator that was started again
+has another port. A call whose connection breaks is sent once
 more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived, or if it is an
 update, whose repeat joins it or gets its report.
 """
@@ -30,7 +31,8 @@ COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the st
 
 
 class CoordinatorClient:
-    """The coordinator's ports, as one process has them. Close it in the end."""
+    """The coordinator's ports for one process. Close it in the end. A port's call is answered by the class that
+    `server.py` names: `front.submit` by `Rollouts.submit`."""
 
     def __init__(
         self, find: Callable[[], Awaitable[str]], secret: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S

@@ -1,8 +1,8 @@
-"""Rollouts: the coordinator's side towards clients and workers: accepted work, who runs it, and its records.
+"""Rollouts: the coordinator's side towards clients and workers: accepted work, its workers, and its records.
 
 Ownership: the RolloutQueue and the store. A submission is durable before it is queued, a record before it counts as
-finished; the queue alone decides who owns a sample. Leases come from, and go back to, the Replicas. A call that
-must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
+finished; the queue alone decides which worker owns a sample. Leases come from, and go back to, the Replicas. A call
+that must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentloop.api.coordinator import (
     RolloutTerms,
     TurnEnded,
     WorkerReport,
-    assignment_id,
+    assignment_id_of,
     group_key,
     is_session_holder,
     session_holder,
@@ -42,10 +42,9 @@ from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUn
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
-from agentloop.scheduling.samples import BeginOutcome, Sample
 from agentloop.score import ended
 from agentloop.storage.retention import Unfinished
-from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, TrajectoryStore, encoded_groups, groups_digest
+from agentloop.storage.trajectory_store import MAX_RECORD_BATCH, TrajectoryStore, encoded_groups, groups_digest
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -82,7 +81,7 @@ class _StoredCounts:
 
 
 class Rollouts:
-    """A WorkerPort, a RolloutPort and a LeasePort.
+    """The WorkerPort, RolloutPort and LeasePort of a coordinator.
 
     Construct, `await restore()`, then call `look` and `write_owed` now and then.
     """
@@ -116,7 +115,7 @@ class Rollouts:
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._submitting = KeyedLocks()  # by rollout id
-        self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
+        self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
@@ -128,8 +127,8 @@ class Rollouts:
         return len(self._polls)
 
     async def restore(self) -> None:
-        """Queue what an earlier coordinator left unfinished. It is given out after a grace period, in which
-        workers may say that they still run it."""
+        """Queue an earlier coordinator's unfinished work. It is given out after a grace period in which workers may
+        name what they still run."""
         now = self._clock.now()
         by_rollout: dict[str, list[tuple[RolloutGroup, tuple[int, ...]]]] = {}
         for group, sample_indexes in await self._store.unfinished():
@@ -211,47 +210,52 @@ class Rollouts:
         self._changed.notify()
 
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
-        """Join the hand-in of this sample that is under way, or begin one: a slow disk holds one copy of each."""
-        name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-        under_way = self._hand_ins.get(name)
+        """Begin the hand-in of a sample, or join the one under way. A slow disk holds one copy of each."""
+        assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        under_way = self._hand_ins.get(assignment_id)
         if under_way is None:
-            self._hand_ins[name] = under_way = self.tasks.start(self._finish(worker_id, name, trajectory))
-            under_way.add_done_callback(lambda _: self._hand_ins.pop(name, None))
+            self._hand_ins[assignment_id] = under_way = self.tasks.start(
+                self._finish(worker_id, assignment_id, trajectory)
+            )
+            under_way.add_done_callback(lambda _: self._hand_ins.pop(assignment_id, None))
         return await asyncio.shield(under_way)
 
-    async def _finish(self, worker_id: str, name: str, trajectory: Trajectory) -> bool:
-        if not self.queue.is_live(name):
+    async def _finish(self, worker_id: str, assignment_id: str, trajectory: Trajectory) -> bool:
+        if not self.queue.is_live(assignment_id):
             with suppress(Gone):  # it was stored, and is deleted
                 if not await self._store.has_record(trajectory):
-                    raise InvalidRequest(f"{name} was never accepted", param="sample_index")
+                    raise InvalidRequest(f"{assignment_id} was never accepted", param="sample_index")
             return True
         if _is_dropped(trajectory):
-            if self.queue.drop_stale(worker_id, name, trajectory.attempt):
-                self._log.info("trajectory_dropped", assignment=name, attempt=trajectory.attempt)
-                self._lost((name,))
+            if self.queue.drop_stale(worker_id, assignment_id, trajectory.attempt):
+                self._log.info("trajectory_dropped", assignment=assignment_id, attempt=trajectory.attempt)
+                self._lost((assignment_id,))
             return False  # else it is queued or run by another worker already
-        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
-            if not self.queue.is_running_at(worker_id, name):
+        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(assignment_id):
+            if not self.queue.is_running_at(worker_id, assignment_id):
                 return False  # it is queued, or another worker runs it: a failure here is not its end
             if trajectory.stop_reason is StopReason.CANCELLED or self._is_run_again(trajectory):
-                self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
-                self._lost((name,))
+                self.queue.give_back(worker_id, assignment_id)  # it was not cancelled: another worker shall run it
+                self._lost((assignment_id,))
                 return False
         trajectory = self._aged(trajectory)
-        is_wanted = self.queue.claim(name) if trajectory.is_sound else not self.queue.is_cancelled(name)
+        if trajectory.is_sound:
+            is_wanted = self.queue.take_keep_place(assignment_id)
+        else:
+            is_wanted = not self.queue.is_cancelled(assignment_id)
         if trajectory.is_complete and not is_wanted:
             trajectory = _surplus(trajectory)
         try:
-            is_new = await self._store.commit([trajectory]) > 0
+            is_new = await self._store.add_records([trajectory]) > 0
         except BaseException:
-            self.queue.unclaim(name)
+            self.queue.give_back_keep_place(assignment_id)
             raise
         # Else it has a record that was written meanwhile, of a sample that no worker was to finish any more.
-        self._recorded(name, trajectory if is_new else _surplus(trajectory))
+        self._recorded(assignment_id, trajectory if is_new else _surplus(trajectory))
         return True
 
-    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if self.queue.is_live(name))
+    async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
 
     def look(self, now: float) -> None:
         """Count the silence of workers and of processes that report, and end the grace of a restart."""
@@ -269,7 +273,7 @@ class Rollouts:
             self._changed.notify()
 
     def begin_trim(self, now: float) -> None:
-        """Delete what the retention policy lets go, if it is time to and nobody does."""
+        """Begin to delete what the retention policy lets go, if that is due and not under way."""
         is_due = now >= self._trim_at and self._config.retention.deletes
         if is_due and (self._trimming is None or self._trimming.done()):
             self._trim_at = now + self._config.retention_interval_s
@@ -291,15 +295,15 @@ class Rollouts:
             self._log.info("records_deleted", num_rows_and_pages=num_deleted)
 
     async def write_owed(self) -> None:
-        """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
+        """Write the records that the coordinator owes. Raises the store's errors; what failed stays owed."""
         owed = self.queue.pending_records(self._clock.now())
-        for start in range(0, len(owed), MAX_COMMIT_BATCH):
+        for start in range(0, len(owed), MAX_RECORD_BATCH):
             batch = [
-                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]
+                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_RECORD_BATCH]
             ]
-            await self._store.commit([trajectory for _, trajectory in batch])
-            for name, trajectory in batch:
-                self._recorded(name, trajectory)
+            await self._store.add_records([trajectory for _, trajectory in batch])
+            for assignment_id, trajectory in batch:
+                self._recorded(assignment_id, trajectory)
 
     # --- clients ---
 
@@ -309,13 +313,13 @@ class Rollouts:
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         if self.is_draining:
             raise ServiceUnavailable("the service is stopping")
         async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
-            name, owner = await self._place(rollout_id, terms.owner, reaches)
-            return await self._submit(name, groups, replace(terms, owner=owner))
+            own_rollout_id, owner = await self._whole_id(rollout_id, terms.owner, user_names)
+            return await self._submit(own_rollout_id, groups, replace(terms, owner=owner))
 
     async def _submit(
         self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
@@ -346,30 +350,30 @@ class Rollouts:
         return await self._by_id(rollout_id)
 
     @to_its_end
-    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
-        name, owner = await self._place(rollout_id, names[0], names)
-        await self._store.claim(name, owner)
-        return name
+    async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
+        own_rollout_id, owner = await self._whole_id(rollout_id, user_names[0], user_names)
+        await self._store.claim(own_rollout_id, owner)
+        return own_rollout_id
 
     @to_its_end
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
-        """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
+        """Store a finished session's record. Readers do not wait for more: their number is not known."""
         if await self._store.record(self._aged(trajectory), owner):
-            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
+            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("session_recorded", assignment=assignment_id, is_complete=trajectory.is_complete)
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
         if after < 0:
             raise InvalidRequest("a cursor is not negative", param="after")
         if limit < 1:
             raise InvalidRequest("a page holds at least one record", param="limit")
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         limit = min(limit, self._config.max_page)
         deadline_at = deadline_after(min(wait_s, self._config.max_wait_s))
         while True:
-            # The status first, then the records: who sees `is_done` and no record has seen them all. A record
+            # The status first, then the records: a reader of `is_done` and no record has had them all. A record
             # that is committed from here on sets the event.
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
@@ -381,13 +385,13 @@ class Rollouts:
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
 
     @to_its_end
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         await self._store.acknowledge(rollout_id, cursor)
 
     @to_its_end
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self._store.cancel(rollout_id)  # before the answer: the next coordinator goes on with it
@@ -397,8 +401,8 @@ class Rollouts:
         return await self._by_id(rollout_id)
 
     @to_its_end
-    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         async with self._submitting.of(rollout_id):
             if self.queue.status(rollout_id) is not None:
                 raise Conflict(f"rollout {rollout_id} runs: resubmit when it has ended", param="rollout_id")
@@ -469,18 +473,18 @@ class Rollouts:
             return None
         return tuple(one for one in leases if is_session_holder(one.holder_id) or self.queue.is_live(one.holder_id))
 
-    def _holder_of(self, name: str) -> str:
-        """Return the holder that a trajectory's or a session's name stands for."""
-        return name if self.queue.is_live(name) else session_holder(name)
+    def _holder_of(self, given_id: str) -> str:
+        """Return the holder of a lease: the assignment of this id, or else the session."""
+        return given_id if self.queue.is_live(given_id) else session_holder(given_id)
 
-    def _moved(self, name: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
+    def _moved(self, given_id: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
         balancer = self._replicas.balancer
-        holder_id = self._holder_of(name)
+        holder_id = self._holder_of(given_id)
         held = balancer.lease_of(holder_id)
-        if held is None and holder_id != name:
-            raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")
+        if held is None and holder_id != given_id:
+            raise NotFound(f"{given_id} is neither running nor a session with a lease", param="assignment_id")
         if held is None:  # granted by a coordinator before this one
-            balancer.adopt(Demand(name, group_id=group_key(name)), lease, self._clock.now())
+            balancer.adopt(Demand(given_id, group_id=group_key(given_id)), lease, self._clock.now())
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
         return balancer.move(lease, is_failed, needs)
@@ -494,17 +498,11 @@ class Rollouts:
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
-        leases: dict[str, Lease] = {}
-
-        def begin(sample: Sample) -> BeginOutcome:
-            lease = self._replicas.waiting.begin(demand(worker_id, sample))
-            if isinstance(lease, BeginOutcome):
-                return lease
-            leases[sample.assignment_id] = lease
-            return BeginOutcome.BEGUN
-
-        samples = self.queue.take(worker_id, num_free, self._clock.now(), begin)
-        return tuple(assignment(sample, leases[sample.assignment_id]) for sample in samples)
+        waiting, now = self._replicas.waiting, self._clock.now()
+        placed = self.queue.take(
+            worker_id, num_free, now, lambda sample: waiting.try_to_place(demand(worker_id, sample))
+        )
+        return tuple(assignment(sample, lease) for sample, lease in placed)
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
@@ -519,15 +517,15 @@ class Rollouts:
             staleness = max(staleness, max(versions) - served)
         limit = trajectory.max_staleness
         if limit is not None and staleness > limit:
-            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
+            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("record_is_stale", assignment=assignment_id, staleness=staleness, max_staleness=limit)
         return replace(trajectory, staleness=staleness)
 
     async def _stored(self, rollout_id: str) -> _StoredCounts:
         """Count what an earlier coordinator stored of a rollout."""
         num_trained, oldest, cursor = 0, list[int](), 0
         num_complete: Counter[str] = Counter()
-        while page := await self._store.read(rollout_id, cursor, MAX_COMMIT_BATCH):
+        while page := await self._store.read(rollout_id, cursor, MAX_RECORD_BATCH):
             cursor = page[-1][0]
             for record in (codec.decode(record, Trajectory) for _, record in page):
                 num_complete[record.group_id] += record.is_sound
@@ -541,40 +539,40 @@ class Rollouts:
         is_failed = trajectory.stop_reason is StopReason.ENGINE_FAILED
         return is_failed and trajectory.attempt + 1 < self._config.max_attempts
 
-    def _recorded(self, name: str, trajectory: Trajectory) -> None:
+    def _recorded(self, assignment_id: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
-        if not self.queue.finished(name, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
+        if not self.queue.finished(assignment_id, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
             return
-        self._replicas.end_lease(name, num_tokens)
+        self._replicas.end_lease(assignment_id, num_tokens)
         self._changed.notify()
         event = self._readers.pop(trajectory.rollout_id, None)
         if event is not None:
             event.set()
 
-    def _lost(self, names: tuple[str, ...]) -> None:
+    def _lost(self, assignment_ids: tuple[str, ...]) -> None:
         """These left their worker: queued again or owed a record, in either case without a place."""
-        for name in names:
-            self._replicas.end_lease(name)
-        if names:
+        for assignment_id in assignment_ids:
+            self._replicas.end_lease(assignment_id)
+        if assignment_ids:
             self._changed.notify()
 
-    async def _status(self, rollout_id: str, reaches: tuple[str, ...] | None) -> RolloutStatus:
-        """Raises NotFound for a rollout that is unknown, or beyond what the caller reaches."""
-        for name, owner in possible_ids(rollout_id, reaches):
+    async def _status(self, rollout_id: str, user_names: tuple[str, ...] | None) -> RolloutStatus:
+        """Raises NotFound for a rollout that is unknown, or another user's."""
+        for possible_id, owner in possible_ids(rollout_id, user_names):
             with suppress(NotFound):
-                status = await self._by_id(name)
+                status = await self._by_id(possible_id)
                 if owner in (None, status.owner):
                     return status
         raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
 
-    async def _place(self, rollout_id: str, owner: str, reaches: tuple[str, ...] | None) -> tuple[str, str]:
-        """Return the whole id, and the owner, of a rollout that a user names: the one there is, or a new one."""
+    async def _whole_id(self, rollout_id: str, owner: str, user_names: tuple[str, ...] | None) -> tuple[str, str]:
+        """Return the whole id and the owner of a rollout that a user names, known or new."""
         try:
-            known = await self._status(rollout_id, reaches)
+            known = await self._status(rollout_id, user_names)
         except NotFound:
-            return rollout_id if reaches is None else own_id(owner, rollout_id), owner
-        return known.rollout_id, owner if reaches is None else known.owner
+            return rollout_id if user_names is None else own_id(owner, rollout_id), owner
+        return known.rollout_id, owner if user_names is None else known.owner
 
     async def _by_id(self, rollout_id: str) -> RolloutStatus:
         self.queue.set_versions(self._replicas.versions)

@@ -1,5 +1,9 @@
 """The coordinator's HTTP port: one route for each call of its ports, typed by their signatures.
 
+    ReplicaPort, FleetPort                by `Replicas`     (replicas.py)
+    WorkerPort, RolloutPort, LeasePort    by `Rollouts`     (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
+    the rest of FrontPort                 by `Coordinator`  (coordinator.py): `status`, `drain`, ...
+
 A body is the codec's bytes of a call's arguments as a tuple, an answer those of what the call returns. Commands to
 the fleet are numbered by their caller, and one that arrives late is refused.
 """
@@ -81,7 +85,7 @@ class CoordinatorServer(PrivateServer):
         calls = {**calls_of(ReplicaPort), **calls_of(WorkerPort), **calls_of(FrontPort)}
         routes = []
         for name, call in calls.items():
-            method = next(getattr(port, name) for port in ports if hasattr(port, name))
+            method = next(getattr(port, name) for port in ports if hasattr(port, name))  # by the table above
             routes.append(web.post(f"/{name}", self._handler(call, method)))
         worker_paths = frozenset(f"/{name}" for name in calls_of(WorkerPort))
         super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)

@@ -48,15 +48,15 @@ _MAX_RETRY_COUNT = 1000
 
 
 async def answer_call(
-    request: Request, endpoint: Endpoint, chat: ChatCall, name: str | None, render: Callable[[ChatResult], Any]
+    request: Request, endpoint: Endpoint, chat_call: ChatCall, name: str | None, render: Callable[[ChatResult], Any]
 ) -> Response:
-    """Answer a call as JSON, which `render` gives as `orjson` takes it. `name` is the body's of the session.
+    """Answer a call as JSON, which `render` makes for `orjson`. `name` is the session in the body.
 
-    Raises as `session_of`, and what the call raises.
+    Raises as `find_or_create_session`, and what the call raises.
     """
-    session, key = await session_of(request, endpoint, name), await call_key(request)
-    with endpoint.admitted(session.record.owner):
-        result = await unless_client_leaves(request, session.call(bounded(request, chat), key))
+    session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
+    with endpoint.hold_call_place(session.record.owner):
+        result = await unless_client_leaves(request, session.call(bounded(request, chat_call), key))
     if result is None:
         return unread_response()
     replies, headers = [node.reply for node in result.choices], {TURN_HEADER: result.choices[0].node_id}
@@ -66,7 +66,7 @@ async def answer_call(
 async def json_of_replies(
     replies: list[Reply], render: Callable[[], Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Return what `render` makes of replies; long ones are written in a thread."""
+    """Return `render`'s answer of replies as JSON; long ones are written in a thread."""
     if sum(len(reply.token_ids) for reply in replies) > LONG_ANSWER_TOKENS:
         return json_response(await asyncio.to_thread(lambda: orjson.dumps(render())), headers=headers)
     return json_response(render(), headers=headers)
@@ -75,7 +75,7 @@ async def json_of_replies(
 async def stream_call(
     request: Request,
     endpoint: Endpoint,
-    chat: ChatCall,
+    chat_call: ChatCall,
     name: str | None,
     write: Events,
     error_event: Callable[[AgentLoopError], bytes],
@@ -86,12 +86,12 @@ async def stream_call(
 
     A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
     """
-    session, key = await session_of(request, endpoint, name), await call_key(request)
+    session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
 
     async def sent() -> AsyncGenerator[bytes, None]:
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
-        with endpoint.admitted(session.record.owner):
-            async with aclosing(session.stream(chat, key)) as pieces, aclosing(write(pieces)) as events:
+        with endpoint.hold_call_place(session.record.owner):
+            async with aclosing(session.stream(chat_call, key)) as pieces, aclosing(write(pieces)) as events:
                 async for event in events:
                     yield sse(event, event["type"] if are_named else None)
                 if not are_named:
@@ -106,43 +106,42 @@ async def stream_call(
     )
 
 
-def bounded(request: Request, chat: ChatCall) -> ChatCall:
-    """Return the call, ending no later than the client stops waiting for it."""
+def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
+    """Return the call with the client's read timeout as its own, if that is shorter."""
     hint_s = _read_timeout_s(request)
-    return chat if hint_s is None or hint_s >= chat.timeout_s else replace(chat, timeout_s=hint_s)
+    return chat_call if hint_s is None or hint_s >= chat_call.timeout_s else replace(chat_call, timeout_s=hint_s)
 
 
-async def session_of(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
-    """Return the session that a request means; from here on its answer has `x-session-id`.
-
-    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and NotOwner.
-    """
+async def find_or_create_session(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
+    """Find the session that a request names, or create one, durably; its answer has `x-session-id` from here on.
+    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and HeldElsewhere: `ingress/app.py` then
+    forwards the request to the process that holds the session."""
     session_id, must_exist = session_name(request, body_session_id)
-    sessions, reaches = endpoint.sessions, caller_of(request).reaches
+    sessions, user_names = endpoint.sessions, caller_of(request).user_names
     found: Session | None = None
     if session_id is not None:
-        endpoint.check_own(session_id)
-        found = sessions.resident(session_id, reaches)
+        endpoint.check_is_here(session_id)
+        found = sessions.resident(session_id, user_names)
     if found is None:
         if session_id is not None and must_exist:
-            finding = sessions.find(session_id, reaches)
+            finding = sessions.find(session_id, user_names)
         else:
-            assert reaches is not None  # a session's key names its session
-            finding = sessions.find_or_create(session_id, reaches)
+            assert user_names is not None  # a session's key names its session
+            finding = sessions.find_or_create(session_id, user_names)
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
     request.scope["state"]["session_id"] = found.shown_id
     return found
 
 
-async def as_call(reading: Callable[[], ChatCall], num_messages: int) -> ChatCall:
-    """Return the call that a body means; a long conversation is read in a thread."""
-    return await asyncio.to_thread(reading) if num_messages > LONG_CONVERSATION else reading()
+async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -> ChatCall:
+    """Make a call of a body; with more than `LONG_CONVERSATION` messages, in a thread."""
+    return await asyncio.to_thread(to_call) if num_messages > LONG_CONVERSATION else to_call()
 
 
 def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
-    """Check that a model is served. In a session every name means its policy: agents have names of their own.
+    """Check that a model is served; in a session any name will do. Raises ModelNotFound.
 
-    Raises ModelNotFound.
+    Agents have model names of their own.
     """
     if body_session_id is None and not names_session(request):
         endpoint.check_model(name)

@@ -1,6 +1,6 @@
 """The server of one ingress process: its app on the public port, which the processes share, and on one of its own.
 
-Agents on this host, and the endpoint's other processes, reach the process by its own port; everybody else, by the
+Agents on this host, and the endpoint's other processes, reach the process by its own port; all others, by the
 public one. Every connection is bounded (`http/connections.py`).
 """
 
@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 3
 
 
 class DirectServer:
-    """Serves one app on the running loop, from `start` to `close`."""
+    """The server of one app on the running loop, from `start` to `close`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DirectServer:
                 raise ServiceUnavailable("the endpoint's own port is closed") from task.exception()
 
     async def close(self) -> None:
-        """Stop listening; what is in flight has a few seconds. Idempotent."""
+        """Stop listening; open requests have a few seconds. Idempotent."""
         for server in self._servers:
             server.should_exit = True
         if self._serving:

@@ -17,7 +17,7 @@ from agentloop.rendering.port import Renderer
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
-from agentloop_servers.endpoint.tenants import Tenants
+from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.http.responses import in_time
 
 DEFAULT_MODEL = "default"
@@ -50,19 +50,19 @@ class Endpoint:
     limits: EndpointLimits = EndpointLimits()
     created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
     unix_time: Callable[[], float] = time.time
-    router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
+    shards: ShardRouter | None = None  # to the endpoint's other processes, if there are any
     public_url: str | None = None  # as others reach the service; None: the address that a connection came in on
     direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
-    tenants: Tenants | None = None
+    users: ServedUsers | None = None
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
     num_open_calls: int = field(default=0, init=False)
 
     @property
-    def served(self) -> ChatModel:
-        """The model, as dialects must know it."""
+    def chat_model(self) -> ChatModel:
+        """The model, as far as dialects must know it."""
         renderer = self.renderer
         return ChatModel(
             self.parser,
@@ -73,7 +73,7 @@ class Endpoint:
         )
 
     async def weight_version(self) -> int | None:
-        """Return the version of the weights that are served now; None while nobody can tell."""
+        """Return the served weight version; None if there is none, or the coordinator does not answer."""
         if self.live_version is None:
             return None
         try:
@@ -89,25 +89,25 @@ class Endpoint:
             )
 
     def name_adapter(self, name: str) -> None:
-        """Know the policy by an adapter's name, too; of more than `MAX_ADAPTERS` the oldest is forgotten."""
+        """Accept an adapter's name for the policy, too; beyond `MAX_ADAPTERS` the oldest is dropped."""
         self.adapters.pop(name, None)
         self.adapters[name] = None
         if len(self.adapters) > MAX_ADAPTERS:
             del self.adapters[next(iter(self.adapters))]
 
-    def check_own(self, session_id: str) -> None:
-        """Raises NotOwner if another process of the endpoint has the session."""
-        if self.router is not None:
-            self.router.check_own(session_id)
+    def check_is_here(self, session_id: str) -> None:
+        """Raises HeldElsewhere if another process of the endpoint has the session."""
+        if self.shards is not None:
+            self.shards.check_is_here(session_id)
 
     @contextmanager
-    def admitted(self, owner: str) -> Iterator[None]:
-        """Hold one of the places for calls. Raises Overloaded if all, or all of its owner's, are taken."""
+    def hold_call_place(self, owner: str) -> Iterator[None]:
+        """Hold a place for a call. Raises Overloaded if all, or all of its user's, are taken."""
         if self.num_open_calls >= self.limits.max_open_calls:
             raise Overloaded(f"{self.limits.max_open_calls} calls are running")
         self.num_open_calls += 1
         try:
-            with nullcontext() if self.tenants is None else self.tenants.call(owner):
+            with nullcontext() if self.users is None else self.users.call(owner):
                 yield
         finally:
             self.num_open_calls -= 1

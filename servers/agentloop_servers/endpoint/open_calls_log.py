@@ -47,7 +47,7 @@ class OpenCallsLog:
         self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their frames, in order
 
     def open(self) -> None:
-        """Make the file anew: what an earlier process left is gone.
+        """Make the file anew, without an earlier process's calls.
 
         Raises StorageFull, or ServiceUnavailable when the disk fails otherwise.
         """
@@ -64,12 +64,9 @@ class OpenCallsLog:
             os.close(self._fd)
             self._fd = -1
 
-    def begin(self, number: int, session_id: str, call: CallRecord) -> None:
-        """Keep an open call, of which the number, ids, digest and creation time count.
-
-        Raises ServiceUnavailable if it cannot be written, and InvariantBroken for one that has begun; nothing is
-        kept then.
-        """
+    def add(self, number: int, session_id: str, call: CallRecord) -> None:
+        """Keep an open call: its number, ids, digest and creation time. Raises ServiceUnavailable if it cannot be
+        written, and InvariantBroken for a known call; nothing is kept then."""
         calls = self._held.get(session_id, {})
         if call.call_id in calls:
             raise InvariantBroken(f"call {call.call_id} has begun already")
@@ -84,7 +81,7 @@ class OpenCallsLog:
         self._held[session_id] = calls
 
     def of_call(self, session_id: str, call_id: str) -> OpenCall | None:
-        """Return what a call began with; None if it does not run."""
+        """Return an open call; None if it is not open."""
         held = self._held.get(session_id, {}).get(call_id)
         return None if held is None else held[0]
 
@@ -92,8 +89,8 @@ class OpenCallsLog:
         """Return a session's open calls, in the order they began."""
         return [opened for opened, _ in self._held.get(session_id, {}).values()]
 
-    def end(self, session_id: str, call_id: str) -> None:
-        """Note that a call's end is on disk. Unknown calls: no-op."""
+    def remove(self, session_id: str, call_id: str) -> None:
+        """Take out a call whose end is on disk. Unknown calls: no-op."""
         calls = self._held.get(session_id, {})
         held = calls.pop(call_id, None)
         if held is None:
@@ -105,10 +102,10 @@ class OpenCallsLog:
         except (OSError, ServiceUnavailable) as error:
             _log.debug("end_not_logged", call=call_id, error=repr(error))  # the store has it, which counts
 
-    def end_all(self, session_id: str) -> None:
-        """Note that a session and all that it had is gone."""
+    def remove_all(self, session_id: str) -> None:
+        """Take out all calls of a session that is gone."""
         for opened in self.of_session(session_id):
-            self.end(session_id, opened.call.call_id)
+            self.remove(session_id, opened.call.call_id)
 
     def _append(self, framed: bytes) -> None:
         """Write a frame whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""
@@ -140,7 +137,7 @@ class OpenCallsLog:
 
 
 def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
-    """Return what a process left in its file, in the order the calls began, and how many gaps the file has.
+    """Return the calls in a dead process's file, in the order they began, and the file's number of gaps.
 
     A last frame that was cut off is none: its call has not begun. No file: nothing. Raises OSError.
     """

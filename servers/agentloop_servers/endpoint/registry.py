@@ -1,4 +1,4 @@
-"""The registry of sessions: who has which, from their creation to the record in the run's store.
+"""The registry of sessions, from their creation to the record in the run's store.
 
     created ──► open ──► finished ──► gone        evicted and restored in between, as memory asks for
                   └───────── deleted ──┘
@@ -41,7 +41,7 @@ from agentloop.errors import (
     SessionNotFound,
     StorageFull,
 )
-from agentloop.generation.leased_engine import Connect, SessionLeases
+from agentloop.generation.leased_engine import CallLeases, Connect
 from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
@@ -139,14 +139,14 @@ class SessionCache:
         return self.num_bytes >= self._max_bytes
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session, if it is in memory; it counts as used now."""
+        """Return the session, if it is in memory; this counts as a use."""
         session = self._alive.get(session_id)
         if session is not None:
             self.add(session)
         return session
 
     def add(self, session: Session) -> None:
-        """Hold a session; it counts as used now."""
+        """Hold a session; this counts as a use."""
         session_id = session.session_id
         if self._held.get(session_id) is not session:
             self._held[session_id] = self._alive[session_id] = session
@@ -161,12 +161,12 @@ class SessionCache:
             self._num_bytes -= self._sizes.pop(session_id, 0)
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that has ended for good: a caller that still has it does not find it here again."""
+        """Drop a session that has ended for good. It is found here no more, also by a caller that has it."""
         self.drop(session_id)
         self._alive.pop(session_id, None)
 
     def evict(self) -> list[str]:
-        """Drop what is idle, and over the quota what is longest unused. Returns the ids."""
+        """Drop idle sessions, and over the quota the longest unused. Returns the ids."""
         idle_since = self._now() - self._idle_s
         evicted: list[str] = []
         for session_id in list(self._held):
@@ -177,6 +177,32 @@ class SessionCache:
                 evicted.append(session_id)
         self.num_evicted += len(evicted)
         return evicted
+
+
+class StoreJournal:
+    """The journal of the sessions in memory, in their store. A write counts as a use of its session."""
+
+    def __init__(self, store: SessionStore, cache: SessionCache, on_finished: Callable[[], None]) -> None:
+        """`on_finished` is called when an open session was finished."""
+        self._store = store
+        self._cache = cache
+        self._on_finished = on_finished
+
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
+        if self._cache.get(session_id) is None:
+            raise _not_found(session_id)
+        self._store.open_call(session_id, call_record)
+
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep what became of a call; its session has a new size then."""
+        await self._store.close_call(session_id, call_record, nodes)
+        self._cache.get(session_id)
+
+    async def save(self, record: SessionRecord) -> None:
+        """Keep this record instead of the one before."""
+        if await self._store.save(record):
+            self._on_finished()
 
 
 class Sessions:
@@ -209,18 +235,21 @@ class Sessions:
         self.cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
-        self._leases = SessionLeases(
-            coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases
-        )
+        self._leases = CallLeases(coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases)
         self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
         self._coordinator = coordinator
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
         self.num_open = self.num_restored = 0
+        self.journal = StoreJournal(self.store, self.cache, self._count_finished)
+
+    def _count_finished(self) -> None:
+        self.num_open -= 1
 
     async def start(self) -> None:
-        """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
+        """Open the file, and begin the watch, which expires, evicts and records. Raises InvalidRequest if the file
+        is no session store."""
         self.num_open = await self.store.start()
         self._time.not_before(await self.store.last_use())
         await self.store.spare(self._limits.restart_grace_s)
@@ -247,8 +276,7 @@ class Sessions:
     # --- requests ---
 
     async def create(self, wanted: NewSession, names: Sequence[str]) -> Session:
-        """Create a session of the user whose names these are. The same request again, before the first call, gives
-        the same session.
+        """Create a session of the user with these names. A repeat before the first call gets the same session.
 
         Raises Conflict for an id that was used, or a rollout that was submitted, Overloaded, InvalidRequest.
         """
@@ -268,22 +296,22 @@ class Sessions:
                 raise Conflict(f"session {wanted.session_id!r} exists", param="session_id")
             return known
 
-    def resident(self, session_id: str, reaches: Sequence[str] | None) -> Session | None:
+    def resident(self, session_id: str, user_names: Sequence[str] | None) -> Session | None:
         """Return the session, if it is in memory, and the caller's (`possible_ids`)."""
-        for name, owner in possible_ids(session_id, reaches):
+        for name, owner in possible_ids(session_id, user_names):
             session = self.cache.get(name)
             if session is not None and owner in (None, session.record.owner):
                 return session
         return None
 
-    async def find(self, session_id: str, reaches: Sequence[str] | None) -> Session:
-        """Find a session of the caller's that exists, open or finished.
+    async def find(self, session_id: str, user_names: Sequence[str] | None) -> Session:
+        """Return a session of the caller's, open or finished.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
-        if (session := self.resident(session_id, reaches)) is not None:
+        if (session := self.resident(session_id, user_names)) is not None:
             return session
-        for name, owner in possible_ids(session_id, reaches):
+        for name, owner in possible_ids(session_id, user_names):
             async with self._locks.of(name):
                 try:
                     return await self._found(name, owner)
@@ -292,7 +320,7 @@ class Sessions:
         raise _not_found(session_id)
 
     async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> Session:
-        """Find a session, or make it at its first use; None: a one-off session. Raises as `find`, Overloaded."""
+        """Return a session, created at its first use; None: a one-off session. Raises as `find`, Overloaded."""
         if session_id is None:
             session = await self._create(self._new_record(NewSession(), names[0], is_one_off=True))
             if session is None:
@@ -317,15 +345,15 @@ class Sessions:
     async def finish(
         self,
         session_id: str,
-        reaches: Sequence[str] | None,
+        user_names: Sequence[str] | None,
         end: SessionEnd = SessionEnd(),  # noqa: B008 - frozen
     ) -> Trajectory:
-        """End a session, and return its trajectory once the run's store has it. A repeat changes nothing.
+        """End a session. Returns its trajectory once the run's store has it. A repeat changes nothing.
 
         Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
         finished then, and its record follows.
         """
-        session = await self.find(session_id, reaches)
+        session = await self.find(session_id, user_names)
         has_just_ended = session.record.state is SessionState.OPEN
         trajectory = await session.finish(end)
         self._leases.end(session.session_id)
@@ -333,32 +361,11 @@ class Sessions:
             await self._record(session, trajectory, has_just_ended=has_just_ended)
         return trajectory
 
-    async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
-        """Throw a session away for good: no record, and its id is never used again. Calls under way are lost.
-
-        Raises as `find`.
-        """
-        own = (await self.find(session_id, reaches)).session_id
+    async def delete(self, session_id: str, user_names: Sequence[str] | None) -> None:
+        """Delete a session for good: no record, and its id is never used again. Raises as `find`."""
+        own = (await self.find(session_id, user_names)).session_id
         async with self._locks.of(own):
             await self._delete(await self._found(own, None), SessionState.DELETED, _not_found(own))
-
-    # --- the journal of its sessions ---
-
-    def begin(self, session_id: str, call: CallRecord) -> None:
-        """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
-        if self.cache.get(session_id) is None:
-            raise _not_found(session_id)
-        self.store.begin(session_id, call)
-
-    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep what became of a call; its session is used now, and of a new size."""
-        await self.store.end(session_id, call, nodes)
-        self.cache.get(session_id)
-
-    async def save(self, record: SessionRecord) -> None:
-        """Keep this record instead of the one before."""
-        if await self.store.save(record):
-            self.num_open -= 1
 
     # --- inside ---
 
@@ -414,8 +421,10 @@ class Sessions:
         self._make_room()
         return self._resident(record) if await run_to_end(self._store_new(record)) else None
 
-    async def _store_new(self, record: SessionRecord) -> bool:  # what is stored is counted, whoever leaves
-        self.num_open += 1  # its place, before anybody else runs
+    async def _store_new(
+        self, record: SessionRecord
+    ) -> bool:  # what is stored is counted, also if the caller leaves
+        self.num_open += 1  # its place, before another task runs
         is_new = False
         try:
             is_new = await self.store.create(record)
@@ -450,7 +459,7 @@ class Sessions:
         self, record: SessionRecord, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
     ) -> Session:
         engine = self._leases.engine(record.session_id)
-        session = Session(record, parts=self.parts, engine=engine, journal=self, nodes=nodes, calls=calls)
+        session = Session(record, parts=self.parts, engine=engine, journal=self.journal, nodes=nodes, calls=calls)
         self.cache.add(session)
         return session
 
@@ -466,7 +475,7 @@ class Sessions:
             self._leases.release(session_id)
 
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
-        """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
+        """Delete all that a session has; later calls raise `error`. The caller holds its lock."""
         session_id = session.session_id
         await session.close(error)
         self._leases.end(session_id)

@@ -39,16 +39,16 @@ from agentloop.rendering.renderer import off_loop
 from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.calls import (
     answer_call,
-    as_call,
     bounded,
     check_model,
+    find_or_create_session,
     json_of_replies,
-    session_of,
+    off_loop_if_long,
     stream_call,
 )
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import SESSION_HEADER, Keys, admit, caller_of, names_session
+from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of, names_session
 from agentloop_servers.http.guard import json_body, read_json_body, speaks
 from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
@@ -145,16 +145,19 @@ class TokenCount:
 def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter:
     """Return the routes, open to user keys and to the keys of sessions."""
     routes = CallRoutes(endpoint, token_calls)
-    is_admitted, own = Depends(admit(keys, endpoint.sessions.keys.opened_by)), [Depends(routes.check_session)]
+    is_authenticated, own = (
+        Depends(authenticate(keys, endpoint.sessions.keys.opened_by)),
+        [Depends(routes.check_session)],
+    )
     tags = {
-        "openai": APIRouter(dependencies=[is_admitted], responses=errors(), tags=["openai"]),
+        "openai": APIRouter(dependencies=[is_authenticated], responses=errors(), tags=["openai"]),
         "responses": APIRouter(
-            dependencies=[is_admitted], responses={**errors(), **_STREAMED_ANSWER}, tags=["responses"]
+            dependencies=[is_authenticated], responses={**errors(), **_STREAMED_ANSWER}, tags=["responses"]
         ),
         "messages": APIRouter(
-            dependencies=[Depends(_speak), is_admitted], responses=errors(_MESSAGES_ERROR), tags=["messages"]
+            dependencies=[Depends(_speak), is_authenticated], responses=errors(_MESSAGES_ERROR), tags=["messages"]
         ),
-        "vllm": APIRouter(dependencies=[is_admitted], responses={**errors(), **_ANSWER}, tags=["vllm"]),
+        "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **_ANSWER}, tags=["vllm"]),
     }
     calls: list[tuple[str, str, Any, type[Any], Any, dict[int | str, dict[str, Any]] | None]] = [
         ("openai", "/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, _STREAMED),
@@ -199,8 +202,8 @@ class CallRoutes:
         )
 
     async def check_session(self, request: Request) -> None:
-        """Raises what `session_of` raises for a session that is not the caller's."""
-        await session_of(request, self._endpoint, None)
+        """Raises as `find_or_create_session` for a session that is not the caller's."""
+        await find_or_create_session(request, self._endpoint, None)
 
     # --- OpenAI's chat and completions ---
 
@@ -211,7 +214,7 @@ class CallRoutes:
         tokens), `weight_versions` of each choice, and if asked for `prompt_token_ids` and `token_ids`.
         """
         asked = await read_json_body(request, self._read_chat)
-        call = await self._chat_call(request, asked)
+        call = await self._to_call(request, asked)
         writer = openai_chat.ChatWriter(asked.body, self._texts, int(self._endpoint.unix_time()))
         return await self._choices(request, call, asked.body, writer)
 
@@ -221,7 +224,7 @@ class CallRoutes:
         check_model(request, endpoint, body.model, body.named_session)
         reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
         prompt_ids = await off_loop(len(body.prompt), reading)
-        call = openai_completions.to_call(body, prompt_ids, endpoint.served)
+        call = openai_completions.to_call(body, prompt_ids, endpoint.chat_model)
         writer = openai_completions.CompletionWriter(body, self._texts, int(endpoint.unix_time()))
         return await self._choices(request, call, body, writer)
 
@@ -231,10 +234,10 @@ class CallRoutes:
         In a named session also how the history is matched with what the session has.
         """
         asked = await read_json_body(request, self._read_chat)
-        call, body = await self._chat_call(request, asked), asked.body
+        call, body = await self._to_call(request, asked), asked.body
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
-            session = await session_of(request, endpoint, body.named_session)
+            session = await find_or_create_session(request, endpoint, body.named_session)
             preview = await session.preview(call)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
@@ -247,10 +250,10 @@ class CallRoutes:
         reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
         return json_response(Preview(ids, text, parent, reason, detail))
 
-    async def _chat_call(self, request: Request, asked: openai_chat.ChatRequest) -> ChatCall:
+    async def _to_call(self, request: Request, asked: openai_chat.ChatRequest) -> ChatCall:
         endpoint = self._endpoint
         check_model(request, endpoint, asked.body.model, asked.body.named_session)
-        return await as_call(partial(openai_chat.to_call, asked, endpoint.served), len(asked.messages))
+        return await off_loop_if_long(partial(openai_chat.to_call, asked, endpoint.chat_model), len(asked.messages))
 
     async def _choices(self, request: Request, call: ChatCall, body: CallBase, writer: ChoiceWriter) -> Response:
         endpoint, name = self._endpoint, body.named_session
@@ -265,7 +268,7 @@ class CallRoutes:
         endpoint, name = self._endpoint, body.named_session
         check_model(request, endpoint, body.model, name)
         num_items = 1 if isinstance(body.input, str) else len(body.input)
-        call = await as_call(partial(responses.chat_call, body, endpoint.served), num_items)
+        call = await off_loop_if_long(partial(responses.to_call, body, endpoint.chat_model), num_items)
         writer = responses.ResponseWriter(body, uuid.uuid4().hex, int(endpoint.unix_time()))
         if not body.stream:
             return await answer_call(request, endpoint, call, name, writer.whole)
@@ -279,7 +282,7 @@ class CallRoutes:
         """One turn of the policy as a message, or with `stream` as its events."""
         endpoint, name = self._endpoint, body.named_session
         check_model(request, endpoint, body.model, name)
-        call = await as_call(partial(anthropic.chat_call, body, endpoint.served), len(body.messages))
+        call = await off_loop_if_long(partial(anthropic.to_call, body, endpoint.chat_model), len(body.messages))
         writer = anthropic.MessageWriter(body, uuid.uuid4().hex)
         if not body.stream:
             return await answer_call(request, endpoint, call, name, writer.whole)
@@ -293,9 +296,9 @@ class CallRoutes:
         """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
         check_model(request, self._endpoint, body.model)
         messages, tools = anthropic.prompt(body)
-        arguments = anthropic.template_arguments(body, self._endpoint.served)
+        arguments = anthropic.template_arguments(body, self._endpoint.chat_model)
         if names_session(request):
-            session = await session_of(request, self._endpoint, None)
+            session = await find_or_create_session(request, self._endpoint, None)
             counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments)
             num_tokens = len((await session.preview(counted)).ids)
         else:
@@ -308,7 +311,7 @@ class CallRoutes:
     async def generate(self, request: Request, body: Tokens) -> Response:
         """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
         endpoint, caller = self._endpoint, caller_of(request)
-        call = vllm_tokens.to_call(body, endpoint.served)
+        call = vllm_tokens.to_call(body, endpoint.chat_model)
         render = partial(
             vllm_tokens.render_tokens,
             body=body,
@@ -323,7 +326,7 @@ class CallRoutes:
         if body.model is not None:
             endpoint.check_model(body.model)
         affinity = self._affinity(request, request.headers.getlist(SESSION_HEADER))
-        with endpoint.admitted(caller.owner):
+        with endpoint.hold_call_place(caller.owner):
             sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
             replies = await unless_client_leaves(request, sampling)
         return unread_response() if replies is None else await json_of_replies(replies, lambda: render(replies))
@@ -339,7 +342,7 @@ class CallRoutes:
     def _affinity(self, request: Request, names: Sequence[str]) -> str | None:
         """Return what calls of one caller that name one session share, in the process that holds it.
 
-        Raises InvalidRequest, and NotOwner where that is another process.
+        Raises InvalidRequest, and HeldElsewhere where that is another process.
         """
         if not names:
             return None
@@ -348,7 +351,7 @@ class CallRoutes:
         owner = caller_of(request).owner
         digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
         affinity = own_id(owner, f"tokens-{digest}")
-        self._endpoint.check_own(affinity)
+        self._endpoint.check_is_here(affinity)
         return affinity
 
     # --- models and tokens ---
@@ -388,7 +391,7 @@ class CallRoutes:
         if body.prompt is not None:
             return renderer.ids(body.prompt)
         messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
-        return renderer.render(messages, tools, template_kwargs(body, self._endpoint.served.template_arguments))
+        return renderer.render(messages, tools, template_kwargs(body, self._endpoint.chat_model.template_arguments))
 
     def _model(self, name: str, weight_version: int | None) -> dict[str, Any]:
         endpoint = self._endpoint

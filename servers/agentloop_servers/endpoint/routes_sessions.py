@@ -36,7 +36,14 @@ from agentloop.types import Generation, Message, Trajectory
 from agentloop_servers.endpoint.calls import answer_call
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
-from agentloop_servers.http.auth import Keys, admit, caller_of, require_control, require_owner, session_in_path
+from agentloop_servers.http.auth import (
+    Keys,
+    authenticate,
+    caller_of,
+    require_control,
+    require_user,
+    session_in_path,
+)
 from agentloop_servers.http.guard import json_body
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import (
@@ -76,7 +83,7 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
         ("POST", f"{one}/v1/generate", routes.generate, GenerateBody, None, generation),
     ]
     for method, path, route, body, answer, responses in table:
-        guard = Depends(admit(keys, opened_by, takes_agents=route == routes.generate))
+        guard = Depends(authenticate(keys, opened_by, takes_agents=route == routes.generate))
         add_route(router, method, path, route, body, answer, responses, [guard])
     return router
 
@@ -89,9 +96,9 @@ class SessionRoutes:
 
     async def create(self, request: Request, body: New) -> Response:
         """A new session, durably. With an id of the caller's own it can be repeated."""
-        endpoint, caller = self._endpoint, require_owner(request)
+        endpoint, caller = self._endpoint, require_user(request)
         if body.session_id is not None:
-            endpoint.check_own(body.session_id)
+            endpoint.check_is_here(body.session_id)
         wanted = NewSession(
             session_id=body.session_id,
             ttl_s=body.ttl_s,
@@ -118,11 +125,11 @@ class SessionRoutes:
 
     async def sessions(self, request: Request, after: AfterId = "", limit: PageSize = 100) -> Response:
         """The caller's open and finished sessions, by id after `after`; with several processes, of all of them."""
-        endpoint, caller = self._endpoint, require_owner(request)
+        endpoint, caller = self._endpoint, require_user(request)
         records = await self._in_time(endpoint.sessions.of_user(caller.names, after, limit))
         lines = [_line(record) for record in records]
-        if endpoint.router is not None:
-            for other in await self._in_time(endpoint.router.ask_others(request)):
+        if endpoint.shards is not None:
+            for other in await self._in_time(endpoint.shards.ask_others(request)):
                 lines += SessionsAnswer.model_validate_json(other).sessions
         lines.sort(key=lambda line: line.session_id)
         return json_response(SessionsAnswer(sessions=lines[:limit]).model_dump())
@@ -179,9 +186,9 @@ class SessionRoutes:
     async def _found(self, request: Request) -> Session:
         """Return the session in the path. Raises SessionNotFound for another's key."""
         session_id = session_in_path(request)
-        self._endpoint.check_own(session_id)
+        self._endpoint.check_is_here(session_id)
         request.scope["state"]["session_id"] = shown_id(session_id)
-        return await self._in_time(self._endpoint.sessions.find(session_id, caller_of(request).reaches))
+        return await self._in_time(self._endpoint.sessions.find(session_id, caller_of(request).user_names))
 
     async def _controlled(self, request: Request) -> Session:
         """Return the session in the path to a caller that may reward and end it. Raises Forbidden."""

@@ -79,7 +79,7 @@ class StoredSession:
 
 
 class SessionStore:
-    """The sessions' durable side. `await start()`, and in the end `await close()`.
+    """The sessions on disk. `await start()`, and in the end `await close()`.
 
     Every coroutine returns once its work is committed, and raises StorageFull when the disk is full,
     ServiceUnavailable when it fails otherwise: nothing was stored then. `wall_s` is the time in seconds since 1970.
@@ -143,18 +143,16 @@ class SessionStore:
 
     # --- the journal of a session ---
 
-    def begin(self, session_id: str, call: CallRecord) -> None:
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
-        self._log.begin(next(self._numbers), session_id, call)
+        self._log.add(next(self._numbers), session_id, call_record)
 
-    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
-        """Keep a call that is committed, with its turns, or has failed; this replaces what was said of it before.
-
-        Raises SessionNotFound for a tombstone.
-        """
-        opened, number = self._log.of_call(session_id, call.call_id), next(self._numbers)
+    async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
+        SessionNotFound for a tombstone."""
+        opened, number = self._log.of_call(session_id, call_record.call_id), next(self._numbers)
         began = number if opened is None else opened.number
-        stored = StoredCall(call, tuple(nodes))
+        stored = StoredCall(call_record, tuple(nodes))
 
         def work(db: sqlite3.Connection) -> None:
             _, good_until = _require(db, session_id, _LIVE)
@@ -162,10 +160,10 @@ class SessionStore:
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
-        await self._run(work, lambda: self._log.end(session_id, call.call_id))
+        await self._run(work, lambda: self._log.remove(session_id, call_record.call_id))
 
     async def save(self, record: SessionRecord) -> bool:
-        """Replace a session's record; return whether this has finished it.
+        """Replace a session's record. Returns true if this has finished it.
 
         Raises SessionNotFound for a tombstone, and SessionFinished rather than open it again.
         """
@@ -185,7 +183,7 @@ class SessionStore:
     # --- a session's life ---
 
     async def create(self, record: SessionRecord) -> bool:
-        """Store a new session. False: there is, or was, one of that id. Raises StorageFull."""
+        """Store a new session. False: its id was used before. Raises StorageFull."""
         self._room.check()
         expires_at = self._wall_s() + record.ttl_s
         row = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
@@ -207,7 +205,7 @@ class SessionStore:
         await self._run(lambda db: db.execute(statement, (session_id,)).rowcount)
 
     async def is_recorded(self, session_id: str) -> bool:
-        """Return whether a finished session's record needs no more care."""
+        """Tell if a finished session's record needs no more care."""
         statement = "SELECT 1 FROM sessions WHERE session_id = ? AND is_recorded = 1"
         return await self._run(lambda db: db.execute(statement, (session_id,)).fetchone() is not None)
 
@@ -216,7 +214,8 @@ class SessionStore:
         await self._run(lambda db: self._extend(db, session_id))
 
     async def delete(self, session_id: str, state: SessionState | None) -> bool:
-        """Drop all that a session has; it leaves a tombstone, or nothing for None. Returns whether it was open."""
+        """Delete a session with its calls. A tombstone in `state` remains; None: nothing. Returns true if it was
+        open."""
 
         def work(db: sqlite3.Connection) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
@@ -228,17 +227,17 @@ class SessionStore:
                 db.execute(statement, (state, session_id))
             return was_open
 
-        return await self._run(work, lambda: self._log.end_all(session_id))
+        return await self._run(work, lambda: self._log.remove_all(session_id))
 
     async def last_use(self) -> float:
-        """Return when a live session was last used, about; 0 if there is none."""
+        """Return about the latest use of a live session, in seconds since 1970; 0 without one."""
         statement = (
             "SELECT COALESCE(MAX(expires_at - ttl_s * ?), 0) FROM sessions WHERE state IN ('open', 'finished')"
         )
         return await self._run(lambda db: float(db.execute(statement, (1 + _EXPIRY_SLACK,)).fetchone()[0]))
 
     async def spare(self, grace_s: float) -> None:
-        """Let every live session live for `grace_s`, or its whole time, from now: nobody could use it before."""
+        """Let every live session live for `grace_s`, or its whole time, from now: it was out of reach before."""
         statement = (
             "UPDATE sessions SET expires_at = MAX(expires_at, ? + MIN(ttl_s, ?))"
             " WHERE state IN ('open', 'finished')"

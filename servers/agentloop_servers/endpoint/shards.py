@@ -1,12 +1,12 @@
-"""The endpoint's processes as shards: each session has one owner among them, to which the others pass requests on.
+"""The endpoint's processes as shards: one of them holds a session, and the others pass its requests on to it.
 
 Ownership: each process holds one shard, by a lock, and the table of the processes' private URLs. The coordinator
 keeps the table, and every process says its own URL again and again, so a restarted coordinator or process is known
-a moment later. The owner follows from the session's id alone; its data is in the owner's file, so the number of
+a moment later. The holder follows from the session's id alone; its data is in the holder's file, so the number of
 processes of a run directory never changes.
 
-A request is passed on once: an owner never passes it further. What the owner answers goes back byte for byte, and a
-client that leaves, or reads nothing, ends the exchange with the owner, who then sees its own client leave.
+A request is passed on once: a holder never passes it further. The holder's answer goes back byte for byte. A client
+that leaves, or reads nothing, ends the exchange with the holder, which then sees its own client leave.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from agentloop_servers.private_http.client import Connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
-OWNER_WAIT_S = 5.0  # for an owner that is being started again; the client's own retries come on top
+HOLDER_WAIT_S = 5.0  # for a holder that is being started again; the client's own retries come on top
 SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
 READ_TIMEOUT_S = (
     MAX_TIMEOUT_S + 60.0
-)  # the owner keeps each call's own deadline, and Serve ends an owner that hangs
+)  # the holder keeps each call's own deadline, and Serve ends a holder that hangs
 MAX_PASSED_ON = 4096  # requests at once; the next one gets 429
 
 _RETRY_S = 0.2
@@ -56,13 +56,12 @@ _log = structlog.stdlib.get_logger(__name__)
 async def take_shard_lock(
     run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> tuple[int, FileLock]:
-    """Take a free shard, `first` if it is: its number, and so one file of sessions, with the lock that holds it.
+    """Take a free shard, `first` if it is free. Returns its number, and so its file of sessions, with its lock.
 
-    So no two processes write the sessions of one shard, not even while a wedged one is being replaced, when Serve's
-    own rank of the new one is beyond their number. The lock's text is the port on which the shard was last reached:
-    the process that takes it over listens there again, and the URLs that agents hold go on working.
-
-    Raises ServiceUnavailable if none gets free in time.
+    So no two processes write the sessions of one shard, also while a wedged one is replaced and Serve's own rank of
+    the new one is beyond their number. The lock's text is the port on which the shard was last reached: its new
+    process listens there again, and the URLs that agents hold still work. Raises ServiceUnavailable if none gets
+    free in time.
     """
 
     def take() -> tuple[int, FileLock] | None:
@@ -79,8 +78,8 @@ async def take_shard_lock(
     return shard
 
 
-class NotOwner(Exception):
-    """The session belongs to process `rank`."""
+class HeldElsewhere(Exception):
+    """The session is held by process `rank`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the session is that of process {rank}")
@@ -88,34 +87,34 @@ class NotOwner(Exception):
 
 
 class ShardRouter:
-    """The endpoint's processes as one of them sees it. `start` it once its own URL is known."""
+    """The endpoint's processes for one of them. `start` it once its own URL is known."""
 
     def __init__(
-        self, coordinator: FrontPort, rank: int = 0, num_processes: int = 1, owner_wait_s: float = OWNER_WAIT_S
+        self, coordinator: FrontPort, rank: int = 0, num_processes: int = 1, holder_wait_s: float = HOLDER_WAIT_S
     ) -> None:
         if not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
         self._coordinator = coordinator
         self._rank = rank
         self._num_processes = num_processes
-        self._owner_wait_s = owner_wait_s
+        self._holder_wait_s = holder_wait_s
         self._urls: dict[int, str] = {}
         self._announcing: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._num_passed_on = 0
 
     def new_id(self) -> str:
-        """The id of a new session of this process."""
+        """Return the id of a new session of this process."""
         while True:  # as many tries as there are processes, on average
             session_id = f"s-{uuid.uuid4().hex[:20]}"
-            if self._owner(session_id) == self._rank:
+            if self._holder_rank(session_id) == self._rank:
                 return session_id
 
-    def check_own(self, session_id: str) -> None:
-        """Raises NotOwner if the session is another process's."""
-        owner = self._owner(session_id)
-        if owner != self._rank:
-            raise NotOwner(owner)
+    def check_is_here(self, session_id: str) -> None:
+        """Raises HeldElsewhere if the session is another process's."""
+        rank = self._holder_rank(session_id)
+        if rank != self._rank:
+            raise HeldElsewhere(rank)
 
     def check_health(self) -> None:
         """Raises what ended the announcements, if something did."""
@@ -123,7 +122,7 @@ class ShardRouter:
             self._announcing.result()
 
     async def start(self, url: str) -> None:
-        """Announce this process under its private `url`, now and until `close`."""
+        """Announce this process's private `url` to the coordinator, again and again until `close`."""
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
@@ -135,7 +134,7 @@ class ShardRouter:
         self._announcing = asyncio.create_task(self._announce_for_ever(url), name="endpoint shards")
 
     async def close(self) -> None:
-        """Say nothing more. Idempotent."""
+        """End the announcements, and close the connections to other processes. Idempotent."""
         if self._announcing is not None:
             announcing, self._announcing = self._announcing, None
             announcing.cancel()
@@ -145,11 +144,11 @@ class ShardRouter:
             await http.close()
 
     async def forward(self, request: Request, rank: int) -> Response:
-        """The owner's answer, byte for byte, streams too; 503 if the owner is not there, 429 if too many wait."""
+        """Return the holder's answer, byte for byte, streams too; 503 if it is absent, 429 if too many wait."""
         return _PassedOn(self, request, rank, await request.body())
 
     async def ask_others(self, request: Request) -> list[bytes]:
-        """Return what the other processes answer to a request about all of them; nothing if one of them asks.
+        """Return the other processes' answers to a request about all of them; none if the request was passed on.
 
         Raises ServiceUnavailable.
         """
@@ -165,8 +164,8 @@ class ShardRouter:
         return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
-        """Ask the owner and send what it answers; an error answer if it cannot be asked. Raises ServiceUnavailable
-        for an answer that is cut short, and ClientDisconnect for a client that does not read."""
+        """Send the holder's answer; an error answer if the holder cannot be asked. Raises ServiceUnavailable for an
+        answer that is cut short, and ClientDisconnect for a client that does not read."""
         self._num_passed_on += 1
         try:
             try:
@@ -188,7 +187,7 @@ class ShardRouter:
 
     async def _asked(self, request: Request, rank: int, body: bytes) -> aiohttp.ClientResponse:
         loop = asyncio.get_running_loop()
-        deadline_at = loop.time() + self._owner_wait_s
+        deadline_at = loop.time() + self._holder_wait_s
         headers = _forwarded(request)
         while True:
             url = self._urls.get(rank)
@@ -209,7 +208,7 @@ class ShardRouter:
                 raise ServiceUnavailable(f"endpoint process {rank} is not there now")
             await asyncio.sleep(_RETRY_S)
 
-    def _owner(self, session_id: str) -> int:
+    def _holder_rank(self, session_id: str) -> int:
         return zlib.crc32(shown_id(session_id).encode()) % self._num_processes
 
     async def _announce_for_ever(self, url: str) -> None:

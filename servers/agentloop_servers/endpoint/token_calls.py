@@ -20,7 +20,7 @@ from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import LeasedEngine, SessionLeases
+from agentloop.generation.leased_engine import CallLeases, LeasedEngine
 from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
@@ -49,12 +49,12 @@ class _Affinity:
 
 
 class TokenCalls:
-    """The unrecorded calls of one process. Whoever owns the leases gives back at the end what it holds."""
+    """The unrecorded calls of one process. The owner of the leases gives them back in the end."""
 
     def __init__(
         self,
         parts: SessionParts,
-        leases: SessionLeases,
+        leases: CallLeases,
         limits: TokenCallLimits = TokenCallLimits(),
     ) -> None:
         self._parts = parts
@@ -63,7 +63,7 @@ class TokenCalls:
         self._affinities: dict[str, _Affinity] = {}  # longest without a call first
         self._sweeping: asyncio.TimerHandle | None = None
 
-    async def sample(self, chat: ChatCall, affinity: str | None, owner: str = "") -> list[Reply]:
+    async def sample(self, chat_call: ChatCall, affinity: str | None, owner: str = "") -> list[Reply]:
         """Sample all choices of a raw prompt side by side: all of them or none.
 
         Raises ContextLengthExceeded and InvalidRequest (naming `token_ids`), Overloaded, DeadlineExceeded and what
@@ -72,7 +72,7 @@ class TokenCalls:
         name = affinity if affinity is not None else own_id(owner, f"direct-{uuid.uuid4().hex}")
         shared = self._taken(name)
         try:
-            return await self._sample(chat, name, shared)
+            return await self._sample(chat_call, name, shared)
         finally:
             shared.num_open -= 1
             shared.used_at = asyncio.get_running_loop().time()
@@ -83,17 +83,17 @@ class TokenCalls:
                 self._sweep_later()
 
     def finish(self, affinity: str) -> bool:
-        """Give an affinity's place back now, unless it has a call; tells if there was one to give back."""
+        """Give an affinity's place back, unless a call runs. Returns true if it had one."""
         shared = self._affinities.get(affinity)
         if shared is None or shared.num_open:
             return False
         self._drop(affinity)
         return True
 
-    async def _sample(self, chat: ChatCall, name: str, shared: _Affinity) -> list[Reply]:
+    async def _sample(self, chat_call: ChatCall, name: str, shared: _Affinity) -> list[Reply]:
         parts, request_id = self._parts, uuid.uuid4().hex
         try:
-            prepared = await prepare_call(chat, TurnGraph(), parts, shared.engine, request_id)
+            prepared = await prepare_call(chat_call, TurnGraph(), parts, shared.engine, request_id)
         except InvalidRequest as error:
             raise _of_token_ids(error) from error
         if prepared.overflow is not None:
@@ -103,14 +103,16 @@ class TokenCalls:
             request_id=request_id,
             token_ids=prepared.prompt.ids,
             sampling=prepared.sampling,
-            timeout_s=chat.timeout_s,
+            timeout_s=chat_call.timeout_s,
             trajectory_id=name,
             kv_version=shared.first_version if keeps_kv else None,
             keeps_kv=keeps_kv,
         )
-        wanted = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat.stop)
+        wanted = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat_call.stop)
         try:
-            replies = await side_by_side([self._choice(wanted, shared, index) for index in range(chat.num_choices)])
+            replies = await side_by_side(
+                [self._choice(wanted, shared, index) for index in range(chat_call.num_choices)]
+            )
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
         spans = replies[0].weight_versions

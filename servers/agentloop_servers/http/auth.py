@@ -2,7 +2,7 @@
 
 A session is named by the URL path, by a session key, by the header `X-Session-ID`, or by a body field. One that the
 path or a key names must exist; by header or body it is created on its first use; without any name the call gets a
-session of its own. Names that disagree are refused: nobody's data may land in a session by accident. But beside a
+session of its own. Names that disagree are refused: no data may land in a session by accident. But beside a
 path the header says nothing: clients of vLLM send one of their own with every call, which a router is to read.
 """
 
@@ -37,7 +37,7 @@ _BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user: a name, and the keys that open for it, as SHA-256 digests. `retired` ones open nothing any more.
+    """A user: a name, and the SHA-256 digests of its keys. `retired` keys open nothing any more.
 
     What an earlier release stored under the digest of one of these keys is this user's.
     """
@@ -50,13 +50,13 @@ class User:
 
     @classmethod
     def of_key(cls, key: str, *, is_admin: bool = False) -> User:
-        """Return the user whom a key of the environment makes."""
+        """Return the user of a key in the environment."""
         digest = key_digest(key)
         return cls(_name_of(digest), (digest,), is_admin=is_admin)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names under which the store may have what is the user's, the present one first."""
+        """All names under which a store may have the user's data, the present one first."""
         digests = (*self.keys, *self.retired)
         found = (self.name, *map(_name_of, digests), *(digest.hex() for digest in digests))
         return tuple(dict.fromkeys(found))
@@ -65,9 +65,9 @@ class User:
 class Keys:
     """The users of a service and their keys, sent as a bearer or as `x-api-key`.
 
-    Where users are not asked for (`is_open`) the user routes are open, to this machine alone: so the guard asks for
-    a loopback Host. An admin's key is a user key too. With users but no admin, nobody may use the admin routes;
-    without either, the peers on this machine may. An agent's key never opens more than its session.
+    Without user keys (`is_open`) the user routes are open, to this machine alone: the guard asks for a loopback
+    Host. An admin's key is a user key too. With users but no admin, the admin routes are closed; without either,
+    they are open to peers on this machine. An agent's key never opens more than its session.
     """
 
     users: tuple[User, ...]
@@ -77,7 +77,7 @@ class Keys:
         self.is_open = all(user.is_admin for user in self.users) if is_open is None else is_open
 
     def learn(self, users: Iterable[User]) -> None:
-        """Know these users, and no others."""
+        """Replace the users."""
         self.users = tuple(users)
         self._by_name = {name: user for user in reversed(self.users) for name in user.names}
         self._by_key: dict[bytes, User] = {digest: user for user in self.users for digest in user.keys}
@@ -111,7 +111,7 @@ class Keys:
         )
 
     def named(self, owner: str) -> User | None:
-        """Return the user that any of its names means."""
+        """Return the user with this name, present or earlier."""
         return self._by_name.get(owner)
 
     @property
@@ -123,9 +123,9 @@ class Keys:
         if not is_loopback(host) and (self.is_open or not self.has_admin):
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
 
-    def flow_of(self, headers: Headers) -> str:
-        """Return whose turn a request takes, before anything is checked: a user's by its key, a session's by the
-        owner that its key names. A wrong key's turn is nobody's."""
+    def turn_user(self, headers: Headers) -> str:
+        """Return the user whose turn a request takes, before anything is checked; "" for a wrong key. A session's
+        key takes the turn of the session's owner."""
         texts = headers.getlist("authorization")[:1], headers.getlist("x-api-key")[:1]
         for credential in (*(text.removeprefix("Bearer ") for text in texts[0]), *texts[1]):
             if credential.startswith(_SESSION_KEY_PREFIXES):
@@ -151,8 +151,8 @@ class Keys:
         elif not self.user_of(request).is_admin:
             raise Forbidden("this needs the admin key")
 
-    def names_of(self, request: Request) -> tuple[str, ...]:
-        """Return the names of the caller, ("",) where user routes are open. Raises Unauthorized."""
+    def user_names_of(self, request: Request) -> tuple[str, ...]:
+        """Return all names of the caller's user, ("",) where user routes are open. Raises Unauthorized."""
         if self.is_open:
             if len(_credentials(request)) > 1:  # one may be a session's, whose record would lack the call
                 raise InvalidRequest("the request carries two different keys", param="authorization")
@@ -174,7 +174,7 @@ class Keys:
 
 
 def key_digest(key: str) -> bytes:
-    """Return what is kept of a key."""
+    """Return the stored form of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -209,7 +209,7 @@ def _refuse_session_keys(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """A session's key, by what it opens: with `is_control` reward and end too, else calls alone."""
+    """The rights of a session's key: reward and end too with `is_control`, else calls alone."""
 
     session_id: str
     is_control: bool = False
@@ -234,7 +234,7 @@ class SessionKeys:
         return self._key(SessionKey(session_id, is_control=True))
 
     def opened_by(self, key: str) -> SessionKey | None:
-        """Return what `key` opens; None for what is no key of this run."""
+        """Return the rights of `key`; None if it is no key of this run."""
         session_id, _, _ = key.partition("-agentloop-")[2].rpartition(".")
         opened = SessionKey(session_id, key.startswith(_CONTROL_KEY_PREFIX))
         # In bytes: `compare_digest` takes no text beyond ASCII, and clients send what they like.
@@ -256,32 +256,32 @@ class SessionKeys:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: a user, by all its names (("",) without users), or the holder of a session's key."""
+    """The sender of a request: a user, by all its names ("" without users), or a session's key."""
 
     names: tuple[str, ...] = ("",)
     key: SessionKey | None = None
 
     @property
     def owner(self) -> str:
-        """The user, by the present name; that of a session key's session."""
+        """The present name of the user, or of the owner of the key's session."""
         return self.names[0] if self.key is None else owner_of(self.key.session_id)
 
     @property
     def session_id(self) -> str | None:
-        """The session whose key it has, by the service's own name."""
+        """The service's own id of the key's session."""
         return None if self.key is None else self.key.session_id
 
     @property
-    def reaches(self) -> tuple[str, ...] | None:
-        """The names whose sessions it may use; None: that of its key, whoever owns it."""
+    def user_names(self) -> tuple[str, ...] | None:
+        """The names of the user whose sessions it may use; None: its key names the one session."""
         return self.names if self.key is None else None
 
 
-def admit(
+def authenticate(
     keys: Keys, opened_by: Callable[[str], SessionKey | None], *, takes_agents: bool = True
 ) -> Callable[[Request], Awaitable[None]]:
-    """Make a route dependency: raises Unauthorized unless a user key or a session's key of this run is given, and
-    Forbidden for an agent's unless the route `takes_agents`."""
+    """Make a route dependency that sets the request's `Caller`, by a user key or a session's key of this run.
+    Raises Unauthorized without one, and Forbidden for an agent's key unless the route `takes_agents`."""
 
     async def check(request: Request) -> None:
         credential = credential_of(request)
@@ -293,20 +293,20 @@ def admit(
                 raise Forbidden("an agent's key is for calls: this needs the session's control key, or its owner's")
             caller = Caller(key=key)
         else:
-            caller = Caller(keys.names_of(request))
+            caller = Caller(keys.user_names_of(request))
         request.scope["state"]["caller"] = caller
 
     return check
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sent a request, after `admit`."""
+    """Return the sender of a request, as `authenticate` has found it."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
-def require_owner(request: Request) -> Caller:
-    """Return the caller, where a session key is not enough. Raises Forbidden."""
+def require_user(request: Request) -> Caller:
+    """Return the caller. Raises Forbidden if it has a session's key."""
     caller = caller_of(request)
     if caller.key is not None:
         raise Forbidden("a session key opens only its own session")
@@ -323,7 +323,7 @@ def require_control(request: Request, *, has_control_key: bool) -> None:
 
 
 def session_name(request: Request, body_session_id: str | None) -> tuple[str | None, bool]:
-    """Return the id of the session that a request means, and whether it must exist; None: one of its own.
+    """Return the id of the session that a request names, and if it must exist. None: it names none.
 
     Raises InvalidRequest for names that disagree, and SessionNotFound for a path with another session's key.
     """
@@ -346,7 +346,7 @@ def session_name(request: Request, body_session_id: str | None) -> tuple[str | N
 
 
 def session_in_path(request: Request) -> str:
-    """Return the session that the path names, by the service's own name where a key proves it.
+    """Return the session in the path; with a session's key, its own id in the service.
 
     Raises SessionNotFound if it is no id, or not the key's.
     """

@@ -20,7 +20,7 @@ GIVE_BACK_AFTER_S = 1.0
 
 
 class LongBodies:
-    """The places of long bodies, `max_bytes` in all, first come, first served."""
+    """Room for long bodies, `max_bytes` in all, first come, first served."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -31,7 +31,7 @@ class LongBodies:
         self._giving_back: asyncio.TimerHandle | None = None
 
     async def admit(self, num_bytes: int, deadline_at: float) -> Callable[[], None]:
-        """Wait for so many bytes; returns what gives them back, which may be called again. Raises Overloaded."""
+        """Wait for room for a body. Returns the function, idempotent, that gives it back. Raises Overloaded."""
         num_bytes = min(num_bytes, self._max_bytes)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_bytes, place))

@@ -56,7 +56,7 @@ class _RequestPart(Enum):
 
 
 class Connections:
-    """The open connections of one process, and who makes room for whom."""
+    """The open connections of one process, and the rule by which one makes room for another."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -195,7 +195,7 @@ class BoundedHttp(UvicornConnection):
     # --- bounds -------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """End the connection if its deadline has passed, or what it was sent is not taken."""
+        """End the connection if its deadline has passed, or its client does not read."""
         if now >= self._deadline_at:
             if self.flow.read_paused:  # it is our turn: the request before it is being answered
                 self._deadline_at = now + self._limits.body_timeout_s

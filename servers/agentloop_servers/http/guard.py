@@ -210,7 +210,7 @@ def error_response(
 def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Request], Awaitable[None]]:
     """Make a route dependency, to stand first: `envelope` writes the errors of this route.
 
-    Every answer has its request's id also under `id_header`.
+    Every answer has the request's id also under `id_header`.
     """
 
     async def declare(request: Request) -> None:
@@ -220,7 +220,7 @@ def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Reques
 
 
 def envelope_of(scope: Scope) -> Envelope:
-    """Return what writes the errors of this request."""
+    """Return the function that writes the errors of this request."""
     envelope: Envelope = scope.get("state", {}).get("envelope", AgentLoopError.to_wire)
     return envelope
 

@@ -64,7 +64,7 @@ def add_route(
     responses: dict[int | str, dict[str, Any]] | None = None,
     dependencies: Sequence[Depends] | None = None,
 ) -> None:
-    """Add a route that needs a key, reads its `body` by itself, and answers what the others tell."""
+    """Add a route that needs a key and reads its `body` by itself; the others describe its answers."""
     router.add_api_route(
         path,
         handler,

@@ -35,7 +35,7 @@ async def long_response(request: Request, as_msgpack: Callable[[], bytes], as_js
 
 
 def unread_response() -> Response:
-    """Return the answer to a client that has left: nobody reads it."""
+    """Return the answer to a client that has left."""
     return Response(status_code=499)
 
 
@@ -73,13 +73,13 @@ def _end(scope: asyncio.Timeout) -> None:
 
 
 async def client_left(receive: Receive) -> None:
-    """Return once the client of a request, whose body has been read, is gone."""
+    """Wait until the client of a request, whose body has been read, is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_in_time(send: Send, message: Message, timeout_s: float) -> None:
-    """Send a part of an answer. Raises ClientDisconnect if the client does not take what was sent before."""
+    """Send a part of an answer. Raises ClientDisconnect if the client does not read in time."""
     try:
         async with asyncio.timeout(timeout_s):
             await send(message)

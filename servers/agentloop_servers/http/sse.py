@@ -29,17 +29,18 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
-    """One event with `data` as JSON (bytes are JSON already); `event` is its name, where a dialect names events."""
+    """Return one event with `data` as JSON (bytes are JSON already) and the name `event`, where dialects name
+    events."""
     text = data if isinstance(data, bytes) else orjson.dumps(data)
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return b"".join((head, b"data: ", text, b"\n\n"))
 
 
 class EventStream(Response):
-    """Sends the events of `source`, with comments while it is silent for `keep_alive_s`.
+    """A response of the events of `source`, with comments while it is silent for `keep_alive_s`.
 
-    `error_event` writes what a failure after the headers looks like; `refuse` makes the answer of one before them.
-    `source` is closed on every path.
+    `error_event` writes a failure after the headers; `refuse` makes the answer of one before them. `source` is
+    closed on every path.
     """
 
     media_type = "text/event-stream"

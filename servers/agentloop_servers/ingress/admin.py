@@ -55,7 +55,7 @@ class ModeRules:
             )
 
     def check_sleep(self) -> None:
-        """Raises InvalidRequest where memory is never given back."""
+        """Raises InvalidRequest in a mode that never gives memory back."""
         if not self.can_sleep:
             raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
 
@@ -92,7 +92,7 @@ class AdminRoutes:
         rules: ModeRules,
         endpoint: Endpoint | None = None,
     ) -> None:
-        self._tenants = None if endpoint is None else endpoint.tenants
+        self._users = None if endpoint is None else endpoint.users
         self._coordinator = coordinator
         self._weight_roots = weight_roots
         self._limits = limits
@@ -115,10 +115,10 @@ class AdminRoutes:
 
     async def users(self) -> Response:
         """Read the users' file again, in this process at once and in all others within a second or two."""
-        if self._tenants is None or not self._tenants.has_file:
+        if self._users is None or not self._users.has_file:
             raise Conflict("this service has no file of users: its config names none", param="users")
-        await self._ask(self._tenants.read_again())
-        return json_response(UsersRead(self._tenants.num_users))
+        await self._ask(self._users.read_again())
+        return json_response(UsersRead(self._users.num_users))
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""
@@ -170,7 +170,7 @@ class AdminRoutes:
 
 
 def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:
-    """The real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
+    """Return the real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
 
     The message is the same whatever is wrong, so that it tells nothing of the file system.
     """

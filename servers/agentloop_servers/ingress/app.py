@@ -1,6 +1,6 @@
 """The service's HTTP application: its routes put together, behind one guard.
 
-`create_app` is plain FastAPI; who serves it (Ray Serve, a test's uvicorn) is not its business.
+`create_app` makes a plain FastAPI app, for any server (Ray Serve, a test's uvicorn).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
-from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.endpoint.shards import NotOwner
+from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
@@ -57,8 +57,10 @@ def create_app(
         reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
     else:
         reporter = endpoint.sessions.reporter  # theirs to close
-    leases = SessionLeases(coordinator, connect, reporter, config=config)
-    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports)
+    leases = CallLeases(coordinator, connect, reporter, config=config)
+    rollouts = RolloutRoutes(
+        coordinator, keys, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports
+    )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint)
 
     @asynccontextmanager
@@ -77,14 +79,14 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open, user_of=keys.flow_of)],
+        middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open, user_of=keys.turn_user)],
     )
     add_error_handlers(app, limits)
     if endpoint is not None:
         # First: most requests are its.
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
-    own = (rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys))
+    own = (rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys))
     for router in own:
         app.include_router(router)
     describe(app)
@@ -92,13 +94,13 @@ def create_app(
 
 
 def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> None:
-    """Add the routes for agents."""
+    """Add the routes for agents. A handler that raises HeldElsewhere is answered by the process that it names."""
 
-    async def pass_on(request: Request, error: Exception) -> Response:
-        assert isinstance(error, NotOwner)
-        assert endpoint.router is not None
-        return await endpoint.router.forward(request, error.rank)
+    async def forward(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HeldElsewhere)
+        assert endpoint.shards is not None
+        return await endpoint.shards.forward(request, error.rank)
 
-    app.add_exception_handler(NotOwner, pass_on)
+    app.add_exception_handler(HeldElsewhere, forward)
     app.include_router(routes_calls.router(endpoint, keys, token_calls))
     app.include_router(routes_sessions.router(endpoint, keys))

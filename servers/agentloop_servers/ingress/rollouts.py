@@ -25,14 +25,14 @@ from agentloop.api.owners import OWN_ID_PATTERN, own_id, owner_of, shown_id
 from agentloop.api.requests import MAX_CURSOR, MAX_PAGE, MAX_WAIT_S, AcknowledgeBody, GenerateBody, SubmitBody
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
-from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout.loops import load_loop
 from agentloop.rollout.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.http.auth import Keys, admit, caller_of, names_session
+from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session
 from agentloop_servers.http.guard import HttpLimits, json_body
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import (
@@ -67,7 +67,7 @@ class Health:
 
 
 class Readiness:
-    """The fleet's readiness, asked of the coordinator once a second at most, however many want to know."""
+    """The fleet's readiness, asked of the coordinator at most once a second."""
 
     def __init__(self, coordinator: FrontPort) -> None:
         self._coordinator = coordinator
@@ -75,7 +75,7 @@ class Readiness:
         self._answered_at = 0.0
 
     async def known(self) -> Health:
-        """Return what was true a second ago or later; not ready also while the coordinator does not answer."""
+        """Return the readiness of at most a second ago; not ready if the coordinator does not answer."""
         loop = asyncio.get_running_loop()
         if self._asked is None or (self._asked.done() and loop.time() - self._answered_at > READINESS_AGE_S):
             self._asked = asyncio.create_task(self._ask(), name="readiness")
@@ -98,12 +98,13 @@ class Readiness:
 
 
 class RolloutRoutes:
-    """The user routes. `leases` are of direct calls."""
+    """The user routes. `leases` are those of direct calls."""
 
     def __init__(
         self,
         coordinator: FrontPort,
-        leases: SessionLeases,
+        keys: Keys,
+        leases: CallLeases,
         limits: HttpLimits,
         tool_names: frozenset[str] | None,
         endpoint: Endpoint | None = None,
@@ -112,7 +113,7 @@ class RolloutRoutes:
     ) -> None:
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
-        self._keys = Keys()
+        self._keys = keys
         self._endpoint = endpoint
         self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
         self._coordinator = coordinator
@@ -128,19 +129,20 @@ class RolloutRoutes:
         router.add_api_route("/health", self.health, response_model=Health, responses={503: {"model": Health}})
         return router
 
-    def generate_route(self, keys: Keys) -> APIRouter:
-        """Return the route of direct generation; with an endpoint the keys of sessions are good for it too."""
+    def generate_route(self) -> APIRouter:
+        """Return the route of direct generation; with an endpoint, sessions' keys open it too."""
         is_user = (
-            keys.require_user if self._endpoint is None else admit(keys, self._endpoint.sessions.keys.opened_by)
+            self._keys.require_user
+            if self._endpoint is None
+            else authenticate(self._keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
         add_route(router, "POST", "/generate", self.generate, GenerateBody, responses=answered(Generation))
         return router
 
-    def user_routes(self, keys: Keys) -> APIRouter:
-        """Return the routes of rollouts. A user key reaches what was submitted with it, the admin's everything."""
-        self._keys = keys
-        router = APIRouter(dependencies=[Depends(keys.require_user)], responses=errors(), tags=["rollouts"])
+    def user_routes(self) -> APIRouter:
+        """Return the routes of rollouts. A user's key opens the user's own rollouts, an admin's key all of them."""
+        router = APIRouter(dependencies=[Depends(self._keys.require_user)], responses=errors(), tags=["rollouts"])
         rollout, status = "/rollouts/{rollout_id}", answered(RolloutStatus)
         add_route(router, "POST", "/rollouts", self.submit, SubmitBody, responses=status)
         add_route(router, "GET", rollout, self.rollout, responses=status)
@@ -158,12 +160,12 @@ class RolloutRoutes:
         return json_response(health, 200 if health.is_ready else 503, headers)
 
     async def close(self) -> None:
-        """End what is asked for health checks. Idempotent."""
+        """End the question for health checks. Idempotent."""
         await self._readiness.close()
 
     async def status(self, request: Request) -> Response:
         """Replicas, the caller's rollouts and weight updates at this moment."""
-        status, (names, sees_all) = await self._ask(self._coordinator.status()), self._reach(request)
+        status, (names, sees_all) = await self._ask(self._coordinator.status()), self._user_of(request)
         rollouts = [
             rollout_status(replace(one, rollout_id=shown_id(one.rollout_id)) if one.owner in names else one)
             for one in status.rollouts
@@ -197,7 +199,7 @@ class RolloutRoutes:
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         has_images = any(task.first_image is not None for task in body.tasks)
         tasks = await asyncio.to_thread(self._tasks, body) if has_images else self._tasks(body)
-        names = self._keys.names_of(request)
+        names = self._keys.user_names_of(request)
         staleness = body.staleness
         if staleness is not None and staleness.run_id:
             staleness = replace(staleness, run_id=own_id(names[0], staleness.run_id))
@@ -210,8 +212,8 @@ class RolloutRoutes:
 
     async def rollout(self, request: Request, rollout_id: RolloutId) -> Response:
         """One rollout's counts."""
-        page = await self._reached(
-            request, lambda reaches: self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches)
+        page = await self._ask_as_user(
+            request, lambda user_names: self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, user_names)
         )
         return _status_response(rollout_id, page.status)
 
@@ -222,8 +224,8 @@ class RolloutRoutes:
 
         JSON, or with `Accept: application/msgpack` the binary form that the Python client reads.
         """
-        reading = self._reached(
-            request, lambda reaches: self._coordinator.read(rollout_id, after, limit, wait_s, reaches), wait_s
+        reading = self._ask_as_user(
+            request, lambda user_names: self._coordinator.read(rollout_id, after, limit, wait_s, user_names), wait_s
         )
         page = await unless_client_leaves(request, reading)
         if page is None:
@@ -233,20 +235,22 @@ class RolloutRoutes:
 
     async def acknowledge(self, request: Request, rollout_id: RolloutId, body: Acknowledge) -> Response:
         """The caller has the records up to a cursor: where the run's retention says so, they are deleted."""
-        await self._reached(
-            request, lambda reaches: self._coordinator.acknowledge(rollout_id, body.cursor, reaches)
+        await self._ask_as_user(
+            request, lambda user_names: self._coordinator.acknowledge(rollout_id, body.cursor, user_names)
         )
         return await self.rollout(request, rollout_id)
 
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""
-        status = await self._reached(request, lambda reaches: self._coordinator.cancel(rollout_id, reaches))
+        status = await self._ask_as_user(
+            request, lambda user_names: self._coordinator.cancel(rollout_id, user_names)
+        )
         return _status_response(rollout_id, status)
 
     async def resubmit_damaged(self, request: Request, rollout_id: RolloutId) -> Response:
         """Run the samples again whose records cannot be read any more; the rollout has ended."""
-        status = await self._reached(
-            request, lambda reaches: self._coordinator.resubmit_damaged(rollout_id, reaches)
+        status = await self._ask_as_user(
+            request, lambda user_names: self._coordinator.resubmit_damaged(rollout_id, user_names)
         )
         return _status_response(rollout_id, status)
 
@@ -290,23 +294,23 @@ class RolloutRoutes:
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         engine = self._leases.engine(request.request_id)
-        tenants = None if self._endpoint is None else self._endpoint.tenants
+        users = None if self._endpoint is None else self._endpoint.users
         try:
-            with nullcontext() if tenants is None else tenants.call(owner_of(request.request_id)):
-                return await engine.generate(request, goes_on=lambda sampled: False)
+            with nullcontext() if users is None else users.call(owner_of(request.request_id)):
+                return await engine.generate(request, continues_after_abort=lambda sampled: False)
         finally:
             self._leases.end(request.request_id)
 
-    def _reach(self, request: Request) -> tuple[tuple[str, ...], bool]:
-        """Return the caller's names, and whether it reaches all rollouts, as admins do. Raises Unauthorized."""
-        names = self._keys.names_of(request)
+    def _user_of(self, request: Request) -> tuple[tuple[str, ...], bool]:
+        """Return the names of the caller's user, and whether it may use all rollouts. Raises Unauthorized."""
+        names = self._keys.user_names_of(request)
         return names, self._keys.is_open or self._keys.user_of(request).is_admin
 
-    async def _reached(
+    async def _ask_as_user(
         self, request: Request, ask: Callable[[tuple[str, ...] | None], Awaitable[T]], extra_s: float = 0.0
     ) -> T:
         """Ask about a rollout of the caller's; an admin may name another's by its whole id. Raises NotFound."""
-        names, sees_all = self._reach(request)
+        names, sees_all = self._user_of(request)
         try:
             return await self._ask(ask(names), extra_s)
         except NotFound:

@@ -1,1 +1,1 @@
-"""Trajectories in processes of their own, so that user code can harm nobody but its own trajectory."""
+"""Trajectories in processes of their own, so that user code can harm its own trajectory alone."""

@@ -64,7 +64,7 @@ _OOM_SCORE = "900"  # of 1000: where memory ends, the kernel takes this process 
 
 
 class WorkerLink:
-    """The worker at the other end, as the engine and the coordinator of the trajectory that runs here."""
+    """The connection to the worker, in the place of the trajectory's engine and of its coordinator."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -72,11 +72,10 @@ class WorkerLink:
         self._waiting: dict[int, tuple[asyncio.Future[bytes], OnProgress | None]] = {}
 
     def send(self, value: Frame) -> None:
-        """Send a frame."""
         self._writer.write(packed(value))
 
     def hear(self, frame: Answered | Refused | Heard) -> None:
-        """Take in what the worker says of a call."""
+        """Give an answer, an error or progress to the call that waits for it."""
         answer, on_progress = self._waiting.get(frame.call_id, (None, None))
         if answer is None or answer.done():
             return
@@ -92,7 +91,8 @@ class WorkerLink:
                     answer.set_exception(error)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does."""
+        """Generate, as `TokenEngine.generate` does. Raises EnginePaused also while the worker has no place for the
+        turn: the caller asks again."""
         return await self._ask(WorkerCall.GENERATE, request, Generation, on_progress)
 
     async def stream(
@@ -103,16 +103,13 @@ class WorkerLink:
         yield  # an async generator
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
-        """Ask, as `TokenEngine.image_tokens` does."""
         return await self._ask(WorkerCall.IMAGE_TOKENS, tuple(images), tuple[ImageTokens, ...])
 
     async def abort(self, request_id: str) -> None:
-        """End a request, as `TokenEngine.abort` does."""
         await self._ask(WorkerCall.ABORT, request_id, type(None))
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
-        """Ask for another lease, as `WorkerPort.move` does, in place of the one that the worker holds; what a
-        request needs the worker sees itself."""
+        """Ask for another lease in place of the worker's own. The worker sees a request's needs itself."""
         return await self._ask(WorkerCall.MOVE, is_failed, Lease)
 
     async def _ask(
@@ -131,7 +128,7 @@ class WorkerLink:
 
 
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
-    """Load what trajectories share, as a worker does."""
+    """Load what trajectories share, as a worker does. Their engine and coordinator are `link`."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
     engine = cast(TokenEngine, link)
     return RunParts(
@@ -169,7 +166,7 @@ async def serve(connection: socket.socket) -> None:
             case Begin():
                 parts.newest.value = frame.newest_version
                 run = TrajectoryRun(parts, frame.assignment)
-                bind_contextvars(task=frame.assignment.assignment_id)
+                bind_contextvars(assignment=frame.assignment.assignment_id)
                 running = asyncio.create_task(_hand_in(run, parts, link), name="run")
             case Cancel() if run is not None and running is not None and not running.done():
                 run.cancel()

@@ -38,7 +38,7 @@ class WorkerCall(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first frame to a process: what it needs to load the same as its worker."""
+    """The first frame to a process: all that it needs to load the same as its worker."""
 
     config: str  # of the service, as JSON
     worker: WorkerConfig
@@ -55,12 +55,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A process has loaded what it needs."""
+    """The news that a process has loaded everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A trajectory to run. Its lease has no address."""
+    """The order to run a trajectory. Its lease has no address."""
 
     assignment: Assignment
     newest_version: int | None  # of weights, that the worker has heard of
@@ -68,7 +68,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End the loop, by the client's wish."""
+    """The order to end the loop, because the client asks for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nobody waits for a call any more."""
+    """The process waits for a call no more."""
 
     call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Progress of a generation under way."""
+    """The progress of a generation under way."""
 
     call_id: int
     progress: Progress
@@ -114,7 +114,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """The trajectory's record, encoded. A process that `is_clean` holds nothing of it any more."""
+    """The trajectory's record, encoded. A process that `is_clean` has no task or thread of it left."""
 
     record: bytes
     is_dropped: bool
@@ -132,7 +132,7 @@ def packed(value: Frame) -> bytes:
 
 
 async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """Return the next value; None at the end. Raises InvalidRequest for what is no frame, or too long a one."""
+    """Return the next value; None at the end. Raises InvalidRequest for a malformed or too long frame."""
     try:
         kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
         if kind >= len(_KINDS) or length > MAX_CALL_BYTES:

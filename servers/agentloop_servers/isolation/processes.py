@@ -1,7 +1,7 @@
 """The worker's side of isolated trajectories: their processes, what these may ask for, and how they end.
 
 Invariants: a process runs one trajectory at a time, and one that did not end well is never used again. However a
-process ends, its trajectory has its record, which names the signal or the exit status, and nobody else's has. A
+process ends, its trajectory has its record, which names the signal or the exit status, and no other is harmed. A
 process that is discarded is killed with its process group. It asks for turns of its own trajectory only, under the
 lease that the worker holds for it.
 """
@@ -157,7 +157,7 @@ class IsolatedRuns:
         return len(self._idle) + len(self._busy)
 
     def begin(self, assignment: Assignment) -> ProcessRun:
-        """Return the run of an assignment, not begun."""
+        """Return the run of an assignment, which begins with `to_record`."""
         return ProcessRun(self, assignment)
 
     async def take(self) -> _Child:
@@ -169,10 +169,10 @@ class IsolatedRuns:
                 return child
             await self.discard(child)
         async with self._starting:
-            return await self._started()
+            return await self._start()
 
     def give_back(self, child: _Child) -> bool:
-        """Keep a process for the next trajectory. False: there are enough, and it is to be discarded."""
+        """Keep a process for the next trajectory. False: enough are idle, so it has to be discarded."""
         if len(self._idle) >= self.config.max_idle:
             return False
         self._busy.discard(child)
@@ -180,7 +180,7 @@ class IsolatedRuns:
         return True
 
     async def discard(self, child: _Child) -> str:
-        """End a process, and say how it ended."""
+        """End a process. Returns the way it ended."""
         try:
             return await child.end()
         finally:
@@ -191,7 +191,7 @@ class IsolatedRuns:
         children, self._idle = [*self._idle, *self._busy], []
         await asyncio.gather(*(self.discard(child) for child in children))
 
-    async def _started(self) -> _Child:
+    async def _start(self) -> _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -222,7 +222,7 @@ class IsolatedRuns:
 
 
 class ProcessRun:
-    """One trajectory in a process of its own, as the worker sees it."""
+    """The AssignedRun of a trajectory in a process of its own."""
 
     def __init__(self, runs: IsolatedRuns, assignment: Assignment) -> None:
         self.is_dropped = False
@@ -237,14 +237,12 @@ class ProcessRun:
         self._cancelled_at: float | None = None
 
     def cancel(self) -> None:
-        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
         if self._cancelled_at is None:
             self._cancelled_at = asyncio.get_running_loop().time()
             if self._child is not None:
                 self._child.send(Cancel())
 
     async def to_record(self) -> Trajectory:
-        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
         try:
             child = await self._runs.take()
         except AgentLoopError as error:
@@ -253,7 +251,7 @@ class ProcessRun:
         is_reusable, reason = False, ""
         try:
             self._child = child
-            done = await self._driven(child)
+            done = await self._serve(child)
             record = self._own(decode(done.record, Trajectory))
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
@@ -268,15 +266,14 @@ class ProcessRun:
             ending = "" if is_reusable else await self._runs.discard(child)
         if self._cancelled_at is not None:
             return self._unmade(StopReason.CANCELLED, reason)
-        _log.warning("process_ended", task=self._assignment.assignment_id, ending=ending, reason=reason)
+        _log.warning("process_ended", assignment=self._assignment.assignment_id, ending=ending, reason=reason)
         return self._unmade(StopReason.LOOP_FAILED, f"{reason or 'its process ended'}: {ending}")
 
     async def forget(self) -> None:
-        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
         if self._runs.journal is not None:
             await self._runs.journal.forget_sample(self._assignment.assignment_id)
 
-    async def _driven(self, child: _Child) -> HandIn:
+    async def _serve(self, child: _Child) -> HandIn:
         """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
         blank = replace(self._assignment, lease=_blank(self._assignment.lease))
         child.send(Begin(blank, self._runs.newest.value))
@@ -324,7 +321,7 @@ class ProcessRun:
     async def _answer(self, child: _Child, ask: Ask) -> None:
         """Perform a call, and send its answer or its error."""
         try:
-            child.send(Answered(ask.call_id, await self._performed(child, ask)))
+            child.send(Answered(ask.call_id, await self._perform(child, ask)))
         except Exception as error:
             ours = error if isinstance(error, AgentLoopError) else AgentLoopError(error_line(error))
             child.send(Refused(ask.call_id, orjson.dumps(ours.to_wire()), ours.http_status))
@@ -332,10 +329,10 @@ class ProcessRun:
             self._active_at = asyncio.get_running_loop().time()
             self._calls.pop(ask.call_id, None)
 
-    async def _performed(self, child: _Child, ask: Ask) -> bytes:
+    async def _perform(self, child: _Child, ask: Ask) -> bytes:
         match ask.call:
             case WorkerCall.GENERATE:
-                return await self._generated(ask, lambda progress: child.send(Heard(ask.call_id, progress)))
+                return await self._generate(ask, lambda progress: child.send(Heard(ask.call_id, progress)))
             case WorkerCall.IMAGE_TOKENS:
                 return encode(await self._engine.image_tokens(decode(ask.body, tuple[Image, ...])))
             case WorkerCall.ABORT:
@@ -359,7 +356,7 @@ class ProcessRun:
             raise Conflict(f"trajectory {self._assignment.assignment_id} is over")
         return self._lease.lease
 
-    async def _generated(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
+    async def _generate(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
         request = decode(ask.body, GenerateRequest)
         self._check(request.request_id)
         holder, lease = self._lease, None
@@ -376,7 +373,7 @@ class ProcessRun:
         return encode(generation)
 
     async def _place(self, request: GenerateRequest) -> Lease:
-        """Return the lease to call under. Raises EnginePaused while there is no room: the process asks again, and
+        """Return the lease to call under. No room is raised as EnginePaused, on which the process asks again, and
         does not count the time."""
         try:
             needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))

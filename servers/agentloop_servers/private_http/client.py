@@ -93,7 +93,7 @@ class _Raised:
 
 
 class OpenAnswer:
-    """A request as a context: its transport's failures become our errors, wherever in the body they happen."""
+    """A request as a context. Failures of its transport are raised as our errors."""
 
     def __init__(self, context: aiohttp.client._RequestContextManager, url: str, raised: _Raised) -> None:
         self._context = context
@@ -144,10 +144,10 @@ def _envelope(body: bytes) -> Any:
 
 
 class Connector(aiohttp.TCPConnector):
-    """A pool of connections without a limit of its own: what is in flight is bounded by its user.
+    """A pool of connections without a limit of its own: its user bounds the requests in flight.
 
-    Few are opened at a time, so that a burst is no flood of handshakes, and one that gets free is taken first. Time
-    in which this process stands still is not the server's: it does not count for the opening.
+    Few are opened at a time, so that a burst is no flood of handshakes, and a free one is taken first. A standstill
+    of this process does not count for the opening.
     """
 
     def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:

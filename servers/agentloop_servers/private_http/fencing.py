@@ -4,7 +4,7 @@ An epoch comes from a counter that is stored (`TrajectoryStore.take_over`), neve
 Where the counter was lost, a refusal tells the epoch to outrun, and only the store's owner is given a greater one.
 
 A command whose caller has given up, a copy of one, or one of a process that was replaced may arrive at any time
-later: a pause after its resume would freeze a replica for which nobody feels responsible.
+later: a pause after its resume would freeze a replica that no process would resume.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fenced(Conflict):
 
 @dataclass(frozen=True, slots=True, order=True)
 class FencingToken:
-    """The place of a command among all of them: `number` grows within a process, `epoch` over processes."""
+    """A command's place in the order of all commands: `number` grows within a process, `epoch` over processes."""
 
     epoch: int
     number: int
@@ -42,13 +42,13 @@ class CommandKind(StrEnum):
 
 
 class FencingGuard:
-    """Lets each command pass once, and none after a newer one of its kind."""
+    """A guard that lets each command pass once, and none after a newer one of its kind."""
 
     def __init__(self) -> None:
         self._last: dict[CommandKind, FencingToken] = {}
 
     def admit(self, kind: CommandKind, token: FencingToken) -> None:
-        """Raises Fenced if the command is late or was here before."""
+        """Raises Fenced if the command is late, or passed before."""
         last = self._last.get(kind)
         if last is not None and token <= last:
             raise Fenced(f"order {token.epoch}.{token.number} came after {last.epoch}.{last.number}")

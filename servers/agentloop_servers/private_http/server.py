@@ -39,7 +39,7 @@ class Misdirected(ServiceUnavailable):
 
 
 class PrivateServer:
-    """Serves routes on one host's address. `url` is known after `start`."""
+    """A server of routes on one host's address. `url` is known after `start`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PrivateServer:
 
 
 def token_of(request: web.Request) -> FencingToken:
-    """Return a command's place among all of them. Raises InvalidRequest if it has none."""
+    """Return the fencing token in a command's headers. Raises InvalidRequest without one."""
     try:
         return FencingToken(int(request.headers[EPOCH_HEADER]), int(request.headers[ORDER_HEADER]))
     except (KeyError, ValueError) as error:

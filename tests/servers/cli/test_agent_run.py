@@ -27,7 +27,7 @@ CONFIG = ServiceConfig.load(Path(__file__).parents[3] / "servers" / "simulated.y
 
 
 async def collect(
-    service: FakeSessions, agent: str, tmp_path: Path, push: WeightPush | None = None, num_tasks: int = 20
+    service: FakeSessions, agent: str, tmp_path: Path, push: WeightPush | None = None, *, num_tasks: int
 ) -> tuple[Collected, str]:
     output = io.StringIO()
     tasks = [replace(make_task(f"t{index}"), reward=None) for index in range(num_tasks)]
@@ -42,23 +42,23 @@ async def collect(
 async def test_an_agent_s_run_collects_everything_and_pushes_once(tmp_path: Path, after_share: float) -> None:
     service = FakeSessions()
     collected, output = await collect(
-        service, f"{AGENTS}:ask_plainly", tmp_path, WeightPush(tmp_path, 1, after_share)
+        service, f"{AGENTS}:ask_plainly", tmp_path, WeightPush(tmp_path, 1, after_share), num_tasks=6
     )
-    assert (collected.num_accepted, collected.num_received, collected.push_error) == (40, 40, None)
+    assert (collected.num_accepted, collected.num_received, collected.push_error) == (12, 12, None)
     assert [update["version"] for update in service.updates] == [1]
     assert [report.version for report in collected.updates] == [1]
-    assert "rollout  40/40" in output
+    assert "rollout  12/12" in output
     assert "version 1 live" in output
     groups = {record.group_id for record in service.records}
-    assert (len(groups), len(service.records)) == (20, 40)
+    assert (len(groups), len(service.records)) == (6, 12)
     assert len({record.rollout_id for record in service.records}) == 1
 
 
 async def test_what_goes_wrong_is_shown_a_few_times(tmp_path: Path) -> None:
     service = FakeSessions(refused={"t9"})
-    collected, output = await collect(service, f"{AGENTS}:by_number", tmp_path)
-    assert (collected.num_accepted, collected.num_received) == (40, 40)
-    assert len(service.records) == 38  # the two of t9 could not be opened: the summary calls them lost
+    collected, output = await collect(service, f"{AGENTS}:by_number", tmp_path, num_tasks=12)
+    assert (collected.num_accepted, collected.num_received) == (24, 24)
+    assert len(service.records) == 22  # the two of t9 could not be opened: the summary calls them lost
     assert output.count("agent    t") == 5
     assert "agent    t0: ValueError: number 0" in output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import FinishReason, TokenPath, Turn, WeightVersionSpan
 from agentloop_servers.cli.check_logprobs import LogprobCheck, check_logprobs, load_reference, parse_versions
 from agentloop_servers.cli.commands import app
-from tests.contract.policy_model import POLICY, logits_of
 from tests.contract.reference import log_softmax
 from tests.support.records.samples import fill_store, make_group, make_trajectory
+from tests.support.transfer.adapters import POLICY
 
 torch.set_num_threads(1)  # threads that wait for each other on busy cores take up to 25 times as long
 
-V0, V1 = POLICY / "v0", POLICY / "v1"
+V0, V1 = POLICY, POLICY.parent / "v1"
 NUM = 12  # sampled tokens of a turn
 PLAIN = TurnSampling()
 
@@ -42,7 +43,8 @@ def path(
     """A turn whose first half is of one version and whose second half is of another, then two observed tokens."""
     all_ids = ids or ids_of(TEXT)
     prompt, response = all_ids[:4], all_ids[4 : 4 + NUM + 2]
-    logits = [logits_of(str(folder), prompt + response)[3:] for folder in (V0, V1)]
+    model = importlib.import_module("tests.contract.policy_model")  # transformers' models, in this process alone
+    logits = [model.logits_of(str(folder), prompt + response)[3:] for folder in (V0, V1)]
     logprobs, raw = np.zeros(NUM + 2, np.float32), np.zeros(NUM + 2, np.float32)
     temperature = 1.0 if sampling.logprobs_mode is LogprobsMode.RAW else sampling.temperature or 1.0
     for at in range(NUM):

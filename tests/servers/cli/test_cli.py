@@ -418,20 +418,20 @@ class HoldingCoordinator(FakeCoordinator):
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         self.is_holding = True
-        await super().submit(rollout_id, groups, terms, reaches)
+        await super().submit(rollout_id, groups, terms, user_names)
         for group in groups[: len(groups) // 2]:
             self.finished[rollout_id] += self._records(group)
         return self._status(rollout_id)
 
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         for group in list(self.groups[rollout_id].values())[len(self.groups[rollout_id]) // 2 :]:
             ended = [replace(one, stop_reason=StopReason.CANCELLED) for one in self._records(group)]
             self.finished[rollout_id] += ended
         self._wake()
-        return await super().cancel(rollout_id, reaches)
+        return await super().cancel(rollout_id, user_names)
 
 
 async def test_a_failed_push_ends_what_waits_for_its_version(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_restart_counts_what_the_group_has(tmp_path: Path, num_before: int) ->
         started = await begun(site.coordinator, 4, 2)
         await site.coordinator.rollouts.submit("s", (replace(groups(2, 1)[0], rollout_id="s"),))
         for one in started[:num_before]:
-            await site.store.commit([record(one)])
+            await site.store.add_records([record(one)])
         await site.stop()
         coordinator = await site.start()
         await site.join("a")

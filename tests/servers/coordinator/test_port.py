@@ -60,11 +60,11 @@ class Store(TrajectoryStore):
             raise ZeroDivisionError
         await super().accept(rollout_id, groups, *terms)
 
-    async def commit(self, trajectories):
+    async def add_records(self, trajectories):
         self.commits.set()
         self.num_commits += 1
         await self.may_commit.wait()
-        return await super().commit(trajectories)
+        return await super().add_records(trajectories)
 
 
 class PortSite:

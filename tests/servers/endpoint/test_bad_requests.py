@@ -223,6 +223,14 @@ async def test_39_trailers_are_no_headers(service: ChatService) -> None:
     assert answer.headers["x-session-id"] != "of-a-trailer"
 
 
+@pytest.fixture(scope="module")
+async def hasty(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    limits = replace(CONNECTIONS, headers_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=0.3)
+    bounds = replace(BOUNDS, connections=limits)
+    async with chat_service(tmp_path_factory.mktemp("hasty"), bounds=bounds) as service:
+        yield service
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -234,17 +242,15 @@ async def test_39_trailers_are_no_headers(service: ChatService) -> None:
     ],
     ids=["nothing", "a line's end", "one request", "the next one's begin", "a body that nobody wants"],
 )
-async def test_36_no_connection_is_kept_for_ever(tmp_path: Path, sent: bytes) -> None:
-    limits = replace(CONNECTIONS, headers_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=0.3)
-    async with chat_service(tmp_path, bounds=replace(BOUNDS, connections=limits)) as service:
-        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
-        writer.write(sent)
-        async with asyncio.timeout(30):
-            with suppress(ConnectionError):
-                while await reader.read(1024):
-                    writer.write(b"\r" if sent.endswith(b"\n") else b"x")  # another byte keeps nothing open
-        writer.close()
-        await check_good(service)
+async def test_36_no_connection_is_kept_for_ever(hasty: ChatService, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        with suppress(ConnectionError):
+            while await reader.read(1024):
+                writer.write(b"\r" if sent.endswith(b"\n") else b"x")  # another byte keeps nothing open
+    writer.close()
+    await check_good(hasty)
 
 
 @pytest.mark.parametrize("limits", [{"max_unfinished": 20}, {"max_unfinished_of_address": 20}, {"max_idle": 20}])
@@ -314,10 +320,15 @@ async def test_37_long_bodies_wait_for_each_other_and_short_ones_do_not(tmp_path
             writer.close()
 
 
+@pytest.fixture(scope="module")
+def bomb() -> bytes:
+    data = gzip.compress(bytes(100_000_000), 9)
+    assert len(data) < 200_000
+    return data
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate", "br", "GZIP", "identity, gzip"])
-async def test_38_compressed_bodies_are_not_taken(service: ChatService, encoding: str) -> None:
-    bomb = gzip.compress(bytes(100_000_000), 9)
-    assert len(bomb) < 200_000
+async def test_38_compressed_bodies_are_not_taken(service: ChatService, bomb: bytes, encoding: str) -> None:
     headers = {"content-type": "application/json", "content-encoding": encoding}
     status, body, _ = await service.call("POST", CHAT, data=bomb, headers=headers, compress=None)
     assert (status, body["error"]["code"], body["error"]["param"]) == (

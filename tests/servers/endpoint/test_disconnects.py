@@ -6,7 +6,6 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -27,12 +26,20 @@ PATHS = {
 KEEP_ALIVE_S = 0.05
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[ChatService]:
+@pytest.fixture(scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
     """Its calls take half a minute and more."""
     bounds = Bounds(endpoint=EndpointLimits(keep_alive_s=KEEP_ALIVE_S))
-    async with chat_service(tmp_path, bounds=bounds, decode_s=0.02) as service:
+    async with chat_service(tmp_path_factory.mktemp("service"), bounds=bounds, decode_s=0.02) as service:
         yield service
+
+
+@pytest.fixture
+async def service(started: ChatService) -> AsyncIterator[ChatService]:
+    """The service without calls, before a test and after it."""
+    yield started
+    await started.engine.resume()
+    await until_running(started, False)
 
 
 async def until_running(service: ChatService, is_running: bool) -> float:

@@ -47,31 +47,31 @@ def test_what_has_begun_is_there_at_once_and_until_it_ends(path: Path, log: Open
     assert read_open_calls(path) == ([], 0)
     one, two = OpenCall(7, "s", make_call("one")), OpenCall(3, "other", make_call("two"))
     for opened in (one, two):
-        log.begin(opened.number, opened.session_id, opened.call)
+        log.add(opened.number, opened.session_id, opened.call)
     assert read_open_calls(path) == ([two, one], 0)
     assert log.of_call("s", "one") == one
     assert log.of_call("s", "two") is None
     assert log.of_session("other") == [two]
-    log.end("s", "one")
-    log.end("s", "one")
-    log.end("unknown", "one")
+    log.remove("s", "one")
+    log.remove("s", "one")
+    log.remove("unknown", "one")
     assert read_open_calls(path) == ([two], 0)
     assert log.of_session("s") == []
     for number, call_id in enumerate("abc", 10):
-        log.begin(number, "s", make_call(call_id))
+        log.add(number, "s", make_call(call_id))
     assert [opened.number for opened in log.of_session("s")] == [10, 11, 12]
-    log.end_all("s")
+    log.remove_all("s")
     assert read_open_calls(path) == ([two], 0)
     assert [log.of_call("s", call_id) for call_id in "abc"] == [None] * 3
 
 
 def test_a_process_that_lingers_does_not_write_into_the_next_ones_file(path: Path, log: OpenCallsLog) -> None:
-    log.begin(1, "s", make_call("a"))
+    log.add(1, "s", make_call("a"))
     again = OpenCallsLog(path)
     again.open()
-    log.begin(2, "s", make_call("b"))
+    log.add(2, "s", make_call("b"))
     assert read_open_calls(path) == ([], 0)
-    again.begin(3, "s", make_call("c"))
+    again.add(3, "s", make_call("c"))
     assert numbers(path) == [3]
     again.close()
 
@@ -83,12 +83,12 @@ def test_the_file_is_made_anew_when_most_of_its_calls_have_ended(path: Path, log
     for number in range(10_000):
         if held and (len(held) == 300 or random.random() < 0.5):
             session_id, call = held.pop(random.choice(list(held)))
-            log.end(session_id, call.call_id)
+            log.remove(session_id, call.call_id)
         else:
             session_id = "s" * random.randint(1, 128)
             call = replace(make_call(f"{number}"), digest=random.randbytes(random.randint(0, 32)))
             held[number] = session_id, call
-            log.begin(number, session_id, call)
+            log.add(number, session_id, call)
         if number % 100 == 0:
             assert read_open_calls(path) == ([OpenCall(n, *held[n]) for n in sorted(held)], 0)
             sizes.append(path.stat().st_size)
@@ -99,11 +99,11 @@ def test_the_file_is_made_anew_when_most_of_its_calls_have_ended(path: Path, log
 
 def test_many_open_calls_stay_in_the_file(path: Path, log: OpenCallsLog) -> None:
     for number in range(10_000):
-        log.begin(number, f"s{number % 7}", make_call(f"c{number}"))
+        log.add(number, f"s{number % 7}", make_call(f"c{number}"))
     assert numbers(path) == list(range(10_000))
     assert path.stat().st_size > 2 * ROTATE_BYTES
     for number in range(0, 10_000, 2):
-        log.end(f"s{number % 7}", f"c{number}")
+        log.remove(f"s{number % 7}", f"c{number}")
     assert numbers(path) == list(range(1, 10_000, 2))
 
 
@@ -117,9 +117,9 @@ def test_a_file_that_cannot_be_made_anew_is_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         for number in range(5000):
-            log.begin(number, "s", make_call(f"c{number}"))
-            log.end("s", f"c{number}")
-        log.begin(5000, "s", make_call("last"))
+            log.add(number, "s", make_call(f"c{number}"))
+            log.remove("s", f"c{number}")
+        log.add(5000, "s", make_call("last"))
     assert path.stat().st_size > ROTATE_BYTES
     assert path.stat().st_ino == inode
     assert numbers(path) == [5000]
@@ -138,36 +138,36 @@ def test_a_full_disk_refuses_and_keeps_nothing(
         return write(fd, data[:-10])
 
     for number in range(10):
-        log.begin(number, "s", make_call(f"c{number}"))
+        log.add(number, "s", make_call(f"c{number}"))
     for fails in (full, short):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fails)
             with pytest.raises(StorageFull, match="no room for another open call") as raised:
-                log.begin(1000, "late", make_call("late"))
+                log.add(1000, "late", make_call("late"))
             assert raised.value.retryable
             assert log.of_session("late") == []
             assert numbers(path) == list(range(10))
-    log.begin(1001, "late", make_call("late"))
-    log.begin(1002, "s", make_call("more"))
+    log.add(1001, "late", make_call("late"))
+    log.add(1002, "s", make_call("more"))
     assert numbers(path) == [*range(10), 1001, 1002]
 
 
 def test_any_id_is_kept_and_none_twice(path: Path, log: OpenCallsLog) -> None:
     longest = CallRecord("c\n" * 64, b"\xff" * 32, 2**62, ModelCallState.OPEN)
-    log.begin(2**62, "\u2713 " * 128, longest)
+    log.add(2**62, "\u2713 " * 128, longest)
     with pytest.raises(InvariantBroken):
-        log.begin(1, "\u2713 " * 128, longest)
+        log.add(1, "\u2713 " * 128, longest)
     whole = [OpenCall(2**62, "\u2713 " * 128, longest)]
     assert read_open_calls(path) == (whole, 0)
     assert log.of_session("\u2713 " * 128) == whole
 
 
 def test_a_file_that_is_closed_or_cannot_be_made(path: Path, log: OpenCallsLog) -> None:
-    log.begin(1, "s", make_call("c"))
+    log.add(1, "s", make_call("c"))
     log.close()
     with pytest.raises(ServiceUnavailable):
-        log.begin(2, "s", make_call("late"))
-    log.end("s", "c")
+        log.add(2, "s", make_call("late"))
+    log.remove("s", "c")
     assert numbers(path) == [1]
     with pytest.raises(ServiceUnavailable):
         OpenCallsLog(path / "no" / "folder").open()
@@ -177,7 +177,7 @@ def test_a_file_that_is_closed_or_cannot_be_made(path: Path, log: OpenCallsLog) 
 def test_a_damaged_line_is_counted_and_a_last_one_that_was_cut_off_is_not(path: Path, log: OpenCallsLog) -> None:
     ends = [0]
     for number in range(3):
-        log.begin(number, "session", make_call(f"call {number}"))
+        log.add(number, "session", make_call(f"call {number}"))
         ends.append(path.stat().st_size)
     whole = path.read_bytes()
     for at in range(ends[1], ends[2] - 1):
@@ -211,9 +211,9 @@ from tests.support.records.turns import make_call
 log = OpenCallsLog(Path(sys.argv[1]))
 log.open()
 for number in range(10_000_000):
-    log.begin(number, "s", make_call(f"call {number}"))
+    log.add(number, "s", make_call(f"call {number}"))
     if number >= 300:
-        log.end("s", f"call {number - 300}")
+        log.remove("s", f"call {number - 300}")
     if number % 100 == 0:
         print(number, flush=True)
 """

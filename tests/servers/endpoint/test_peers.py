@@ -23,7 +23,7 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter, take_shard_lock
+from agentloop_servers.endpoint.shards import HOP_HEADER, HeldElsewhere, ShardRouter, take_shard_lock
 from agentloop_servers.http.auth import SessionKey
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
 from tests.support.endpoint.chat_service import RENDERER
@@ -281,7 +281,7 @@ async def test_a_request_is_never_passed_on_twice(site, http):
 @pytest.mark.slow
 async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_path):
     config = simulated_config(replicas=1, ingress_replicas=2)
-    async with whole_site(config, tmp_path, owner_wait_s=2.0) as site, aiohttp.ClientSession() as http:
+    async with whole_site(config, tmp_path, holder_wait_s=2.0) as site, aiohttp.ClientSession() as http:
         session_id = next(name for name in map(str, range(99)) if zlib.crc32(name.encode()) % 2 == 1)
         call = f"{site.urls[0]}/sessions/{session_id}/v1"
         async with http.post(f"{site.urls[0]}/sessions", json={"session_id": session_id}) as answer:
@@ -329,17 +329,17 @@ async def passing_on_to(
     """An app whose every session is that of `owner`, which serves a bare connection."""
     server = await asyncio.start_server(owner, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    router = ShardRouter(OnePeer(f"http://127.0.0.1:{port}"), 0, 2, owner_wait_s=0.5)
+    router = ShardRouter(OnePeer(f"http://127.0.0.1:{port}"), 0, 2, holder_wait_s=0.5)
     await router.start("unused")
 
     async def pass_on(request: Request, error: Exception) -> Response:
         return await router.forward(request, 1)
 
     async def call(request: Request) -> Response:
-        raise NotOwner(1)
+        raise HeldElsewhere(1)
 
     app = FastAPI()
-    app.add_exception_handler(NotOwner, pass_on)
+    app.add_exception_handler(HeldElsewhere, pass_on)
     app.add_api_route("/{path:path}", call, methods=["POST"])
     app.add_middleware(HttpGuard, limits=HttpLimits())
     try:

@@ -13,8 +13,6 @@ from agentloop_servers.http.auth import Keys
 from tests.support.endpoint.dialect_app import MODEL, DialectService, dialect_service
 from tests.support.engine.scripted import call
 
-anthropic = pytest.importorskip("anthropic")
-
 LOOKUP = {
     "name": "lookup",
     "description": "Look it up.",
@@ -35,9 +33,14 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Dia
         yield running
 
 
+def sdk() -> Any:
+    """The anthropic package, in the process of these tests alone: it takes more than a second to import."""
+    return pytest.importorskip("anthropic")
+
+
 def client_of(url: str, session: str | None = None, **fields: Any) -> Any:
     place = f"{url}/sessions/{session}" if session is not None else url
-    return anthropic.AsyncAnthropic(base_url=place, max_retries=0, **{"api_key": "none", **fields})
+    return sdk().AsyncAnthropic(base_url=place, max_retries=0, **{"api_key": "none", **fields})
 
 
 async def open_session(service: DialectService) -> str:
@@ -158,14 +161,14 @@ async def test_refusals_have_anthropics_shape(service: DialectService, is_stream
         assert found.value.request_id == body["request_id"] == found.value.response.headers["x-request-id"]
         return body["error"]
 
-    unsupported = await refused(anthropic.BadRequestError, container="c")
+    unsupported = await refused(sdk().BadRequestError, container="c")
     assert (unsupported["type"], unsupported["code"]) == ("invalid_request_error", "unsupported_parameter")
-    unknown = await refused(anthropic.BadRequestError, extra_body={"max_token": 1})
+    unknown = await refused(sdk().BadRequestError, extra_body={"max_token": 1})
     assert unknown["param"] == "max_token"
-    too_long = await refused(anthropic.BadRequestError, messages=[{**HI, "content": "word " * 20_000}])
+    too_long = await refused(sdk().BadRequestError, messages=[{**HI, "content": "word " * 20_000}])
     assert too_long["code"] == "context_length_exceeded"
-    assert (await refused(anthropic.NotFoundError, model="other"))["type"] == "not_found_error"
-    assert (await refused(anthropic.NotFoundError, "nobody"))["code"] == "session_not_found"
+    assert (await refused(sdk().NotFoundError, model="other"))["type"] == "not_found_error"
+    assert (await refused(sdk().NotFoundError, "nobody"))["code"] == "session_not_found"
 
 
 async def test_keys_of_both_forms(tmp_path: Path):
@@ -175,7 +178,7 @@ async def test_keys_of_both_forms(tmp_path: Path):
             async with client_of(service.url, **fields) as client:
                 assert (await client.messages.create(**asked)).content[0].text == "Hello."
         async with client_of(service.url, api_key="bad") as client:
-            with pytest.raises(anthropic.AuthenticationError) as refused:
+            with pytest.raises(sdk().AuthenticationError) as refused:
                 await client.messages.create(**asked)
         assert refused.value.body["error"]["type"] == "authentication_error"
         assert refused.value.request_id == refused.value.body["request_id"]

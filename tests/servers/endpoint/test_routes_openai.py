@@ -295,7 +295,7 @@ def test_every_route_of_the_endpoint_asks_for_a_key() -> None:
     for route in app.routes:
         if route.path not in open_paths:  # type: ignore[attr-defined]
             names = [one.call.__qualname__ for one in route.dependant.dependencies]  # type: ignore[attr-defined]
-            assert any("require" in name or "admit" in name for name in names), route
+            assert any("require" in name or "authenticate" in name for name in names), route
 
 
 # --- the real sessions ------------------------------------------------------------------------------------

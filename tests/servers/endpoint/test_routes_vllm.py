@@ -12,7 +12,7 @@ import pytest
 from agentloop.chat import vllm_tokens
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.vllm_tokens import TokensBody
-from agentloop.generation.leased_engine import SessionLeases
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
@@ -28,8 +28,15 @@ def asked(*token_ids: int, **sampling: Any) -> dict[str, Any]:
     return {"token_ids": [*token_ids], "sampling_params": {"max_tokens": 4, "logprobs": 1, **sampling}}
 
 
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    async with chat_service(tmp_path_factory.mktemp("service")) as service:
+        yield service
+
+
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[ChatService]:
+async def fresh(tmp_path: Path) -> AsyncIterator[ChatService]:
+    """A service whose leases are those of one test."""
     async with chat_service(tmp_path) as service:
         yield service
 
@@ -101,21 +108,21 @@ async def test_stop_reasons(tmp_path: Path) -> None:
         assert RENDERER.decode(choice["token_ids"]).startswith("one two")
 
 
-async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(service: ChatService) -> None:
-    coordinator, before = service.coordinator, service.sessions.num_open
+async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(fresh: ChatService) -> None:
+    coordinator, before = fresh.coordinator, fresh.sessions.num_open
     for _ in range(3):
-        await generated(service, asked(5, 6), **{"X-Session-ID": "rollout 1/é"})
-    await generated(service, asked(5, 6), **{"X-Session-ID": "another"})
+        await generated(fresh, asked(5, 6), **{"X-Session-ID": "rollout 1/é"})
+    await generated(fresh, asked(5, 6), **{"X-Session-ID": "another"})
     assert coordinator.num_leased == 2
-    await generated(service, asked(5, 6))
-    await generated(service, asked(5, 6))
+    await generated(fresh, asked(5, 6))
+    await generated(fresh, asked(5, 6))
     assert coordinator.num_leased == 4  # calls without a name have a lease each
-    assert service.sessions.num_open == before
+    assert fresh.sessions.num_open == before
     names = [name for name in coordinator.held if name.startswith("tokens-")]
     assert len(names) == 2
-    status, answer, _ = await service.call("POST", "/finish_session", params={"session_id": "another"})
+    status, answer, _ = await fresh.call("POST", "/finish_session", params={"session_id": "another"})
     assert (status, answer) == (200, {"finished": True})
-    status, answer, _ = await service.call("POST", "/finish_session", params={"session_id": "another"})
+    status, answer, _ = await fresh.call("POST", "/finish_session", params={"session_id": "another"})
     assert (status, answer) == (200, {"finished": False})
 
 
@@ -140,15 +147,15 @@ class CountingCalls(TokenCalls):
         return len(self._affinities)
 
 
-async def test_a_long_wait_gives_places_back_and_takes_them_again(service: ChatService) -> None:
-    reporter = LeaseReporter("process", service.coordinator.report_leases)
-    leases = SessionLeases(service.coordinator, lambda url: service.engine, reporter)
-    calls = CountingCalls(service.sessions.parts, leases, TokenCallLimits(idle_s=0.05, max_affinities=2))
+async def test_a_long_wait_gives_places_back_and_takes_them_again(fresh: ChatService) -> None:
+    reporter = LeaseReporter("process", fresh.coordinator.report_leases)
+    leases = CallLeases(fresh.coordinator, lambda url: fresh.engine, reporter)
+    calls = CountingCalls(fresh.sessions.parts, leases, TokenCallLimits(idle_s=0.05, max_affinities=2))
     chat = _call(5, 6)
     await calls.sample(chat, "a")
-    assert (calls.num_affinities, len(service.coordinator.leases)) == (1, 1)
+    assert (calls.num_affinities, len(fresh.coordinator.leases)) == (1, 1)
     async with asyncio.timeout(10):
-        while service.coordinator.leases:
+        while fresh.coordinator.leases:
             await asyncio.sleep(0.01)
     assert calls.num_affinities == 0
     await calls.sample(chat, "a")

@@ -64,8 +64,8 @@ async def loaded(store: SessionStore, session_id: str = "s") -> StoredSession:
 async def make_turns(store: SessionStore, num_turns: int, session_id: str = "s") -> None:
     for index in range(num_turns):
         parent = f"n{index - 1}" if index else None
-        store.begin(session_id, make_call(f"c{index}"))
-        await store.end(
+        store.open_call(session_id, make_call(f"c{index}"))
+        await store.close_call(
             session_id,
             make_call(f"c{index}", ModelCallState.COMMITTED),
             [make_node(f"n{index}", f"c{index}", parent)],
@@ -82,9 +82,9 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
     async with opened(path) as store:
         assert await store.create(make_record(owner="o"))
         await make_turns(store, 3)
-        store.begin("s", make_call("open"))
-        store.begin("s", make_call("lost"))
-        await store.end("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
+        store.open_call("s", make_call("open"))
+        store.open_call("s", make_call("lost"))
+        await store.close_call("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.is_recorded) == (SessionState.OPEN, "o", False)
         assert stored.record == make_record(owner="o")
@@ -100,12 +100,12 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> Non
     async with opened(path) as store:
         await store.create(make_record())
         await make_turns(store, 1)
-        store.begin("s", make_call("c1"))
+        store.open_call("s", make_call("c1"))
         nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
-        await store.end("s", make_call("c1", ModelCallState.COMMITTED), nodes)
-        await store.end("s", make_call("c1", ModelCallState.COMMITTED), nodes)
+        await store.close_call("s", make_call("c1", ModelCallState.COMMITTED), nodes)
+        await store.close_call("s", make_call("c1", ModelCallState.COMMITTED), nodes)
         assert [node.node_id for node in (await loaded(store)).nodes] == ["n0", "n1", "n2"]
-        await store.end("s", make_call("c1", ModelCallState.FAILED, error="gave up"), [])
+        await store.close_call("s", make_call("c1", ModelCallState.FAILED, error="gave up"), [])
         stored = await loaded(store)
         assert [node.node_id for node in stored.nodes] == ["n0"]
         assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
@@ -116,7 +116,7 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
         for session_id in ("a", "b", "c"):
             await store.create(make_record(session_id))
         await make_turns(store, 1, "a")
-        store.begin("a", make_call("open"))
+        store.open_call("a", make_call("open"))
         await store.save(replace(make_record("b"), state=SessionState.FINISHED))
         await store.delete("c", SessionState.DELETED)
     store = SessionStore(path, Wall())
@@ -154,11 +154,11 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) 
         record = make_record(owner="o")
         await store.create(record)
         await make_turns(store, 2)
-        store.begin("s", make_call("late"))
+        store.open_call("s", make_call("late"))
         assert await store.delete("s", state)
         assert not await store.delete("s", state)
         for write in (
-            store.end("s", make_call("late", ModelCallState.COMMITTED), [make_node("n", "late")]),
+            store.close_call("s", make_call("late", ModelCallState.COMMITTED), [make_node("n", "late")]),
             store.save(record),
         ):
             with pytest.raises(SessionNotFound):
@@ -178,7 +178,7 @@ async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
         assert await store.delete("s", None)
         assert await store.load("s") is None
         with pytest.raises(SessionNotFound):
-            await store.end("s", make_call("late", ModelCallState.FAILED), [])
+            await store.close_call("s", make_call("late", ModelCallState.FAILED), [])
 
 
 async def test_use_extends_a_life(path: Path) -> None:
@@ -187,7 +187,7 @@ async def test_use_extends_a_life(path: Path) -> None:
         for session_id in ("idle", "used", "long"):
             await store.create(make_record(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
         wall.now_s += 90
-        await store.end("used", make_call("c", ModelCallState.COMMITTED), [])
+        await store.close_call("used", make_call("c", ModelCallState.COMMITTED), [])
         assert await store.expired(10) == []
         wall.now_s += 20
         assert await store.expired(10) == ["idle"]
@@ -208,11 +208,11 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
         (num_pages,) = await in_store(store, lambda db: db.execute("PRAGMA page_count").fetchone())
         await in_store(store, lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
         big = make_call("big", ModelCallState.FAILED, error="x" * 400_000)
-        store.begin("s", make_call("big"))
+        store.open_call("s", make_call("big"))
         outcomes = await asyncio.gather(
-            store.end("s", make_call("small", ModelCallState.FAILED), []),
-            store.end("s", big, []),
-            store.end("other", make_call("none", ModelCallState.FAILED), []),
+            store.close_call("s", make_call("small", ModelCallState.FAILED), []),
+            store.close_call("s", big, []),
+            store.close_call("other", make_call("none", ModelCallState.FAILED), []),
             return_exceptions=True,
         )
         assert outcomes[0] is None
@@ -225,7 +225,7 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
             "small": ModelCallState.FAILED,
         }
         await in_store(store, lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
-        await store.end("s", big, [])
+        await store.close_call("s", big, [])
         assert (await loaded(store)).calls[1] == big
 
 
@@ -234,7 +234,8 @@ async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
         await store.create(make_record())
         bad = replace(make_call("bad"), error=object())  # type: ignore[arg-type]
         outcomes = await asyncio.gather(
-            *(store.end("s", call, []) for call in (make_call("a"), bad, make_call("b"))), return_exceptions=True
+            *(store.close_call("s", call, []) for call in (make_call("a"), bad, make_call("b"))),
+            return_exceptions=True,
         )
         assert [type(outcome) for outcome in outcomes] == [type(None), TypeError, type(None)]
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b"]
@@ -244,8 +245,8 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_record())
         await make_turns(store, 4)
-        store.begin("s", make_call("side"))
-        await store.end("s", make_call("side", ModelCallState.COMMITTED), [make_node("m", "side", "n0")])
+        store.open_call("s", make_call("side"))
+        await store.close_call("s", make_call("side", ModelCallState.COMMITTED), [make_node("m", "side", "n0")])
     change(path, "UPDATE calls SET value = x'00' WHERE call_id = 'c2'")
     async with opened(path) as store:
         stored = await loaded(store)
@@ -258,10 +259,12 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
 async def test_turns_of_a_call_stand_and_fall_together(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_record())
-        store.begin("s", make_call("c"))
-        await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
-        store.begin("s", make_call("d"))
-        await store.end("s", make_call("d", ModelCallState.COMMITTED), [make_node("e", "d", "a")])
+        store.open_call("s", make_call("c"))
+        await store.close_call(
+            "s", make_call("c", ModelCallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")]
+        )
+        store.open_call("s", make_call("d"))
+        await store.close_call("s", make_call("d", ModelCallState.COMMITTED), [make_node("e", "d", "a")])
     change(path, "UPDATE calls SET crc = crc + 1 WHERE call_id = 'c'")
     async with opened(path) as store:
         stored = await loaded(store)
@@ -273,8 +276,8 @@ async def test_damaged_calls_and_records(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_record())
         await make_turns(store, 2)
-        store.begin("s", make_call("lost"))
-        await store.end("s", make_call("lost", ModelCallState.FAILED), [])
+        store.open_call("s", make_call("lost"))
+        await store.close_call("s", make_call("lost", ModelCallState.FAILED), [])
     change(path, "UPDATE calls SET value = 'text' WHERE call_id IN ('c1', 'lost')")
     async with opened(path) as store:
         stored = await loaded(store)
@@ -322,7 +325,7 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
     await store.start()
     await store.create(make_record())
     executor.num_batches = 0
-    await asyncio.gather(*(store.end("s", make_call(f"c{index}"), []) for index in range(600)))
+    await asyncio.gather(*(store.close_call("s", make_call(f"c{index}"), []) for index in range(600)))
     assert executor.num_batches <= 600 // MAX_WRITE_BATCH + 2
     assert len((await loaded(store)).calls) == 600
     await store.close()
@@ -357,9 +360,9 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
     async with opened(path) as store:
         await store.create(make_record())
         before = as_killed(path, "before")
-        store.begin("s", make_call("c"))
+        store.open_call("s", make_call("c"))
         begun = as_killed(path, "begun")
-        await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
+        await store.close_call("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         ended = as_killed(path, "ended")
         # Killed after the commit, with the line of its end not written.
         unmarked = as_killed(path, "unmarked")
@@ -381,7 +384,7 @@ async def test_open_calls_of_sessions_that_are_no_more_are_dropped(path: Path) -
         for session_id in ("s", "finished", "deleted", "one-off"):
             await store.create(make_record(session_id))
         for session_id in ("s", "finished", "deleted", "one-off", "unknown"):
-            store.begin(session_id, make_call("c"))
+            store.open_call(session_id, make_call("c"))
         await store.save(replace(make_record("finished"), state=SessionState.FINISHED))
         killed = as_killed(path, "killed")
         await store.delete("deleted", SessionState.DELETED)
@@ -401,7 +404,7 @@ async def test_damaged_lines_of_open_calls_are_counted_and_cleared(path: Path) -
     async with opened(path) as store:
         await store.create(make_record())
         for call_id in ("a", "b"):
-            store.begin("s", make_call(call_id))
+            store.open_call("s", make_call(call_id))
         killed = as_killed(path, "killed")
     with log_of(killed).open("r+b") as file:
         file.seek(10)
@@ -419,20 +422,20 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
 
     async with opened(path) as store:
         await store.create(make_record())
-        store.begin("s", same("a"))
-        store.begin("s", same("b"))
-        store.begin("s", same("c"))
-        await store.end("s", same("c", ModelCallState.COMMITTED), [make_node("n", "c")])
-        await store.end("s", same("a", ModelCallState.COMMITTED), [make_node("m", "a")])
+        store.open_call("s", same("a"))
+        store.open_call("s", same("b"))
+        store.open_call("s", same("c"))
+        await store.close_call("s", same("c", ModelCallState.COMMITTED), [make_node("n", "c")])
+        await store.close_call("s", same("a", ModelCallState.COMMITTED), [make_node("m", "a")])
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
         killed = as_killed(path, "killed")
     async with opened(killed) as store:
-        store.begin("s", same("d"))
-        store.begin("s", same("e"))
-        await store.end("s", same("e", ModelCallState.FAILED), [])
+        store.open_call("s", same("d"))
+        store.open_call("s", same("e"))
+        await store.close_call("s", same("e", ModelCallState.FAILED), [])
         killed = as_killed(killed, "again")
     async with opened(killed) as store:
-        store.begin("s", same("f"))
+        store.open_call("s", same("f"))
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
         failed = [call.call_id for call in stored.calls if call.state is ModelCallState.FAILED]
@@ -440,11 +443,11 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         assert [node.node_id for node in stored.nodes] == ["n", "m"]
         for _ in range(5):  # numbers that no row has
             with pytest.raises(SessionNotFound):
-                await store.end("unknown", same("x"), [])
-        store.begin("s", same("g"))
+                await store.close_call("unknown", same("x"), [])
+        store.open_call("s", same("g"))
         killed = as_killed(killed, "once more")
     async with opened(killed) as store:
-        store.begin("s", same("h"))
+        store.open_call("s", same("h"))
         assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
 
 
@@ -455,18 +458,18 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
     async with opened(path) as store:
         await store.create(make_record())
         for index in range(5):
-            store.begin("s", make_call(f"c{index}"))
+            store.open_call("s", make_call(f"c{index}"))
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
             for _ in range(3):
                 with pytest.raises(StorageFull, match="No space left"):
-                    store.begin("s", make_call("late"))
+                    store.open_call("s", make_call("late"))
             assert len((await loaded(store)).calls) == 5
-            await store.end(
+            await store.close_call(
                 "s", make_call("c0", ModelCallState.FAILED), []
             )  # the log does not say so: the store does
-        store.begin("s", make_call("late"))
-        store.begin("s", make_call("later"))
+        store.open_call("s", make_call("late"))
+        store.open_call("s", make_call("later"))
         calls = (await loaded(store)).calls
         assert [call.call_id for call in calls] == [*(f"c{i}" for i in range(5)), "late", "later"]
     with monkeypatch.context() as patch:
@@ -485,12 +488,12 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_record())
         for call_id in ids:
-            store.begin("s", make_call(call_id))
+            store.open_call("s", make_call(call_id))
         assert [call.call_id for call in (await loaded(store)).calls] == ids
 
         async def end(call_id: str) -> None:
             await asyncio.sleep(random.choice((0.0, 0.001)))
-            await store.end(
+            await store.close_call(
                 "s", make_call(call_id, ModelCallState.COMMITTED), [make_node(f"of {call_id}", call_id)]
             )
             assert call_id not in {opened.call.call_id for opened in read_open_calls(log_of(path))[0]}
@@ -522,9 +525,9 @@ async def main():
     await store.create(make_record(ttl_s=1e6))
     for index in range(100_000):
         parent = f"n{index - 1}" if index else None
-        store.begin("s", make_call(f"c{index}"))
+        store.open_call("s", make_call(f"c{index}"))
         call = make_call(f"c{index}", ModelCallState.COMMITTED)
-        await store.end("s", call, [make_node(f"n{index}", f"c{index}", parent)])
+        await store.close_call("s", call, [make_node(f"n{index}", f"c{index}", parent)])
         print(index, flush=True)
 
 asyncio.run(main())

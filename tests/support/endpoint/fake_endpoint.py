@@ -140,11 +140,11 @@ class FakeRegistry:
         self.sessions[session_id] = FakeSession(self, record)
         return self.sessions[session_id]
 
-    def resident(self, session_id: str, reaches: Sequence[str] | None) -> FakeSession | None:
+    def resident(self, session_id: str, user_names: Sequence[str] | None) -> FakeSession | None:
         return None  # every session is somewhere else, and has to be awaited
 
-    async def find(self, session_id: str, reaches: Sequence[str] | None) -> FakeSession:
-        for name, owner in possible_ids(session_id, reaches):
+    async def find(self, session_id: str, user_names: Sequence[str] | None) -> FakeSession:
+        for name, owner in possible_ids(session_id, user_names):
             found = self.sessions.get(name)
             if found is not None and owner in (None, found.record.owner):
                 if name in self.expired:
@@ -161,8 +161,8 @@ class FakeRegistry:
         found = [one.record for one in self.sessions.values() if one.record.owner in names]
         return sorted(found, key=lambda record: record.session_id)[:limit]
 
-    async def finish(self, session_id: str, reaches: Sequence[str] | None, end: SessionEnd) -> Trajectory:
-        found = await self.find(session_id, reaches)
+    async def finish(self, session_id: str, user_names: Sequence[str] | None, end: SessionEnd) -> Trajectory:
+        found = await self.find(session_id, user_names)
         reason = found.record.stop_reason or end.stop_reason
         found.record = replace(
             found.record,
@@ -174,7 +174,7 @@ class FakeRegistry:
         )
         return found.trajectory()
 
-    async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
+    async def delete(self, session_id: str, user_names: Sequence[str] | None) -> None:
         del self.sessions[session_id]
 
 

@@ -114,10 +114,10 @@ class FakeCoordinator:
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
-        reaches: tuple[str, ...] | None = None,
+        user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         self._raise_next()
-        rollout_id = self._own(rollout_id, terms.owner, reaches)
+        rollout_id = self._own(rollout_id, terms.owner, user_names)
         self.terms[rollout_id] = terms
         self.submitted.append((rollout_id, len(groups)))
         if len(groups) > self.num_queue_groups:
@@ -149,9 +149,9 @@ class FakeCoordinator:
         self.terms.setdefault(own, RolloutTerms(names[0]))
         return own
 
-    def _own(self, rollout_id: str, owner: str, reaches: tuple[str, ...] | None) -> str:
+    def _own(self, rollout_id: str, owner: str, user_names: tuple[str, ...] | None) -> str:
         try:
-            return self._status(rollout_id, reaches).rollout_id
+            return self._status(rollout_id, user_names).rollout_id
         except NotFound:
             return own_id(owner, rollout_id)
 
@@ -168,10 +168,10 @@ class FakeCoordinator:
             self._wake()
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
     ) -> EncodedPage:
         self._raise_next()
-        status = self._status(rollout_id, reaches)
+        status = self._status(rollout_id, user_names)
         rollout_id = status.rollout_id
         if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
             try:
@@ -183,18 +183,18 @@ class FakeCoordinator:
         records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
         return EncodedPage(records, after + len(found), self._status(rollout_id))
 
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
-        rollout_id = self._status(rollout_id, reaches).rollout_id
+    async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
+        rollout_id = self._status(rollout_id, user_names).rollout_id
         self.acknowledged[rollout_id] = cursor
 
-    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         self.is_cancelled = True
-        return self._status(rollout_id, reaches)
+        return self._status(rollout_id, user_names)
 
-    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = self._status(rollout_id, reaches).rollout_id
+    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = self._status(rollout_id, user_names).rollout_id
         self.finished[rollout_id] += self.damaged.pop(rollout_id, [])
-        return self._status(rollout_id, reaches)
+        return self._status(rollout_id, user_names)
 
     async def lease(self, session_id, num_tokens, process_id, needs=NO_NEEDS, prefixes=()) -> Lease:
         self._raise_next()
@@ -330,8 +330,8 @@ class FakeCoordinator:
     def _records(self, group: RolloutGroup) -> list[Trajectory]:
         return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]
 
-    def _status(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        for name, owner in possible_ids(rollout_id, reaches):
+    def _status(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
+        for name, owner in possible_ids(rollout_id, user_names):
             terms = self.terms.get(name, RolloutTerms(owner_of(name)))
             if name in self.groups and owner in (None, terms.owner):
                 break

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from agentloop import codec
-from agentloop.api.coordinator import RolloutTerms, assignment_id
+from agentloop.api.coordinator import RolloutTerms, assignment_id_of
 from agentloop.errors import Conflict, NotFound
 from agentloop.storage.trajectory_store import encoded_groups, groups_digest
 from agentloop.types import RolloutGroup, Trajectory
@@ -55,7 +55,7 @@ class MemoryStore:
 
     async def has_record(self, trajectory: Trajectory) -> bool:
         await self.counts(trajectory.rollout_id)
-        name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        name = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
         return name in self.records
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
@@ -65,11 +65,11 @@ class MemoryStore:
         await self._turn()
         return self.rollout_terms.get(rollout_id, RolloutTerms())
 
-    async def commit(self, trajectories: Sequence[Trajectory]) -> int:
+    async def add_records(self, trajectories: Sequence[Trajectory]) -> int:
         await self._disk()
         known = len(self.records)
         for one in trajectories:
-            self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
+            self.records.setdefault(assignment_id_of(one.rollout_id, one.group_id, one.sample_index), one)
         return len(self.records) - known
 
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
@@ -77,7 +77,7 @@ class MemoryStore:
         if trajectory.rollout_id in self.groups:
             raise Conflict(f"rollout {trajectory.rollout_id} was submitted")
         self.sessions.add(trajectory.rollout_id)
-        return await self.commit([trajectory]) > 0
+        return await self.add_records([trajectory]) > 0
 
     async def holds_sessions(self, rollout_id: str) -> bool:
         await self._turn()
@@ -104,7 +104,7 @@ class MemoryStore:
         for rollout_id, groups in self.groups.items():
             for group in groups:
                 indexes = range(group.num_samples)
-                names = [assignment_id(rollout_id, group.group_id, index) for index in indexes]
+                names = [assignment_id_of(rollout_id, group.group_id, index) for index in indexes]
                 missing = tuple(index for index in indexes if names[index] not in self.records)
                 if missing:
                     owed.append((group, missing))

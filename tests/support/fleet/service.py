@@ -55,13 +55,13 @@ class FlakyStore(TrajectoryStore):
             await self.stalled.wait()
         await super().accept(*arguments)
 
-    async def commit(self, trajectories):
+    async def add_records(self, trajectories):
         self.num_commits += 1
         if self.is_broken:
             raise sqlite3.OperationalError("disk I/O error")
         if self.stalled is not None:
             await self.stalled.wait()
-        return await super().commit(trajectories)
+        return await super().add_records(trajectories)
 
     async def save_state(self, name, value):
         if self.is_broken:

@@ -93,7 +93,7 @@ def fill_store(
         store = TrajectoryStore(path)
         for rollout_id, accepted in groups.items():
             await store.accept(rollout_id, accepted)
-        await store.commit(records)
+        await store.add_records(records)
         await store.close()
 
     asyncio.run(fill())

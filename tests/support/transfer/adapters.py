@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 
@@ -38,7 +38,7 @@ def write_adapter(
 
 def shipped_policy() -> Any:
     """The policy as a model of transformers."""
-    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
 
 
 def merged_model(adapter: Path | None) -> Any:

@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +11,12 @@ from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica, ReplicaConfig
-from tests.contract.policy_model import POLICY
 from tests.contract.vllm_case import vllm_config
 from tests.servers.processes import stop_process
 from tests.support.fleet.directory import Directory
+from tests.support.transfer.adapters import POLICY
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
-
-MODEL = Path(POLICY) / "v0"
 
 
 def is_there(pid):
@@ -31,7 +28,7 @@ def is_there(pid):
 
 
 async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
-    engine, directory = VllmEngine(vllm_config(MODEL)), Directory()
+    engine, directory = VllmEngine(vllm_config(POLICY)), Directory()
     limits = ReplicaConfig(heartbeat_interval_s=0.2, stall_timeout_s=8.0, first_step_timeout_s=60.0)
     replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=limits)
     clients = EngineClients("secret")

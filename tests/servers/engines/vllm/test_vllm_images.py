@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image as Picture
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-)
 
 from agentloop.chat.call import ChatCall
 from agentloop.engine import WeightUpdate
@@ -69,7 +63,7 @@ async def engine(folders: list[Path]) -> AsyncIterator[VllmEngine]:
 def write_weights(folder: Path, seed: int) -> None:
     """Write random weights, large enough that what the model says depends on all that it reads."""
     torch.manual_seed(seed)
-    model = Idefics3ForConditionalGeneration(AutoConfig.from_pretrained(folder))
+    model = transformers.Idefics3ForConditionalGeneration(transformers.AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -81,12 +75,12 @@ class Reference:
     """transformers on the same folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.processor = Idefics3Processor(
-            Idefics3ImageProcessorPil.from_pretrained(folder),
-            AutoTokenizer.from_pretrained(folder),
+        self.processor = transformers.Idefics3Processor(
+            transformers.Idefics3ImageProcessorPil.from_pretrained(folder),
+            transformers.AutoTokenizer.from_pretrained(folder),
             image_seq_len=4,
         )
-        model = Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
 
     def inputs(self, text: str, images: Sequence[Image]) -> Any:

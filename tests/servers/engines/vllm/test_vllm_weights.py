@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentloop.engine import CommitReport, Delta, HeldIn, StageReport, TensorInfo, WeightUpdate
 from agentloop.errors import (
@@ -70,7 +70,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folders = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**fields)).to(torch.bfloat16)
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields)).to(torch.bfloat16)
         folder = tmp_path_factory.mktemp("untied") / f"v{seed}"
         model.save_pretrained(folder, max_shard_size="1MB")
         assert len(list(folder.glob("*.safetensors"))) > 1
@@ -107,7 +107,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @functools.cache
 def independent(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Poison isolation: samples that ran when their worker died are tried apart until they are cleared.
+"""Suspect trials: samples that ran when their worker died are tried apart until they are cleared.
 
 One of them may have killed the worker, and would kill the next one. They are tried in shares of those that shared
 the death, `NUM_TRIALS` shares of each, on a worker that has nothing else, the ones that had run for the shortest
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 
 from agentloop.scheduling.samples import Sample
+from agentloop.types import Lease
 
 NUM_TRIALS = 16
 MIN_FIRST_TRIAL = 4  # of what shared one death only: most deaths are no sample's doing
@@ -27,11 +28,11 @@ TRIAL_S = 300.0
 TRIAL_WAIT_S = 60.0
 
 
-class PoisonIsolation:
+class SuspectTrials:
     """The queued suspects, and the rule by which a worker may try them."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, OrderedDict[str, Sample]] = {}  # size of a trial -> who waits for one
+        self._by_size: dict[int, OrderedDict[str, Sample]] = {}  # those that wait for a trial, by its size
         self._since: dict[str, float] = {}  # when they came
         self._num_deaths = 0
 
@@ -40,7 +41,6 @@ class PoisonIsolation:
             yield from waiting.values()
 
     def add(self, sample: Sample, now: float) -> None:
-        """Queue a suspect."""
         self._by_size.setdefault(sample.trial_size, OrderedDict())[sample.assignment_id] = sample
         self._since[sample.assignment_id] = now
 
@@ -53,34 +53,34 @@ class PoisonIsolation:
                 del self._by_size[sample.trial_size]
 
     def take(
-        self, running: Collection[Sample], num_free: int, now: float, begin: Callable[[Sample], bool]
-    ) -> list[Sample]:
-        """Take out what a worker that runs `running` may try: small trials first, and what `begin` lets begin."""
+        self, running: Collection[Sample], num_free: int, now: float, place: Callable[[Sample], Lease | None]
+    ) -> list[tuple[Sample, Lease]]:
+        """Take out the suspects that a worker may try beside `running` and that `place` grants a lease. Small
+        trials come first."""
         if not self._since or num_free <= 0:
             return []
         tried = [sample for sample in running if is_tried(sample, now)]
         is_apart = all(sample.num_deaths for sample in running)
         bound = min((sample.trial_size for sample in tried), default=max(self._by_size))
-        taken: list[Sample] = []
+        taken: list[tuple[Sample, Lease]] = []
         for size in sorted(self._by_size):
             bound = min(bound, size) if not taken else bound
             for sample in sorted(self._by_size[size].values(), key=lambda one: one.outlived_s):
                 if len(taken) == num_free or len(tried) + len(taken) >= bound:
                     break
                 waited_s = now - self._since[sample.assignment_id]
-                if (is_apart or waited_s >= TRIAL_WAIT_S * _trial_factor(sample)) and begin(sample):
-                    taken.append(sample)
-        for sample in taken:
+                is_its_time = is_apart or waited_s >= TRIAL_WAIT_S * _trial_factor(sample)
+                if is_its_time and (lease := place(sample)) is not None:
+                    taken.append((sample, lease))
+        for sample, _ in taken:
             self.discard(sample)
         return taken
 
     def note_death(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
-        """Note a worker's death in those that ran there. Returns queued samples that are suspect no more.
-
-        PoisonIsolation of an earlier death, and what was never suspect, each are accused among their like. What had
-        outlived its last death is not accused beside them. The others of an earlier death whose suspects die again
-        were not its cause.
-        """
+        """Note a worker's death in the samples that ran there. Returns queued samples that are suspect no more.
+        Suspects of an earlier death are tried again among themselves, samples that were never suspect likewise. A
+        sample that had outlived its last death is suspect only if there are none of these. If a suspect of an
+        earlier death dies again, the others of that death were not its cause."""
         again = [sample for sample in running if has_not_outlived(sample, alive_at)]
         first = [sample for sample in running if sample.num_deaths == 0]
         outlived = [sample for sample in running if sample.num_deaths and not has_not_outlived(sample, alive_at)]
@@ -106,12 +106,12 @@ class PoisonIsolation:
 
 
 def is_trial(running: Collection[Sample], now: float) -> bool:
-    """Tell if a worker that runs these tries suspects apart from other work, and has to be left alone with them."""
+    """Tell if a worker that runs these is in a trial. It gets no other work then."""
     return all(sample.num_deaths for sample in running) and any(is_tried(sample, now) for sample in running)
 
 
 def is_tried(sample: Sample, now: float) -> bool:
-    """Tell if a running suspect is on trial yet."""
+    """Tell if a running suspect is still on trial."""
     return has_not_outlived(sample, now) and now - sample.begun_at <= TRIAL_S * _trial_factor(sample)
 
 
@@ -120,5 +120,5 @@ def _trial_factor(sample: Sample) -> float:
 
 
 def has_not_outlived(sample: Sample, at: float) -> bool:
-    """Tell if a sample has run for no longer, since it was begun, than it had when its last worker died."""
+    """Tell if a suspect has not run longer by now than it had when its last worker died."""
     return sample.num_deaths > 0 and at - sample.begun_at <= sample.outlived_s

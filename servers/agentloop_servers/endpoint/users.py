@@ -24,8 +24,8 @@ _REPORT_S = 1.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class Tenants:
-    """The users that one process serves. `start` it, and `close` it in the end."""
+class ServedUsers:
+    """The users that one process serves, with their open calls and sessions. `start` and `close` it."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Tenants:
         self._reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Report, now and until `close`."""
+        """Report the users' use again and again until `close`."""
         if not self._keys.is_open:
             self._reporting = asyncio.create_task(self._report_for_ever(), name="users")
 
     async def close(self) -> None:
-        """Report no more. Idempotent."""
+        """End the reports. Idempotent."""
         if self._reporting is not None:
             reporting, self._reporting = self._reporting, None
             reporting.cancel()
@@ -74,7 +74,7 @@ class Tenants:
 
     @contextmanager
     def call(self, owner: str) -> Iterator[None]:
-        """Hold one of a user's places for calls. Raises Overloaded if they are taken, or its tokens are used up."""
+        """Hold one of a user's places for calls. Raises Overloaded if they, or the user's tokens, are used up."""
         name, limits, elsewhere = self._known(owner)
         if limits.open_calls is not None and self._calls[name] + elsewhere.open_calls >= limits.open_calls:
             raise Overloaded(f"{name} has {limits.open_calls} calls open, as many as it may")
