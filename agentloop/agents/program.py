@@ -184,6 +184,7 @@ class _OnLoopThread:
             return await asyncio.shield(job.outcome)
         except asyncio.CancelledError:
             thread.call(job.cancel)
+            job.outcome.add_done_callback(asyncio.Future.exception)  # the cancellation says enough
             await asyncio.wait({job.outcome}, timeout=self._grace_s)
             if not job.outcome.done() and self._thread is thread:
                 _log.warning("agent_ignores_cancellation", agent=getattr(self._function, "__name__", "agent"))
