@@ -184,6 +184,7 @@ class _OnLoopThread:
             return await asyncio.shield(job.outcome)
         except asyncio.CancelledError:
             thread.call(job.cancel)
+            job.outcome.add_done_callback(asyncio.Future.exception)  # the cancellation says enough
             await asyncio.wait({job.outcome}, timeout=self._grace_s)
             if not job.outcome.done() and self._thread is thread:
                 _log.warning("agent_ignores_cancellation", agent=getattr(self._function, "__name__", "agent"))
@@ -284,14 +285,23 @@ async def run_command(arguments: Sequence[str], environment: Mapping[str, str], 
     """Run a command without shell or input. A cancellation ends it. Raises OSError if it cannot start."""
     # Two unnamed files: what a program has buffered of its output is written last, after the error that ended it.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            env=dict(environment),
-            start_new_session=True,
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=dict(environment),
+                start_new_session=True,
+            )
         )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # a start that is cut off would leave what the command has started by then
+            process = await starting
+            _signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
         try:
             status = await process.wait()
         except asyncio.CancelledError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import sys
 import threading
 import uuid
@@ -18,7 +20,7 @@ from agentloop.agents.runner import AgentLimits, AgentRecord, AgentRun, run_agen
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.types import Message, RolloutTask, StopReason
-from tests.servers.processes import processes_with
+from tests.servers.processes import pids_with, processes_with
 from tests.support.endpoint.fake_sessions import FakeSessions, session_service
 from tests.support.records.samples import make_task
 from tests.support.service import sample_agents
@@ -253,6 +255,26 @@ async def test_a_cancelled_run_finishes_its_sessions(service: FakeSessions, monk
             await asyncio.wait([running])
     assert running.cancelled()
     assert [record.stop_reason for record in service.records] == [StopReason.CANCELLED] * 2
+    assert await asyncio.to_thread(processes_with, marker) == []
+
+
+async def test_a_command_that_is_cancelled_while_it_starts_leaves_nothing(monkeypatch) -> None:
+    start, marker = asyncio.create_subprocess_exec, f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
+
+    async def slow_start(*arguments, **options):
+        process = await start(*arguments, **options)
+        while len(pids_with(marker)) < 2:  # it has started one of its own
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.sleep(0.1)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow_start)
+    command = [*shlex.split(COMMAND), "hang", marker]
+    running = asyncio.create_task(run_command(command, {**os.environ, marker: "1"}, grace_s=0.3))
+    async with asyncio.timeout(60):
+        await asyncio.wait([running])
+    assert running.cancelled()
     assert await asyncio.to_thread(processes_with, marker) == []
 
 
