@@ -71,5 +71,5 @@ class CompletionWriter(ChoiceWriter):
         return columns
 
     def finish(self, reply: Reply) -> str:
-        """Return the reason why a reply ended: no calls are read."""
+        """Return a reply's `finish_reason`, "length" or "stop": this API parses no tool calls."""
         return "length" if finish_of(reply) is TurnFinish.LENGTH else "stop"

@@ -23,7 +23,11 @@ _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
 def check_schema(schema: Mapping[str, JSON]) -> None:
-    """Raises ValueError, with the reason, for a schema that no compiler should get."""
+    """Check a client's JSON Schema against bounds, before a grammar compiler gets it.
+
+    Raises ValueError, with the reason, for one that is too large or too deep, has too long a pattern, or has a
+    `$ref` without a target or in a circle. An engine may still be unable to compile it.
+    """
     try:
         num_bytes = len(orjson.dumps(schema))
     except TypeError as error:

@@ -69,7 +69,7 @@ class Rollout:
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """The service's ids of the parts."""
+        """The ids by which the service knows this rollout; a large one is submitted in several parts."""
         return tuple(self._parts)
 
     @property

@@ -67,7 +67,10 @@ class LateReplicas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def start(self) -> None:
-        """Begin to bring up every late replica. After a failed round, the same attempt waits for its back-off."""
+        """Start a task for each replica behind the fleet's weights that has none.
+
+        After a failed round a replica is passed over until its pause is over, or the ways to help it change.
+        """
         now = self._clock.now()
         for replica in self._fleet.behind():
             replica_id = replica.replica_id

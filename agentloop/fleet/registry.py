@@ -265,7 +265,10 @@ class Fleet:
         )
 
     def probe_answered(self, replica: ReplicaRecord) -> None:
-        """Record an answered probe: the replica takes traffic again, on probation."""
+        """Record that a suspect answered its probe: it takes traffic if weights and orders fit.
+
+        One more failure within the window makes it suspect again.
+        """
         current = self._same(replica)
         if current is None or not current.needs_probe:
             return

@@ -115,7 +115,7 @@ class ToolSet(Protocol):
     """Tools of one source, such as a server that lists them. A configuration names it like a tool."""
 
     def tools(self) -> Sequence[Tool]:
-        """Return the tools, in the order of the source. Called once, before an event loop of theirs runs."""
+        """Return the source's tools, in its order. Called once a process, while it loads its tools."""
 
 
 class FunctionTool:

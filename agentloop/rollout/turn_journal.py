@@ -113,7 +113,10 @@ class KeptTurns:
 
 
 class RunJournal:
-    """The journal of one run. `kept` is what the run continues from; None: it begins at the start."""
+    """The finished turns of one attempt at a trajectory, in a file for a later attempt.
+
+    `kept` are the turns that this attempt continues from; None: it begins at the start.
+    """
 
     def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader], attempt: int) -> None:
         self.kept: KeptTurns | None = None

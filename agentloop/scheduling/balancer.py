@@ -67,7 +67,7 @@ class KVUse:
 
 
 class Balancer:
-    """Leases, and the KV behind them."""
+    """The placement of trajectories and sessions on replicas: their leases, and the KV that these take."""
 
     def __init__(self, fleet: Fleet, config: BalancerConfig | None = None) -> None:
         self._fleet = fleet

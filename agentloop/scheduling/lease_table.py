@@ -24,7 +24,7 @@ from agentloop.types import Lease
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The need of a trajectory or a session for a place."""
+    """A request for a lease on a replica, for one trajectory or session (`holder_id`)."""
 
     holder_id: str
     process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it

@@ -192,9 +192,11 @@ class TurnGraph:
     def match_ids(
         self, prompt_ids: Sequence[int], *, decode: Decode | None = None
     ) -> tuple[Node | None, tuple[int, ...], Split | None]:
-        """Find the longest whole path that `prompt_ids` begin with: its turn, the ids that are new, the split.
+        """Find the turn that a prompt of token ids extends: (turn, ids that are new, split).
 
-        Ids are below 2**31. `decode` makes the split's detail readable.
+        The prompt begins with all tokens up to the turn's end; of several such turns the longest counts, and
+        without one the turn is None. The split says where and why the prompt leaves what is recorded; None if it
+        leaves nothing. Ids are below 2**31. `decode` makes the split's detail readable.
         """
         if not self._nodes:
             return None, tuple(prompt_ids), None

@@ -94,9 +94,10 @@ class McpTools:
         return self.server if isinstance(self.server, str) else " ".join(self.server)
 
     def tools(self) -> Sequence[McpTool]:
-        """List the server's tools, which takes a connection; a shared one stays. Blocks for as long.
+        """Connect to the server and return its tools, or those of `names`; blocks until they are listed.
 
-        Raises InvalidRequest with param "tools" if it cannot be reached, or lacks one of the names.
+        A shared server's connection stays open. Raises InvalidRequest with param "tools" if the server cannot be
+        reached, or lacks one of the names.
         """
         try:
             listed = self._start(self._listed()).result(self._round_s + 2 * self.connect_timeout_s)

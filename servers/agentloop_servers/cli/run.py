@@ -261,7 +261,7 @@ class MidRunPush:
             self._pushing = self._group.create_task(pushing)
 
     def collected(self, tally: Tally, wall_s: float) -> Collected:
-        """Return what the run gave, once the context has been left."""
+        """Return the run's counts, its time and the outcome of its push. Call it after the context."""
         outcome = self._pushing.result() if self._pushing is not None else None
         return Collected(
             num_accepted=tally.num_trajectories,

@@ -69,7 +69,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Report an error of the block as one line, instead of a traceback, and exit."""
+    """Print an AgentLoopError or OSError of the block as a line on stderr, and exit with 1."""
     try:
         yield
     except* (AgentLoopError, OSError) as group:

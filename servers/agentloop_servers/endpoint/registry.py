@@ -269,7 +269,7 @@ class Sessions:
         await self.store.close()
 
     def check_health(self) -> None:
-        """Raises what ended the watch, if something did."""
+        """Raise the error that ended the task which expires, evicts and records sessions."""
         if self._watching is not None and self._watching.done():
             self._watching.result()
 

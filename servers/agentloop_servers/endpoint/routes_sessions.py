@@ -89,7 +89,7 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
 
 
 class SessionRoutes:
-    """The handlers of one endpoint."""
+    """The handlers of the `/sessions` routes, over one process's `Endpoint`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -56,12 +56,12 @@ _log = structlog.stdlib.get_logger(__name__)
 async def take_shard_lock(
     run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> tuple[int, FileLock]:
-    """Take a free shard, `first` if it is free. Returns its number, and so its file of sessions, with its lock.
+    """Lock a free shard of the sessions, `first` if it is free; returns its number and the lock.
 
-    So no two processes write the sessions of one shard, also while a wedged one is replaced and Serve's own rank of
-    the new one is beyond their number. The lock's text is the port on which the shard was last reached: its new
-    process listens there again, and the URLs that agents hold still work. Raises ServiceUnavailable if none gets
-    free in time.
+    Only the lock's holder writes the shard's sessions. Serve's rank of a process cannot say the shard: while a hung
+    process is replaced, the new one's rank may be `num_shards`. The lock's text is the port of the shard's last
+    process: the next one listens there, so URLs that agents hold still work. Raises ServiceUnavailable if no shard
+    becomes free in time.
     """
 
     def take() -> tuple[int, FileLock] | None:

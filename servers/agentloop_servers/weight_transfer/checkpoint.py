@@ -165,7 +165,7 @@ class ServedForm:
         self._check(by_name)
 
     def confirm(self) -> None:
-        """Record that the update that was checked last is served now."""
+        """Take the update that was checked last as the served form, if there is none yet."""
         self._served = self._served or self._offered
 
     def _check(self, offered: Mapping[str, TensorInfo]) -> None:

@@ -113,7 +113,7 @@ class FiniteCheck:
         self._ends: dict[str, torch.Tensor] = {}  # by name: the least and the greatest value, or NaN for a bad one
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Check a tensor's present values, on the current stream; the latest of a name counts."""
+        """Add a tensor's present values, for `first_bad`; the latest of a name counts."""
         if tensor.numel() == 0:
             return
         tensor = tensor.detach()

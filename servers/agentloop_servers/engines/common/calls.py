@@ -24,7 +24,10 @@ class EngineRequests(Protocol):
         """End these requests now; each returns its tokens so far. Unknown ids are no error."""
 
     async def unbegun(self, request_ids: Sequence[str]) -> Collection[str]:
-        """Return those of the ids of which no token was computed. The engine is paused."""
+        """Return the ids of requests that have sampled no token. Call it while the engine is paused.
+
+        An engine may leave out those whose prompt is partly computed.
+        """
 
 
 @dataclass(slots=True, eq=False)
