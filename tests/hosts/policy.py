@@ -2,8 +2,7 @@
 
 python -m tests.hosts.policy URL [directory|push VERSION]
 
-An even VERSION has the weights of the folder v0, an odd one those of v1. Calls run while they come. Prints a line of
-JSON.
+An even VERSION has the weights of the folder v0, an odd one those of v1. Calls run while they come. Prints JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from tests.hosts.cluster import ADMIN_KEY, KEY
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 ANSWER_TOKENS = 40
-QUESTIONS = [
-    "What is 23 x 17?",
-    "First multiply 19 by 200, then divide the result by 2.",
-    "Reverse 'seldom'.",
-    "Hi",
-]
+QUESTIONS = ["What is 23 x 17?", "First multiply 19 by 200, then divide the result by 2.", "Reverse 'seldom'."]
 
 
 class Said(msgspec.Struct):
@@ -65,13 +59,19 @@ async def update(client: RolloutClient, how: str, version: int, said: Said) -> N
 
     async def ask(prompt: list[int]) -> None:
         while True:
-            generations.append(await client.generate(prompt, max_tokens=ANSWER_TOKENS))
+            generations.append(await client.generate(prompt, max_tokens=4))
 
     asking = [asyncio.create_task(ask(prompt)) for prompt in prompts()]
-    await asyncio.sleep(1.0)
+
+    async def until_more() -> None:
+        num_before = len(generations)
+        while len(generations) < num_before + 2 * len(asking):
+            await asyncio.sleep(0.1)
+
+    await until_more()
     weights = folder if how == "directory" else load_file(folder / "model.safetensors")
     report = await client.update_weights(weights, version=version)
-    await asyncio.sleep(1.0)
+    await until_more()
     for task in asking:
         task.cancel()
         with suppress(asyncio.CancelledError):

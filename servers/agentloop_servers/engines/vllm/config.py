@@ -70,8 +70,7 @@ def prepare_environment(config: VllmConfig) -> None:
         "HF_HUB_OFFLINE": "1",  # models are folders
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings of every start would bury ours
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "3",  # then a worker that is closing is killed; it holds no state
-        # The address of its internal sockets: they stay on loopback where all workers are on this host.
-        "VLLM_HOST_IP": "127.0.0.1" if config.share is None else config.share.address,
+        "VLLM_HOST_IP": "127.0.0.1",  # its internal sockets stay on loopback; all workers are on this host
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork copies our threads' locks in whatever state they are
     }
     if config.logprobs_mode is not LogprobsMode.SAMPLED:
@@ -83,6 +82,8 @@ def prepare_environment(config: VllmConfig) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores
             "OMP_NUM_THREADS": str(config.num_threads),
         }
+    if config.share is not None:
+        os.environ["VLLM_HOST_IP"] = config.share.address  # a user's may be of another network
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
