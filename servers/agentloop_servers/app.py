@@ -512,7 +512,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         "AgentLoopWorker",
         config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
-        most_per_node=None if config.cluster is None else -(-(config.workers.replicas or 1) // num_nodes()),
+        placement={} if config.cluster is None else {"max_replicas_per_node": workers_per_node(config)},
     )
     ingress = processes(IngressDeployment, "Ingress", config.num_ingress, actor=home, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
@@ -533,7 +533,6 @@ def processes(
     *,
     actor: dict[str, Any] | None = None,
     placement: dict[str, Any] | None = None,
-    most_per_node: int | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
     health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
@@ -550,13 +549,17 @@ def processes(
         num_replicas=num_replicas,
         max_ongoing_requests=max_ongoing_requests,
         ray_actor_options=actor or {"num_cpus": 0},
-        max_replicas_per_node=most_per_node,
         health_check_period_s=health_check_period_s,
         health_check_timeout_s=health_check_timeout_s,
         graceful_shutdown_wait_loop_s=stays_s,
         graceful_shutdown_timeout_s=ends_within_s,
         **(placement or {}),
     )
+
+
+def workers_per_node(config: ServiceConfig) -> int:
+    """The even share of a node in all workers."""
+    return -(-(config.workers.replicas or 1) // num_nodes())
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

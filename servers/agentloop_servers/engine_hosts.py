@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 import structlog
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -54,7 +54,7 @@ class Follower:
             prepare_engine_process(entry.num_threads)
         prepare_engine_network(config)
         engine = replace(vllm_config(config, entry), share=replace(share, address=node_address(config)))
-        # It ends with the pipe, which this process alone has.
+        # The pipe ends with this process, which alone has it.
         self._process = await asyncio.create_subprocess_exec(*command(engine), stdin=PIPE, start_new_session=True)
 
     async def status(self) -> int | None:
@@ -108,8 +108,10 @@ class EngineHosts:
         try:
             await follower.start.remote(self._config, self._run_dir, self._entry, share)
             because = await _end_of(follower)
-        except Exception as error:  # Ray's, of the actor, and what its start raised
-            because = error_line(error)
+        except RayTaskError as error:
+            because = error_line(error.cause)
+        except RayError as error:
+            because = type(error).__name__
         lost = f"the part of engine {self._entry.name} on {node} is lost: {because}"
         _log.error("engine_host_lost", because=lost)
         on_lost(lost)

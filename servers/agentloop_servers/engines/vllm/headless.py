@@ -31,7 +31,7 @@ def command(config: VllmConfig) -> list[str]:
 def main() -> None:
     config = codec.decode(base64.b64decode(sys.argv[1]), VllmConfig)
     if os.fork() == 0:
-        _guard()
+        guard()
     prepare_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -41,7 +41,8 @@ def main() -> None:
     sys.exit("a worker has ended")
 
 
-def _guard() -> NoReturn:
+def guard() -> NoReturn:
+    """End the process group once stdin ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -109,13 +110,13 @@ class VllmProcess:
         while not construction.done():
             await asyncio.wait([construction], timeout=_LOST_CHECK_S)
             if self._lost is not None:
-                _kill_children()
+                _kill_engines()
         return construction.result()
 
     def _lose(self, because: str) -> None:
         """End the engine: its ranks would wait for those of the lost host, and its requests with them."""
         self._lost = because
-        _kill_children()
+        _kill_engines()
 
     async def close(self) -> None:
         try:
@@ -253,8 +254,9 @@ class VllmProcess:
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.scheduler_stats])
 
 
-def _kill_children() -> None:
-    """Kill all processes below this one: the engine's, which may hang within a collective call."""
-    for process in psutil.Process().children(recursive=True):
+def _kill_engines() -> None:
+    """Kill this process's engines and all processes below them, which may hang within a collective call."""
+    for engine in multiprocessing.active_children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            for process in [*psutil.Process(engine.pid).children(recursive=True), engine]:
+                process.kill()
