@@ -110,8 +110,8 @@ class EngineHosts:
             because = await _end_of(follower)
         except RayTaskError as error:
             because = error_line(error.cause)
-        except RayError as error:
-            because = type(error).__name__
+        except Exception as error:  # Ray's own, not all of one type
+            because = error_line(error)
         lost = f"the part of engine {self._entry.name} on {node} is lost: {because}"
         _log.error("engine_host_lost", because=lost)
         on_lost(lost)

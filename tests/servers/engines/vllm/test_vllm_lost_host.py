@@ -77,14 +77,28 @@ async def test_a_lost_host_ends_the_engine_and_its_requests_at_once() -> None:
     assert other.is_closed
 
 
-@pytest.mark.engine
-async def test_a_start_without_the_other_host_is_given_up() -> None:
+async def start_and_lose() -> None:
+    """Start an engine whose other host is lost at once, and print the error."""
     other = OneOtherHost(is_lost=True)
-    with pytest.raises(EngineError) as failed:
+    try:
         await VllmEngine(vllm_config(Path(POLICY) / "v0"), other).start()
-    assert failed.value.message == f"vLLM did not start: {LOST}"
-    assert multiprocessing.active_children() == []
-    assert other.is_closed
+    except EngineError as error:
+        print(error.message, multiprocessing.active_children(), other.is_closed)
+
+
+@pytest.mark.engine
+def test_a_start_without_the_other_host_is_given_up() -> None:
+    """In a process of its own: a vLLM that does not come up leaves sockets open."""
+    code = f"import asyncio; from {__name__} import start_and_lose; asyncio.run(start_and_lose())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        check=True,
+    )
+    assert ended.stdout.splitlines()[-1] == f"vLLM did not start: {LOST} [] True"
 
 
 @pytest.mark.slow
