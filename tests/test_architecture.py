@@ -183,6 +183,16 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.engines.vllm",
         "agentloop_servers.host",
     },
+    "agentloop_servers.engine_hosts": {
+        "agentloop_servers.cluster",
+        "agentloop_servers.config",
+        "agentloop_servers.engine_config",
+        "agentloop_servers.engine_parts",
+        "agentloop_servers.engines.vllm",
+        "agentloop_servers.host",
+        "agentloop_servers.serve_process",
+        "agentloop_servers.tcp",
+    },
     "agentloop_servers.app": {"*"},  # the wiring
     "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {

@@ -54,6 +54,7 @@ from agentloop_servers.cluster import (
     for_nodes,
     loopback,
     node_address,
+    node_resources,
     num_nodes,
     prepare_engine_network,
     where_the_run_is,
@@ -76,10 +77,13 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import HOLDER_WAIT_S, ShardRouter, take_shard_lock
 from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.engine_hosts import EngineHosts
 from agentloop_servers.engine_parts import (
     build_engine,
     can_constrain,
     engine_actor_options,
+    engine_bundle,
+    engine_placement,
     initial_weights,
     takes_images,
 )
@@ -183,7 +187,7 @@ class EngineReplicaDeployment:
         self._closing.push_async_callback(client.close)
         self._replica = Replica(
             f"{entry.name}-{context.replica_id.unique_id}",
-            build_engine(config, entry),
+            build_engine(config, entry, EngineHosts(config, run_dir, entry) if entry.hosts > 1 else None),
             client.replicas,
             secret,
             node_address(config),
@@ -480,6 +484,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)
+    check_hosts(config, node_resources())
     where = (config, run_dir.resolve())  # replicas have working directories of their own
     secret = where_the_run_is(config, begun_run, *where)
     common = (*where, secret)
@@ -497,6 +502,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             engine_deployment(config, entry),
             entry.replicas,
             actor=engine_actor_options(config, entry),
+            placement=engine_placement(config, entry),
             ends_within_s=10.0,
         ).bind(*common, index)
         for index, entry in enumerate(config.entries)
@@ -506,7 +512,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         "AgentLoopWorker",
         config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
-        most_per_node=None if config.cluster is None else -(-(config.workers.replicas or 1) // num_nodes()),
+        placement={} if config.cluster is None else {"max_replicas_per_node": workers_per_node(config)},
     )
     ingress = processes(IngressDeployment, "Ingress", config.num_ingress, actor=home, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
@@ -526,7 +532,7 @@ def processes(
     num_replicas: int = 1,
     *,
     actor: dict[str, Any] | None = None,
-    most_per_node: int | None = None,
+    placement: dict[str, Any] | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
     health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
@@ -543,12 +549,17 @@ def processes(
         num_replicas=num_replicas,
         max_ongoing_requests=max_ongoing_requests,
         ray_actor_options=actor or {"num_cpus": 0},
-        max_replicas_per_node=most_per_node,
         health_check_period_s=health_check_period_s,
         health_check_timeout_s=health_check_timeout_s,
         graceful_shutdown_wait_loop_s=stays_s,
         graceful_shutdown_timeout_s=ends_within_s,
+        **(placement or {}),
     )
+
+
+def workers_per_node(config: ServiceConfig) -> int:
+    """The even share of a node in all workers."""
+    return -(-(config.workers.replicas or 1) // num_nodes())
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
@@ -570,9 +581,9 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
 
 def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
     """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
-    for name, option in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
+    for name, option in (("GPU", "device"), ("CPU", "num_cpus")):
         asked = {
-            entry.name: (entry.replicas, float(engine_actor_options(config, entry).get(option, 0.0)))
+            entry.name: (entry.replicas * entry.hosts, engine_bundle(config, entry).get(name, 0.0))
             for entry in config.entries
         }
         total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
@@ -580,9 +591,34 @@ def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> No
             parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in asked.items() if each)
             raise InvalidRequest(
                 f"the replicas ask for {total:g} {name}s ({parts}), and this Ray has {there:g}: "
-                f"take fewer replicas, or engines that need less ({'device' if name == 'GPU' else 'num_cpus'})",
+                f"take fewer replicas, or engines that need less ({option})",
                 param="replicas",
             )
+
+
+def check_hosts(config: ServiceConfig, free: Mapping[str, Mapping[str, float]]) -> None:
+    """Raise InvalidRequest if no nodes have the resources of replicas over several hosts: Ray would wait for ever.
+
+    `free` are the resources of each node, by its address.
+    """
+    left = {address: dict(resources) for address, resources in free.items()}
+    for entry in config.entries:
+        bundle = engine_bundle(config, entry)
+        for _ in range(entry.replicas if entry.hosts > 1 else 0):
+            fitting = [node for node in left.values() if all(node.get(name, 0) >= bundle[name] for name in bundle)]
+            if len(fitting) < entry.hosts:
+                asked = " and ".join(f"{amount:g} free {name}s" for name, amount in bundle.items())
+                there = ", ".join(
+                    " ".join([address, *(f"{node.get(name, 0):g} {name}s" for name in bundle)])
+                    for address, node in left.items()
+                )
+                raise InvalidRequest(
+                    f"engine {entry.name}: no {entry.hosts} nodes with {asked}"
+                    f" (nodes: {there or 'this host alone'})",
+                    param="hosts",
+                )
+            for node in sorted(fitting, key=lambda node: [-node[name] for name in bundle])[: entry.hosts]:
+                node.update({name: node[name] - amount for name, amount in bundle.items()})
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:

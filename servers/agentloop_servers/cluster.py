@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import ray
+from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -44,6 +45,15 @@ def for_nodes(config: ServiceConfig) -> ServiceConfig:
 def num_nodes() -> int:
     """Return the number of live nodes; 1 before Ray is there, which is then one of this host alone."""
     return len(_nodes()) or 1
+
+
+def node_resources(*, only_free: bool = False) -> dict[str, dict[str, float]]:
+    """Return the resources of each live node by its address; empty before Ray is there."""
+    nodes = _nodes()
+    if not only_free or not nodes:
+        return {node["NodeManagerAddress"]: node["Resources"] for node in nodes}
+    free = available_resources_per_node()
+    return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in nodes}
 
 
 def check_trust(config: ServiceConfig, keys: Keys) -> None:

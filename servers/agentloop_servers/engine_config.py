@@ -57,6 +57,8 @@ class EngineConfig(_EngineModel):
     """The share of a GPU's memory that the engine takes."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer."""
+    hosts: Annotated[int, Field(ge=1)] = 1
+    """Nodes over which each replica's GPUs are spread evenly; vLLM only: docs/cluster.md."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel groups in one gang; a dense model is better served by more replicas."""
     expert_parallel: bool = False
@@ -86,7 +88,7 @@ class EngineConfig(_EngineModel):
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of an engine process; left out: on CPU 1, on CUDA many while it loads, then 1."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs that Ray reserves for a replica."""
+    """CPUs that Ray reserves for a replica, on each of its hosts."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The share of a GPU that Ray reserves; the rest is for others on the same Ray."""
     attention_backend: str | None = None
@@ -117,7 +119,26 @@ class EngineConfig(_EngineModel):
             raise ValueError("lora_rank: adapters are served by vLLM only")
         if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):
             raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
+        if self.hosts > 1:
+            self._check_hosts()
         return self
+
+    def _check_hosts(self) -> None:
+        if self.kind != "vllm":
+            raise ValueError(f"hosts above 1 are for vLLM: a {self.kind} engine is on one host")
+        if self.data_parallel_size > 1 or self.expert_parallel:
+            raise ValueError(
+                "hosts above 1 take no data_parallel_size or expert_parallel: neither is proven over several hosts"
+            )
+        if self.lora_rank is not None:
+            raise ValueError("hosts above 1 take no lora_rank: an adapter is read on one host")
+        if self.tensor_parallel_size % self.hosts:
+            raise ValueError(
+                f"hosts divide tensor_parallel_size: {self.tensor_parallel_size} ranks are not spread evenly over"
+                f" {self.hosts} hosts"
+            )
+        if not self.on_gpu and self.num_cpus == 0:
+            raise ValueError("hosts above 1 on device cpu need num_cpus above 0: Ray spreads nothing by nothing")
 
     @property
     def num_workers(self) -> int:

@@ -20,6 +20,7 @@ from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.engines.vllm.process import OtherHosts
 from agentloop_servers.host import THREADS
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
@@ -29,11 +30,13 @@ SIMULATED_LATENCY = LatencyModel(
 )  # of the order of a small model on one GPU
 
 
-def build_engine(config: ServiceConfig, entry: EngineEntry | None = None) -> Engine:
-    """The engine that a replica owns, not started."""
+def build_engine(
+    config: ServiceConfig, entry: EngineEntry | None = None, other_hosts: OtherHosts | None = None
+) -> Engine:
+    """The engine that a replica owns, not started; with `other_hosts` where it is on several."""
     entry = config.entries[0] if entry is None else entry
     if entry.kind == "vllm":
-        return VllmEngine(vllm_config(config, entry))
+        return VllmEngine(vllm_config(config, entry), other_hosts)
     if entry.kind == "sglang":
         return cast(Engine, _of_sglang("engine:SglangEngine")(sglang_config(config, entry)))
     max_context_tokens = config.max_context_tokens(entry)
@@ -129,13 +132,13 @@ def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
 
 
 def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None) -> dict[str, Any]:
-    """Return what Ray reserves for a replica, and the environment that its process is started in."""
+    """Make an actor's options: the resources of a replica on each host, and its process's environment."""
     entry = config.entries[0] if entry is None else entry
     options: dict[str, Any] = {"num_cpus": entry.num_cpus}
     environment: dict[str, Any] = {} if entry.environment is None else dict(entry.environment.runtime_env)
     variables: dict[str, str] = {} if entry.environment is None else entry.environment.env_vars
     if entry.on_gpu:
-        options["num_gpus"] = entry.num_workers * entry.gpu_share
+        options["num_gpus"] = entry.num_workers // entry.hosts * entry.gpu_share
     if entry.kind != "simulated" and (entry.device == "cpu" or entry.num_threads is not None):
         # Ray derives this variable from num_cpus, before the engine could set its own.
         variables = {THREADS: str(entry.num_threads or 1), **variables}
@@ -144,6 +147,21 @@ def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None
     if entry.environment is not None and entry.environment.py_executable is not None:
         environment["py_executable"] = entry.environment.py_executable
     return {**options, "runtime_env": environment} if environment else options
+
+
+def engine_bundle(config: ServiceConfig, entry: EngineEntry) -> dict[str, float]:
+    """Return the resources that Ray reserves for a replica on each of its hosts, by Ray's names of them."""
+    options = engine_actor_options(config, entry)
+    bundle = {"GPU": options.get("num_gpus", 0.0), "CPU": options["num_cpus"]}
+    return {name: float(amount) for name, amount in bundle.items() if amount}
+
+
+def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
+    """Return Serve's options for the hosts of a replica: a bundle on each, the replica in the first."""
+    if entry.hosts == 1:
+        return {}
+    bundles = [engine_bundle(config, entry)] * entry.hosts
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:

@@ -25,8 +25,8 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.app import APP_NAME, application, check_resources
-from agentloop_servers.cluster import find_coordinator
+from agentloop_servers.app import APP_NAME, application, check_hosts, check_resources
+from agentloop_servers.cluster import find_coordinator, node_resources
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
@@ -92,6 +92,7 @@ async def running_service(
             starting = partial(start_ray, run_dir, start)
             await _to_its_end(starting, give_up=start.give_up)
         check_resources(config, ray.cluster_resources())
+        check_hosts(config, node_resources(only_free=True))
         say("starting the service's processes")
         await _to_its_end(_deploy, app)
         await _wait_until_ready(url, run_dir, say, waits_for_weights=waits_for_weights)

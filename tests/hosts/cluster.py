@@ -18,13 +18,13 @@ from tests.hosts.bed import DISK, Bed, Host
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PORT = 8000
 _RAY_PORT = 6379
-_START_S = 120.0
+_START_S = 180.0
 
 
 class Cluster:
     """Hosts of which the first is the head of a Ray cluster. `folder` is no host's own."""
 
-    def __init__(self, bed: Bed, folder: Path) -> None:
+    def __init__(self, bed: Bed, folder: Path, head_cpus: int = 2) -> None:
         self._bed = bed
         self._folder = folder
         self._variables = {
@@ -36,7 +36,7 @@ class Cluster:
             "AGENTLOOP_ADMIN_KEY": ADMIN_KEY,
             "PYTHONPATH": ":".join(sys.path),
         }
-        self.head = self.add()
+        self.head = self.add(head_cpus)
 
     python = sys.executable
 
@@ -44,16 +44,16 @@ class Cluster:
     def hosts(self) -> list[Host]:
         return self._bed.hosts
 
-    def add(self) -> Host:
+    def add(self, num_cpus: int = 2) -> Host:
         """Start a host and Ray on it, as one more node."""
         host = self._bed.add(**self._variables)
-        self.start_ray(host)
+        self.start_ray(host, num_cpus)
         return host
 
-    def start_ray(self, host: Host) -> None:
+    def start_ray(self, host: Host, num_cpus: int = 2) -> None:
         """Start Ray on a host, as systemd would, and wait until its node is there."""
         command = [sys.executable, "-m", "tests.hosts.ray_start", "start", f"--node-ip-address={host.address}"]
-        command += ["--num-cpus=2", "--object-store-memory=100000000"]
+        command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000"]
         if host.number == 0:
             command += ["--head", f"--port={_RAY_PORT}", f"--temp-dir={DISK}/ray", "--include-dashboard=false"]
         else:

@@ -6,6 +6,7 @@ missing, doubled or incomplete fails the test, and the longest time without a re
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import subprocess
 import time
@@ -16,9 +17,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentloop.sampling import SamplingParams
+from agentloop.types import GenerateRequest
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.hosts.bed import Bed, Host, why_not
 from tests.hosts.cluster import PORT, Cluster
 from tests.hosts.load import Arrival
+from tests.hosts.policy import ANSWER_TOKENS, POLICY, Said, prompts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
@@ -85,10 +91,10 @@ def replicas_of(cluster: Cluster) -> dict[str, str]:
     return {one["replica_id"]: one["state"] for one in cluster.status()["replicas"]}
 
 
-def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0) -> None:
-    """Wait until so many replicas take traffic."""
+def until_ready(cluster: Cluster, num: int, timeout_s: float = 120.0, *, is_exact: bool = False) -> None:
+    """Wait until so many replicas take traffic, or no more than these."""
     deadline_at = time.monotonic() + timeout_s
-    while list(replicas_of(cluster).values()).count("ready") < num:
+    while (found := list(replicas_of(cluster).values()).count("ready")) < num or (is_exact and found > num):
         assert time.monotonic() < deadline_at, replicas_of(cluster)
         time.sleep(0.5)
 
@@ -165,3 +171,84 @@ def test_tensors_of_a_cpu_reach_the_replicas_of_every_host(cluster: Cluster, tmp
         pushed(cluster, 3, 1)  # a simulated engine gives nothing on, so it waits for the next push
         until_ready(cluster, NUM_HOSTS)
         assert versions_of(cluster) == {3}
+
+
+async def answers_of_one_host(version: int) -> list[list[int]]:
+    """The answers of a fresh engine without tensor parallelism."""
+    config = VllmConfig(
+        str(POLICY / f"v{version}"),
+        version,
+        device="cpu",
+        dtype="float32",
+        max_model_len=1024,
+        block_size=32,
+        kv_cache_memory_bytes=2**27,
+    )
+    engine = VllmEngine(config)
+    await engine.start()
+    try:
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0)
+        asked = [GenerateRequest(f"r{n}", tuple(ids), sampling) for n, ids in enumerate(prompts())]
+        return [list((await engine.generate(request)).token_ids) for request in asked]
+    finally:
+        await engine.close()
+
+
+def said(cluster: Cluster, *update: str) -> Said:
+    """The service's answers, after an update."""
+    url = f"http://{cluster.head.address}:{PORT}"
+    output = cluster.head.run([cluster.python, "-m", "tests.hosts.policy", url, *update], LOAD_S)
+    return msgspec.json.decode(output.splitlines()[-1], type=Said)  # the client warns of the precision
+
+
+def followers(cluster: Cluster) -> list[Host]:
+    """The hosts with a follower's process."""
+    running = {host.number: host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts if host.started}
+    return [host for host in cluster.hosts if "vllm.headless" in running.get(host.number, "")]
+
+
+WIDE = {
+    "kind": "vllm",
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 32,
+    "kv_cache_mib": 128,
+    "num_threads": 1,
+    "tensor_parallel_size": 2,
+    "hosts": 2,
+}
+
+
+def test_an_engine_over_two_hosts_is_one_engine(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    expected = [asyncio.run(answers_of_one_host(version)) for version in (0, 1)]
+    assert expected[0] != expected[1]
+    with Bed() as bed:
+        cluster = Cluster(bed, tmp_path, head_cpus=0)
+        for _ in range(2):
+            cluster.add()
+        began_at = time.monotonic()
+        with cluster.service("servers/cpu_push.yaml", replicas=1, engine=WIDE):
+            print(f"\nready after {time.monotonic() - began_at:.0f} s")
+            first = said(cluster)
+            assert first.answers == expected[0]
+            directory = said(cluster, "directory", "1")
+            assert (directory.answers, directory.versions) == (expected[1], [0, 1])
+            push = said(cluster, "push", "2")
+            assert (push.answers, push.versions) == (expected[0], [1, 2])
+            print("transports:", directory.transports, push.transports)
+            assert said(cluster, "directory", "3").answers == expected[1]
+            cluster.add()
+            (struck,) = followers(cluster)
+            struck.kill()
+            since = time.monotonic()
+            until_ready(cluster, 0, is_exact=True)
+            print(f"its end was known after {time.monotonic() - since:.0f} s")
+            until_ready(cluster, 1, 300.0)
+            print(f"ready again after {time.monotonic() - since:.0f} s")
+            last = said(cluster)
+            assert last.answers == expected[1]
+            assert last.replica_id != first.replica_id
+            assert versions_of(cluster) == {3}
+            assert struck not in followers(cluster)

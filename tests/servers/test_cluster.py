@@ -11,7 +11,9 @@ import ray
 
 from agentloop.errors import InvalidRequest
 from agentloop_servers import cluster
+from agentloop_servers.app import check_hosts, check_resources
 from agentloop_servers.config import ClusterSettings, ServiceConfig
+from agentloop_servers.engine_parts import engine_placement
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.settings import sized
 from agentloop_servers.tcp import listening_socket
@@ -106,6 +108,52 @@ def test_every_node_has_a_worker_and_an_engines_share_of_processes(tmp_path):
     one = sized(service(replicas=8), tmp_path, num_cpus=64)
     two = sized(service(replicas=16), tmp_path, num_cpus=64, num_nodes=2)
     assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), one.num_ingress)
+
+
+WIDE = {"tensor_parallel_size": 8, "hosts": 2}
+
+
+def test_an_engine_over_hosts_has_a_bundle_on_each():
+    config = service(engine=WIDE)
+    assert engine_placement(config, config.entries[0]) == {
+        "placement_group_bundles": [{"GPU": 4.0, "CPU": 1.0}] * 2,
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
+    on_cpu = {"device": "cpu", "kv_cache_mib": 64, "num_cpus": 0.5, "tensor_parallel_size": 3, "hosts": 3}
+    config = service(engine=on_cpu)
+    assert engine_placement(config, config.entries[0])["placement_group_bundles"] == [{"CPU": 0.5}] * 3
+    config = service(engine={"tensor_parallel_size": 8})
+    assert engine_placement(config, config.entries[0]) == {}
+
+
+def test_an_engine_over_hosts_asks_for_nodes_that_have_its_share():
+    four, two = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0}
+    config = service(engine=WIDE)
+    check_hosts(config, {"a": four, "b": two, "c": four})
+    with pytest.raises(InvalidRequest) as refused:
+        check_hosts(config, {"10.0.0.1": four, "10.0.0.2": two})
+    there = "10.0.0.1 4 GPUs 8 CPUs, 10.0.0.2 2 GPUs 8 CPUs"
+    assert refused.value.message == f"engine vllm: no 2 nodes with 4 free GPUs and 1 free CPUs (nodes: {there})"
+    with pytest.raises(InvalidRequest, match="this host alone"):
+        check_hosts(config, {})
+    pair = service(engine=WIDE, replicas=2)
+    check_hosts(pair, dict.fromkeys("abcd", four))
+    check_hosts(pair, {"a": {"GPU": 8.0, "CPU": 2.0}, "b": four, "c": four})
+    with pytest.raises(InvalidRequest, match=r"nodes: a 0 GPUs 7 CPUs, b 0 GPUs 7 CPUs, c 4 GPUs 8 CPUs"):
+        check_hosts(pair, dict.fromkeys("abc", four))
+    check_hosts(service(engine={"tensor_parallel_size": 8}), {})
+    with pytest.raises(InvalidRequest, match=r"ask for 16 GPUs \(vllm 4 x 4\), and this Ray has 8"):
+        check_resources(pair, {"GPU": 8.0, "CPU": 8.0})
+
+
+def test_what_nodes_have_and_what_is_free(nodes, monkeypatch):
+    monkeypatch.setattr(cluster, "available_resources_per_node", lambda: {"n1": {"GPU": 1.0}})
+    nodes[:] = [
+        {"Alive": True, "NodeID": "n1", "NodeManagerAddress": "10.1.0.5", "Resources": {"GPU": 8.0}},
+        {"Alive": True, "NodeID": "n2", "NodeManagerAddress": "10.1.0.6", "Resources": {"GPU": 4.0}},
+    ]
+    assert cluster.node_resources() == {"10.1.0.5": {"GPU": 8.0}, "10.1.0.6": {"GPU": 4.0}}
+    assert cluster.node_resources(only_free=True) == {"10.1.0.5": {"GPU": 1.0}, "10.1.0.6": {}}
 
 
 async def test_a_coordinator_is_found_once_it_listens(monkeypatch):

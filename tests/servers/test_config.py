@@ -121,6 +121,7 @@ def test_cpu_push_is_cpu_in_another_mode():
 
 
 CPU = {"device": "cpu", "kv_cache_mib": 64}
+WIDE = {"tensor_parallel_size": 2, "hosts": 2}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,18 @@ CPU = {"device": "cpu", "kv_cache_mib": 64}
         ({"engine": {"data_parallel_size": 0}}, "greater than or equal to 1"),
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
+        ({"engine": {"hosts": 0}}, "greater than or equal to 1"),
+        ({"engine": {"hosts": 2}}, "hosts divide tensor_parallel_size: 1 ranks are not spread evenly over 2 hosts"),
+        ({"engine": {"tensor_parallel_size": 8, "hosts": 3}}, "8 ranks are not spread evenly over 3 hosts"),
+        ({"engine": {**WIDE, "kind": "sglang"}}, "hosts above 1 are for vLLM: a sglang engine is on one host"),
+        ({"engine": {**WIDE, "kind": "simulated"}}, "a simulated engine is on one host"),
+        (
+            {"engine": {**WIDE, "data_parallel_size": 2}},
+            "hosts above 1 take no data_parallel_size or expert_parallel",
+        ),
+        ({"engine": {**WIDE, "expert_parallel": True}}, "neither is proven over several hosts"),
+        ({"engine": {**WIDE, "lora_rank": 8}}, "hosts above 1 take no lora_rank"),
+        ({"engine": {**WIDE, **CPU, "num_cpus": 0}}, "hosts above 1 on device cpu need num_cpus above 0"),
         ({"engine": {"weight_staging": "disk"}}, "'auto', 'device', 'host' or 'none'"),
         ({"engine": {"tells_cache": False}}, "engine.tells_cache is no setting any more"),
         (

@@ -16,6 +16,17 @@ WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
 
 @dataclass(frozen=True, slots=True)
+class HostShare:
+    """The part of one host in an engine over several. Host 0 has the scheduler and the first ranks."""
+
+    num_hosts: int
+    number: int
+    address: str  # of this host
+    meeting_host: str  # the address of host 0, and its port, where all ranks meet
+    meeting_port: int
+
+
+@dataclass(frozen=True, slots=True)
 class VllmConfig(ProcessEngineConfig):
     """The configuration of one vLLM engine. On CPU it needs `kv_cache_memory_bytes`, and is always eager."""
 
@@ -27,6 +38,7 @@ class VllmConfig(ProcessEngineConfig):
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
+    share: HostShare | None = None  # None: the engine is on one host
 
     def __post_init__(self) -> None:
         ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
@@ -70,6 +82,8 @@ def prepare_environment(config: VllmConfig) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores
             "OMP_NUM_THREADS": str(config.num_threads),
         }
+    if config.share is not None:
+        os.environ["VLLM_HOST_IP"] = config.share.address  # a user's may be of another network
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
@@ -155,6 +169,13 @@ def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:
     if config.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if config.num_workers > 1:
-        # All of a replica's GPUs are on its host. Under Ray, vLLM would choose its Ray executor by itself.
+        # Under Ray, vLLM would choose its Ray executor by itself.
         arguments["distributed_executor_backend"] = "mp"
+    if config.share is not None:
+        arguments |= {
+            "nnodes": config.share.num_hosts,
+            "node_rank": config.share.number,
+            "master_addr": config.share.meeting_host,
+            "master_port": config.share.meeting_port,
+        }
     return arguments

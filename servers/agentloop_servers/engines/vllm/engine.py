@@ -22,15 +22,15 @@ from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.images import VllmImages
-from agentloop_servers.engines.vllm.process import VllmProcess
+from agentloop_servers.engines.vllm.process import OtherHosts, VllmProcess
 from agentloop_servers.engines.vllm.weights import LoraAdapters, vllm_weights
 
 
 class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
     """One vLLM engine. `start` takes 15 to 40 s on CPU; `close` ends its processes."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        process = VllmProcess(config)
+    def __init__(self, config: VllmConfig, other_hosts: OtherHosts | None = None) -> None:
+        process = VllmProcess(config, other_hosts)
         self._adapters = LoraAdapters(config, process) if config.lora_rank is not None else None
         self._images: VllmImages | None = None
         super().__init__(config, process, vllm_weights(config, process, self._adapters))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import multiprocessing
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
+
+import psutil
 
 from agentloop.engine import EngineInfo, MemoryTag
-from agentloop.errors import AgentLoopError, EngineError
+from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
-from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
 
@@ -23,6 +27,7 @@ RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 
 _IMPORT_LOCK = threading.Lock()
 
+_LOST_CHECK_S = 1.0  # of a start, whose processes may come after the loss
 EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
 
 
@@ -55,19 +60,35 @@ def vllm_call(action: str, timeout_s: float | None = None) -> AbstractAsyncConte
     return engine_call("vLLM", translate, action, timeout_s)
 
 
+class OtherHosts(Protocol):
+    """The hosts of an engine beside this process's."""
+
+    async def start(self, on_lost: Callable[[str], None]) -> HostShare:
+        """Start the parts of the engine there, and return the share of this host.
+
+        They come up once this host's part is there too. `on_lost` gets a sentence when one has ended.
+        """
+
+    async def close(self) -> None:
+        """End the parts. Idempotent."""
+
+
 class VllmProcess:
     """One AsyncLLM (`llm`, valid after `start`), which is its engine process's only client."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, other_hosts: OtherHosts | None = None) -> None:
         self._config = config
+        self._other_hosts = other_hosts
+        self._lost: str | None = None  # the end of another host's part
         self.llm: Any = None
         self.scheduler_stats = SchedulerStats()
         self._num_blocks_tokens = 0  # of its KV cache
 
     async def start(self) -> None:
         """Start vLLM. Raises EngineError if it does not come up; then, or if cancelled, nothing is left behind."""
-        # In a thread, so that the loop (health checks, other tasks) goes on meanwhile.
-        construction = asyncio.create_task(asyncio.to_thread(self._construct))
+        if self._other_hosts is not None:
+            self._config = replace(self._config, share=await self._other_hosts.start(self._lose))
+        construction = asyncio.create_task(self._constructed())
         try:
             self.llm = await asyncio.shield(construction)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
@@ -80,10 +101,31 @@ class VllmProcess:
                     self.llm = await construction
             await self.close()
             if isinstance(error, Exception) and not isinstance(error, AgentLoopError):
-                raise EngineError(f"vLLM did not start: {one_line(error)}") from error
+                raise EngineError(f"vLLM did not start: {self._lost or one_line(error)}") from error
             raise
 
+    async def _constructed(self) -> Any:
+        """Construct vLLM in a thread, so that the loop (health checks, other tasks) goes on meanwhile."""
+        construction = asyncio.create_task(asyncio.to_thread(self._construct))
+        while not construction.done():
+            await asyncio.wait([construction], timeout=_LOST_CHECK_S)
+            if self._lost is not None:
+                _kill_engines()
+        return construction.result()
+
+    def _lose(self, because: str) -> None:
+        """End the engine: its ranks would wait for those of the lost host, and its requests with them."""
+        self._lost = because
+        _kill_engines()
+
     async def close(self) -> None:
+        try:
+            await self._close()
+        finally:
+            if self._other_hosts is not None:
+                await self._other_hosts.close()
+
+    async def _close(self) -> None:
         llm, self.llm = self.llm, None
         if llm is not None:
             if llm.output_handler is not None:
@@ -123,6 +165,8 @@ class VllmProcess:
         return {request_id for request_id in request_ids if is_unbegun(self.llm, request_id)}
 
     async def check_health(self) -> None:
+        if self._lost is not None:
+            raise EngineLost(self._lost)
         async with vllm_call("health check", self._config.control_timeout_s):
             await self.llm.check_health()
 
@@ -208,3 +252,11 @@ class VllmProcess:
                 importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
             arguments = AsyncEngineArgs(**engine_arguments(self._config))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.scheduler_stats])
+
+
+def _kill_engines() -> None:
+    """Kill this process's engines and all processes below them, which may hang within a collective call."""
+    for engine in multiprocessing.active_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(engine.pid).children(recursive=True), engine]:
+                process.kill()

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from agentloop import codec
 from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
-from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, graph_sizes, prepare_environment
+from agentloop_servers.engines.vllm.config import (
+    HostShare,
+    VllmConfig,
+    engine_arguments,
+    graph_sizes,
+    prepare_environment,
+)
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
@@ -127,6 +134,19 @@ def test_the_arguments_are_exactly_these(changed, expected):
     assert module.startswith("agentloop_servers.weight_transfer.")
     assert name
     assert arguments == expected
+
+
+def test_a_host_of_several_says_where_all_ranks_meet(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_HOST_IP": "192.168.0.1"})
+    config = configured({"engine": {"tensor_parallel_size": 4, "hosts": 2}})
+    prepare_environment(config)
+    assert os.environ["VLLM_HOST_IP"] == "192.168.0.1"
+    config = dataclasses.replace(config, share=HostShare(2, 1, "10.0.0.2", "10.0.0.1", 4000))
+    prepare_environment(config)
+    assert os.environ["VLLM_HOST_IP"] == "10.0.0.2"
+    meeting = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 4000}
+    assert meeting.items() <= engine_arguments(config).items()
+    assert codec.decode(codec.encode(config), VllmConfig) == config
 
 
 def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph():
