@@ -78,7 +78,8 @@ learn: $(VENV)/.dev
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.run $(ARGS)
 
-# One service over three hosts, which are namespaces of this machine: cuts, kills, pushes. Needs root; six minutes.
+# One service over three hosts, which are namespaces of this machine: cuts, kills, pushes, an engine over two of them.
+# Needs root; twelve minutes.
 test-hosts: $(VENV)/.dev
 	$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
 
