@@ -15,9 +15,9 @@ rollout: $(VENV)/.cpu
 
 # Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long" $(ARGS) $(ENGINE_TESTS)
-	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long" $(ARGS) $(RAY_TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
 
 # The files that have such tests, as `tests/test_architecture.py` sees to: to import all others takes half a minute.
 MARKED = $(shell grep -rl "mark\.$(1)\b" tests --include="test_*.py")
@@ -26,11 +26,11 @@ RAY_TESTS = $(call MARKED,ray)
 
 # What proves at length what changes rarely, and other real services; `make test` has a short form of most of it.
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "long and not clients and not trainers" $(ARGS)
+	$(BIN)/python -m pytest -m "long and not clients and not trainers and not hosts" $(ARGS)
 
 # Needs no engine and no Ray: two to four minutes on two cores.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts and not slow" $(ARGS)
 
 # Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
 # Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.
