@@ -79,6 +79,7 @@ async def running_service(
     if address is not None:
         await _to_its_end(join_ray, address)
     hidden: dict[str, str] = {}
+    is_deployed = False  # until then an application of this name is another service's, where Ray was there before
     url = url_of(config.host, config.port, config.scheme)
     try:
         app = application(config, run_dir)
@@ -94,11 +95,12 @@ async def running_service(
         check_resources(config, ray.cluster_resources())
         check_hosts(config, node_resources(only_free=True))
         say("starting the service's processes")
+        is_deployed = True
         await _to_its_end(_deploy, app)
         await _wait_until_ready(url, run_dir, say, waits_for_weights=waits_for_weights)
         yield url
     finally:
-        await _to_its_end(stop_ray)
+        await _to_its_end(stop_ray, is_deployed)
         os.environ.update(hidden)
 
 
@@ -133,12 +135,16 @@ def join_ray(address: str) -> None:
         raise ServiceUnavailable(f"no Ray cluster at {address}: {error_line(error)}") from error
 
 
-def stop_ray() -> None:
-    """End the application gracefully, then Ray, if it is this process's own. Safe to call when neither runs."""
+def stop_ray(is_deployed: bool = True) -> None:
+    """End the application gracefully, if it is deployed, then Ray, if it is this process's own.
+
+    Safe to call when neither runs.
+    """
     if not ray.is_initialized():
         return
     try:
-        serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
+        if is_deployed:
+            serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
     except Exception as error:  # RayServeException, RayError, or a plain one where Serve remembers an earlier Ray
         _log.debug("application_not_deleted", error=str(error))  # interrupted before there was one
     finally:

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from agentloop.errors import InvalidRequest
-from agentloop_servers import cluster
+from agentloop_servers import cluster, local
 from agentloop_servers.app import check_hosts, check_resources
 from agentloop_servers.config import ClusterSettings, ServiceConfig
 from agentloop_servers.engine_parts import engine_placement
@@ -170,3 +170,14 @@ async def test_a_coordinator_is_found_once_it_listens(monkeypatch):
         cluster.announce_coordinator("app", url)
         cluster.announce_coordinator("another", "http://127.0.0.1:1")
         assert await asyncio.wait_for(finding, 10.0) == url
+
+
+async def test_a_config_that_is_refused_leaves_a_clusters_running_service_alone(nodes, monkeypatch, tmp_path):
+    deleted = []
+    monkeypatch.setattr(local, "join_ray", lambda address: None)
+    monkeypatch.setattr(local.serve, "delete", deleted.append)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(InvalidRequest, match="no model at"):
+        async with local.running_service(service(model="nowhere", port=0), tmp_path, address="auto"):
+            pass
+    assert deleted == []
