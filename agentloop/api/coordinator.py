@@ -51,6 +51,7 @@ class ReplicaRegistration:
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
     entry: str = ""  # the name of its kind of replicas in the service's config
+    node_id: str = ""  # Ray's, of its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class WorkerReport:
     num_free: int
     running: tuple[str, ...]  # assignment ids
     num_sampled: tuple[int, ...] = ()  # the tokens that it has of each; empty: it does not say
+    host: str = ""  # its address
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +330,19 @@ class ServiceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDrain:
+    """The rest of the work of a host that gets no more. It may go once there is neither."""
+
+    host: str
+    num_running: int  # trajectories of its workers
+    num_leases: int  # on its replicas
+
+    @property
+    def may_go(self) -> bool:
+        return self.num_running == self.num_leases == 0
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointTable:
     """The chat endpoint's processes, by number."""
 
@@ -515,6 +530,12 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     ) -> UsersNews:
         """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
         users' file is read anew. Raises InvalidRequest."""
+
+    async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
+        """Give a host no more work, over restarts too, or end that. Returns what it still has. Idempotent.
+
+        Raises NotFound for an unknown host, and Conflict for the coordinator's and for the last one with a replica.
+        """
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of the `num` endpoint processes of a host, which its disk stands for."""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import structlog
 from fastapi import FastAPI, Request
 from ray import serve
@@ -50,6 +51,7 @@ from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
     check_trust,
+    dead_nodes,
     disk_of,
     find_coordinator,
     for_nodes,
@@ -95,6 +97,7 @@ from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
+from agentloop_servers.placement import on_each_node, processes, share_of_node
 from agentloop_servers.private_http.server import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
@@ -141,6 +144,7 @@ class CoordinatorDeployment:
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
+                host=node_address(config),
                 disk=disk_of(run_dir),
                 num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
                 worker_timeout_s=config.workers.silent_after_s,
@@ -151,6 +155,7 @@ class CoordinatorDeployment:
             ),
             clock=RealClock(),
             probe=clients.probe,
+            find_dead_nodes=None if config.cluster is None else dead_nodes,
         )
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
@@ -193,7 +198,7 @@ class EngineReplicaDeployment:
             client.replicas,
             secret,
             node_address(config),
-            config=replica_config(config, entry),
+            config=replace(replica_config(config, entry), node_id=ray.get_runtime_context().get_node_id()),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
         self._closing.push_async_callback(self._replica.close)
@@ -246,6 +251,7 @@ class AgentLoopWorkerDeployment:
             journal=journal,
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
+            host=node_address(config),
         )
         self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -515,7 +521,6 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         processes(
             EngineReplicaDeployment,
             engine_deployment(config, entry),
-            entry.replicas,
             actor=engine_actor_options(config, entry),
             placement=engine_placement(config, entry),
             ends_within_s=10.0,
@@ -525,15 +530,13 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     workers = processes(
         AgentLoopWorkerDeployment,
         "AgentLoopWorker",
-        config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
-        placement=spread(config, config.workers.replicas or 1),
+        placement=on_each_node(config, config.workers.replicas or 1),
     )
     ingress = processes(
         IngressDeployment,
         "Ingress",
-        config.num_ingress,
-        placement=spread(config, config.num_ingress),
+        placement=on_each_node(config, config.num_ingress),
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
@@ -545,47 +548,6 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> str:
     secret = run_secret(run_dir)
     keep_config(config, run_dir)
     return secret
-
-
-def processes(
-    kind: type,
-    name: str,
-    num_replicas: int = 1,
-    *,
-    actor: dict[str, Any] | None = None,
-    placement: dict[str, Any] | None = None,
-    max_ongoing_requests: int = 100,
-    health_check_period_s: float = 2.0,
-    health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
-    stays_s: float = 0.1,
-    ends_within_s: float = 5.0,
-) -> serve.Deployment:
-    """Return a deployment, not bound. Serve ends a process whose health check fails three times.
-
-    Told to end, a process goes on for `stays_s` before it closes, and is killed after `ends_within_s`.
-    """
-    return serve.deployment(
-        kind,
-        name=name,
-        num_replicas=num_replicas,
-        max_ongoing_requests=max_ongoing_requests,
-        ray_actor_options=actor or {"num_cpus": 0},
-        health_check_period_s=health_check_period_s,
-        health_check_timeout_s=health_check_timeout_s,
-        graceful_shutdown_wait_loop_s=stays_s,
-        graceful_shutdown_timeout_s=ends_within_s,
-        **(placement or {}),
-    )
-
-
-def share_of_node(num: int) -> int:
-    """The even share of a node in so many processes."""
-    return -(-num // num_nodes())
-
-
-def spread(config: ServiceConfig, num: int) -> dict[str, Any]:
-    """Return the placement of processes of which no node has more than its share."""
-    return {} if config.cluster is None else {"max_replicas_per_node": share_of_node(num)}
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

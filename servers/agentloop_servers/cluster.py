@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import ray
+import structlog
 from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -29,6 +30,8 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.tcp import ADDRESS_VARIABLE
 
 T = TypeVar("T")
+
+_log = structlog.get_logger("cluster")
 
 ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 """What an actor asks of Ray that runs on the head alone."""
@@ -57,6 +60,15 @@ def node_resources(*, only_free: bool = False) -> dict[str, dict[str, float]]:
         return {node["NodeManagerAddress"]: node["Resources"] for node in nodes}
     free = available_resources_per_node()
     return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in nodes}
+
+
+def dead_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that Ray has given up; none while it does not answer."""
+    try:
+        return frozenset(node["NodeID"] for node in ray.nodes() if not node["Alive"])
+    except Exception as error:  # Ray's are plain ones
+        _log.warning("nodes_not_known", reason=error_line(error))
+        return frozenset()
 
 
 def check_trust(config: ServiceConfig, keys: Keys) -> None:

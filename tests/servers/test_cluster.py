@@ -116,6 +116,7 @@ WIDE = {"tensor_parallel_size": 8, "hosts": 2}
 def test_an_engine_over_hosts_has_a_bundle_on_each():
     config = service(engine=WIDE)
     assert engine_placement(config, config.entries[0]) == {
+        "num_replicas": 1,
         "placement_group_bundles": [{"GPU": 4.0, "CPU": 1.0}] * 2,
         "placement_group_strategy": "STRICT_SPREAD",
     }
@@ -123,7 +124,7 @@ def test_an_engine_over_hosts_has_a_bundle_on_each():
     config = service(engine=on_cpu)
     assert engine_placement(config, config.entries[0])["placement_group_bundles"] == [{"CPU": 0.5}] * 3
     config = service(engine={"tensor_parallel_size": 8})
-    assert engine_placement(config, config.entries[0]) == {}
+    assert engine_placement(config, config.entries[0]) == {"num_replicas": 1}
 
 
 def test_an_engine_over_hosts_asks_for_nodes_that_have_its_share():

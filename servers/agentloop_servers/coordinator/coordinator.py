@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +20,10 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
-from agentloop.api.coordinator import EndpointTable, ServiceStatus
+from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
-from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
+from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
@@ -51,8 +51,11 @@ class Coordinator:
         log: FilteringBoundLogger | None = None,
         *,
         probe: Probe,
+        find_dead_nodes: Callable[[], frozenset[str]] | None = None,
     ) -> None:
-        """Takes over `store`. `probe` proves that a replica whose calls failed samples again."""
+        """Takes over `store`. `probe` proves that a replica whose calls failed samples again. `find_dead_nodes`, of
+        several, blocks."""
+        self._find_dead_nodes = find_dead_nodes
         self._probe = probe
         self._config = config
         self._clock = clock
@@ -128,7 +131,8 @@ class Coordinator:
             public_urls=self._places.public_urls,
         )
         shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
-        return replace(status, degraded=tuple(shortfalls))
+        drained = (f"{host} is drained: it gets no work" for host in sorted(orders.drained))
+        return replace(status, degraded=(*shortfalls, *drained))
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -156,6 +160,25 @@ class Coordinator:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
 
+    async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
+        """Give a host no more work, or end that; returns what it still has."""
+        replicas, running = self.replicas.fleet.replicas, self.rollouts.running_by_host()
+        drained = self.replicas.sync.desired.orders.drained
+        if host not in {*running, *(one.host for one in replicas), *drained}:
+            raise NotFound(
+                f"no host {host}: there are {', '.join(sorted({*running, *(r.host for r in replicas)}))}"
+            )
+        if not is_undone and host == self._config.host:
+            raise Conflict(f"{host} has the run and its coordinator: stop the service instead")
+        if not is_undone and not any(one.host not in drained | {host} for one in replicas):
+            raise Conflict(f"{host} is the last host with a replica")
+        hosts = drained - {host} if is_undone else drained | {host}
+        if hosts != drained:
+            self._log.info("host_drained", host=host, is_undone=is_undone)
+            await self.replicas.sync.drain(hosts)
+        num_leases = sum(self.replicas.balancer.num_leases(one.replica_id) for one in replicas if one.host == host)
+        return HostDrain(host, running[host], num_leases)
+
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of a host's endpoint processes."""
         return await self._places.numbers(disk, num)
@@ -172,6 +195,8 @@ class Coordinator:
         """Probe replicas on a clock of its own: what `_watch` waits for does not hold it up."""
         while True:
             await self._clock.sleep(self._config.probe_interval_s)
+            if self._find_dead_nodes is not None:
+                self.replicas.dead_nodes = await asyncio.to_thread(self._find_dead_nodes)
             await self.replicas.probe_suspects(self._probe)
 
     async def _watch(self) -> None:
