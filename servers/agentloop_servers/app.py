@@ -50,9 +50,9 @@ from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
     check_trust,
+    disk_of,
     find_coordinator,
     for_nodes,
-    loopback,
     node_address,
     node_resources,
     num_nodes,
@@ -141,6 +141,8 @@ class CoordinatorDeployment:
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
+                disk=disk_of(run_dir),
+                num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
                 balancer=balancer_config(config),
@@ -328,11 +330,12 @@ class IngressProcess:
         Raises InvalidRequest if the service would be open to other machines without keys.
         """
         config, closing = self._config, self._closing
-        shard, lock = await take_shard_lock(self._run_dir, config.num_ingress, first=first_shard)
+        numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
+        shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard, config.num_ingress, self._holder_wait_s)
+        router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s)
         store_path = self._run_dir / sessions_name(shard)
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
@@ -344,18 +347,26 @@ class IngressProcess:
         closing.push_async_callback(users.close)
         await users.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys)
-        server = DirectServer(app, loopback(config), tls=config.tls_files)
+        server = DirectServer(app, address := node_address(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(int(lock.text or 0), public)
         lock.set_text(url.rpartition(":")[2])
+        host_url = "" if config.cluster is None else url_of(address, config.port, config.scheme)
         # The one process is on the public port too, where a call waits while it is started again.
-        endpoint.direct_url = url if config.num_ingress > 1 else None
+        endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
         endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
-        await router.start(url)
+        await router.start(url, host_url)
         self._health_checks = [part.check_health for part in (sessions, server, router, users)]
         self.app, self.sessions, self.direct_url = app, sessions, url
+
+    async def _numbers(self) -> tuple[int, ...]:
+        """The processes that may be this one: those of this host."""
+        num = self._config.num_ingress
+        if self._config.cluster is None:
+            return tuple(range(num))
+        return await self._coordinator.endpoint_numbers(disk_of(self._run_dir), share_of_node(num))
 
     def check_health(self) -> None:
         """Raises what ended a part of it that should not end."""
@@ -407,7 +418,11 @@ def build_endpoint(
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),
         placer=ImagePlacer(takes_images=takes_images(config)),
-        image_files=ImageFiles(store_path.parent / IMAGES_FOLDER),
+        keep_image_files=(
+            ImageFiles(store_path.parent / IMAGES_FOLDER).keep
+            if config.cluster is None
+            else coordinator.keep_images
+        ),
     )
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
@@ -421,7 +436,7 @@ def build_endpoint(
         connect=clients.connect,
         secret=secret,
         limits=limits,
-        new_id=router.new_id,
+        shards=router,
         min_free_bytes=config.min_free_mib << 20,
     )
     endpoint = Endpoint(
@@ -512,9 +527,15 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         "AgentLoopWorker",
         config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
-        placement={} if config.cluster is None else {"max_replicas_per_node": workers_per_node(config)},
+        placement=spread(config, config.workers.replicas or 1),
     )
-    ingress = processes(IngressDeployment, "Ingress", config.num_ingress, actor=home, max_ongoing_requests=10_000)
+    ingress = processes(
+        IngressDeployment,
+        "Ingress",
+        config.num_ingress,
+        placement=spread(config, config.num_ingress),
+        max_ongoing_requests=10_000,
+    )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
     return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret)))
 
@@ -557,9 +578,14 @@ def processes(
     )
 
 
-def workers_per_node(config: ServiceConfig) -> int:
-    """The even share of a node in all workers."""
-    return -(-(config.workers.replicas or 1) // num_nodes())
+def share_of_node(num: int) -> int:
+    """The even share of a node in so many processes."""
+    return -(-num // num_nodes())
+
+
+def spread(config: ServiceConfig, num: int) -> dict[str, Any]:
+    """Return the placement of processes of which no node has more than its share."""
+    return {} if config.cluster is None else {"max_replicas_per_node": share_of_node(num)}
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: the addresses of private ports, and the node that has the run.
 
-The head has what a run keeps: its directory, so the coordinator and the ingress processes too. Engines and workers
-are on any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
+The head has what a run keeps: its directory, so the coordinator too. Engines, workers and ingress processes are on
+any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
 service is on one host, and its private ports on loopback.
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -91,6 +94,17 @@ def node_address(config: ServiceConfig) -> str:
 def loopback(config: ServiceConfig) -> str:
     """Return the address of private ports that only this host's processes call."""
     return "::1" if ":" in config.host else "127.0.0.1"
+
+
+def disk_of(run_dir: Path) -> str:
+    """Return the name of the disk that has this run directory: on another host another one, also of that path."""
+    path = run_dir / "disk"
+    if not path.exists():
+        (own := run_dir / f"disk.{os.getpid()}").write_text(uuid.uuid4().hex)
+        with suppress(FileExistsError):  # another process was faster
+            path.hardlink_to(own)
+        own.unlink()
+    return path.read_text()
 
 
 def prepare_engine_network(config: ServiceConfig) -> None:

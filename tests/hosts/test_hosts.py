@@ -120,7 +120,7 @@ def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path)
         assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
         assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
         shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
-        assert all(host.address in shown for host in cluster.hosts), shown
+        assert all(f"http://{host.address}:{PORT}" in shown for host in cluster.hosts), shown
 
 
 @pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 30 s"])
@@ -145,6 +145,20 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
         if event == "cut 5 s":
             assert all(one.attempt == 0 for one in arrivals)
             until_ready(cluster, NUM_HOSTS)
+
+
+def test_sessions_are_on_every_host_and_lost_with_theirs_alone(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service(**ARGS):
+        urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
+        assert cluster.status()["public_urls"] == sorted(urls)
+        output = tmp_path / "sessions.txt"
+        talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", *urls], output)
+        while "continued" not in output.read_text():
+            assert talk.poll() is None, output.read_text()
+            time.sleep(0.2)
+        cluster.hosts[-1].kill()
+        assert talk.wait(120.0) == 0, output.read_text()
+        print(output.read_text())
 
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:

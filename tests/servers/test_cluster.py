@@ -107,7 +107,7 @@ def test_every_node_has_a_worker_and_an_engines_share_of_processes(tmp_path):
     assert sized(service(engine={"kind": "simulated"}), tmp_path, num_nodes=3).workers.replicas == 3
     one = sized(service(replicas=8), tmp_path, num_cpus=64)
     two = sized(service(replicas=16), tmp_path, num_cpus=64, num_nodes=2)
-    assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), one.num_ingress)
+    assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), 2 * one.num_ingress)
 
 
 WIDE = {"tensor_parallel_size": 8, "hosts": 2}

@@ -134,6 +134,8 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
+    if service.public_urls:
+        console.print(f"at {', '.join(service.public_urls)}", highlight=False, soft_wrap=True)
     names = ("state", "engine", "version", "running", "waiting", "leases")
     has_hosts = len({replica.host for replica in service.replicas}) > 1
     hosts = (Column("host", no_wrap=True),) if has_hosts else ()

@@ -73,6 +73,8 @@ class CoordinatorConfig:
     waiting: WaitingConfig = field(default_factory=WaitingConfig)
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
+    disk: str = ""  # the one that has the run
+    num_endpoint_processes: int = 0  # over several hosts
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest unless the deadlines nest."""
