@@ -290,6 +290,18 @@ PARTS = (
         min_gpus=2,
     ),
     Part(
+        "continuation-moe",
+        "the same of a model with experts, on one GPU",
+        module(
+            "tests.gpu.continuation",
+            *(*CONTINUATION, "--transport", "ipc", "--shape", "small-moe"),
+            out="continuation-moe",
+        ),
+        240,
+        continued,
+        is_default=False,
+    ),
+    Part(
         "model",
         "the throughput's model is written, and its graphs are compiled, before they are needed",
         module("tests.benchmarks.gpu_warm_up", "--engine", "{lane}", "--device", "{device}", out="model"),
