@@ -247,7 +247,7 @@ CONTINUATION = ("--engine", "{lane}", "--device", "{device}")
 def continuation_2(name: str, answers: str, *arguments: str, after: str, is_alone: bool = False) -> Part:
     """A continuation on two GPUs. A part of which another one is `after` is there to be run one by one."""
     command = module("tests.gpu.continuation", *CONTINUATION, "--transport", "auto", *arguments, out=name)
-    fields = {"after": (after,), "is_alone": is_alone, "min_gpus": 2, "is_default": False}
+    fields = {"after": (after,) if after else (), "is_alone": is_alone, "min_gpus": 2, "is_default": False}
     return Part(name, answers, command, 300, continued, **fields)  # type: ignore[arg-type]
 
 
