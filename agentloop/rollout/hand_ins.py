@@ -14,8 +14,9 @@ from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import MAX_HAND_IN, Refusal, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
 
-MAX_HAND_IN_BYTES = 16 << 20
-"""Bytes of the records of one call, unless it carries one alone."""
+MAX_HAND_IN_BYTES = 4 << 20
+"""Bytes of the records of one call, unless it carries one alone. Larger ones cost their receiver more a byte: their
+memory is fetched from the system and given back each time."""
 
 
 class HandIns:
@@ -49,9 +50,14 @@ class HandIns:
         try:
             while self._waiting:
                 batch = self._next()
-                for (_, outcome), found in zip(batch, await self._found([one for one, _ in batch]), strict=True):
+                answers: Sequence[bool | Refusal | Exception]
+                try:
+                    answers = await self._coordinator.finish(self._worker_id, tuple(one for one, _ in batch))
+                except Exception as error:
+                    answers = [error] * len(batch)
+                for (_, outcome), answer in zip(batch, answers, strict=True):
                     if not outcome.done():  # its caller waits still
-                        outcome.set_result(found)
+                        outcome.set_result(answer.raised() if isinstance(answer, Refusal) else answer)
         finally:
             self._is_calling = False
 
@@ -63,10 +69,3 @@ class HandIns:
                 break
             batch.append(self._waiting.popleft())
         return batch
-
-    async def _found(self, records: Sequence[EncodedRecord]) -> Sequence[bool | Exception]:
-        try:
-            answers = await self._coordinator.finish(self._worker_id, tuple(records))
-        except Exception as error:
-            return [error] * len(records)
-        return [one.raised() if isinstance(one, Refusal) else one for one in answers]

@@ -230,8 +230,6 @@ class Rollouts:
         return under_way
 
     def _answer(self, hand_in: asyncio.Task[bool]) -> bool | Refusal:
-        if hand_in.cancelled():
-            return Refusal.of(ServiceUnavailable("the coordinator ends"))
         error = hand_in.exception()
         if error is None:
             return hand_in.result()

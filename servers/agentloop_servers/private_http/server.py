@@ -124,15 +124,14 @@ def token_of(request: web.Request) -> FencingToken:
         raise InvalidRequest(f"{request.path} is an order, and orders are numbered") from error
 
 
-async def body_of(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytearray:
     """Return a request's body, copied once: `request.read` copies it three times, at half of a large call's CPU."""
-    pieces, num_bytes = [], 0
+    body = bytearray()
     async for piece in request.content.iter_any():
-        num_bytes += len(piece)
-        if num_bytes > request.client_max_size:
-            raise web.HTTPRequestEntityTooLarge(request.client_max_size, num_bytes)
-        pieces.append(piece)
-    return b"".join(pieces)
+        body += piece
+        if len(body) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+    return body
 
 
 def answer(value: object) -> web.Response:
