@@ -57,6 +57,7 @@ from agentloop_servers.cluster import (
     for_nodes,
     node_address,
     node_resources,
+    nodes_without,
     num_nodes,
     prepare_engine_network,
     where_the_run_is,
@@ -401,6 +402,7 @@ def build_app(
         rules=mode_rules(config),
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
+        nodes_without=None if config.cluster is None else nodes_without,
     )
 
 

@@ -135,15 +135,20 @@ def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *argumen
     """Call a function on the node that has the run's directory. Raises what it raises."""
     if config.cluster is None:
         return function(*arguments, **named)
-    head = NodeAffinitySchedulingStrategy(_head()["NodeID"], soft=False)
-    called = ray.remote(function).options(num_cpus=0, scheduling_strategy=head).remote(*arguments, **named)
-    try:
-        result: T = ray.get(called, timeout=_CALL_TIMEOUT_S)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.RayError as error:
-        raise ServiceUnavailable(f"the head of the cluster does not answer ({type(error).__name__})") from error
-    return result
+    head = next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
+    return _called(function, [head], *arguments, **named)[0]
+
+
+def on_each_node(function: Callable[..., T], *arguments: object) -> dict[str, T]:
+    """Call a function on each live node; returns what it returned by the node's address. Raises what it raises."""
+    nodes = _nodes()
+    answers = _called(function, nodes, *arguments)
+    return {node["NodeManagerAddress"]: answer for node, answer in zip(nodes, answers, strict=True)}
+
+
+def nodes_without(directory: str) -> tuple[str, ...]:
+    """Return the addresses of the nodes that do not see a directory."""
+    return tuple(address for address, is_there in on_each_node(os.path.isdir, directory).items() if not is_there)
 
 
 def announce_coordinator(app_name: str, url: str) -> None:
@@ -182,12 +187,23 @@ async def _listens(url: str) -> bool:
     return True
 
 
+def _called(
+    function: Callable[..., T], nodes: list[dict[str, Any]], *arguments: object, **named: object
+) -> list[T]:
+    task = ray.remote(function)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    calls = [task.options(num_cpus=0, scheduling_strategy=place).remote(*arguments, **named) for place in places]
+    try:
+        found: list[T] = ray.get(calls, timeout=_CALL_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise ServiceUnavailable(f"a node of the cluster does not answer ({type(error).__name__})") from error
+    return found
+
+
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-
-
-def _head() -> dict[str, Any]:
-    return next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
 
 
 def _addresses() -> list[tuple[str, str]]:

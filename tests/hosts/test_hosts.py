@@ -47,10 +47,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 class Load:
     """A load under way on the head."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, num_tasks: int = NUM_TASKS) -> None:
         self._output = folder / "load.jsonl"
+        self._num_tasks = num_tasks
         url = f"http://{cluster.head.address}:{PORT}"
-        command = [cluster.python, "-m", "tests.hosts.load", url, str(NUM_TASKS), str(NUM_SAMPLES)]
+        command = [cluster.python, "-m", "tests.hosts.load", url, str(num_tasks), str(NUM_SAMPLES)]
         self._process = cluster.head.start(command, self._output)
 
     def arrivals(self) -> list[Arrival]:
@@ -74,7 +75,7 @@ class Load:
             pytest.fail(f"only {len(self.arrivals())} records")
         found = self.arrivals()
         assert sorted(one.name for one in found) == sorted(
-            f"t{task}/{sample}" for task in range(NUM_TASKS) for sample in range(NUM_SAMPLES)
+            f"t{task}/{sample}" for task in range(self._num_tasks) for sample in range(NUM_SAMPLES)
         )
         assert [one for one in found if not one.is_complete] == []
         return found
@@ -171,6 +172,26 @@ def test_a_host_joins_under_load_and_another_is_drained(cluster: Cluster, tmp_pa
         arrivals = load.ended()
         assert all(one.attempt == 0 for one in arrivals)
         assert f"{drained.address} is drained: it gets no work" in cluster.status()["degraded"]
+
+
+def test_a_cut_a_join_and_a_kill_in_one_run(cluster: Cluster, tmp_path: Path) -> None:
+    """The short form, which `make test` runs."""
+    with cluster.service(**ARGS):
+        load = Load(cluster, tmp_path, 2 * NUM_TASKS)
+        load.wait_for(NUM_TASKS)
+        since, struck = time.time(), cluster.hosts[-1]
+        struck.order("cut")
+        time.sleep(5.0)
+        struck.order("heal")
+        load.wait_for(len(load.arrivals()) + NUM_TASKS)
+        assert all(one.attempt == 0 for one in load.arrivals())
+        joined = cluster.add()
+        struck.kill()
+        arrivals = load.ended()
+        report("cut for 5 s, a join, a kill", arrivals, since)
+        assert longest_gap_s(arrivals, since) < 60.0
+        until_ready(cluster, NUM_HOSTS)
+        assert all(running(joined, kind) for kind in ("AgentLoopWorker", "Ingress", "EngineReplica"))
 
 
 def test_sessions_are_on_every_host_and_lost_with_theirs_alone(cluster: Cluster, tmp_path: Path) -> None:
