@@ -103,6 +103,7 @@ def shown_url(url: str) -> str:
     """Return the URL of a home without what may be secret: user, password and options."""
     scheme, _, rest = url.partition("://")
     place, _, options = rest.partition("?")
-    if rest.count("@") > 1 or "@" in options:  # which of them ends the password is not sure
-        place = "…"
-    return f"{scheme}://{place.rpartition('@')[2]}"
+    place = place.rpartition("@")[2]
+    port = place.partition("/")[0].rpartition("]")[2].partition(":")[2]
+    is_odd = rest.count("@") > 1 or "@" in options or (port and not port.isdigit())
+    return f"{scheme}://{'…' if is_odd else place}"  # where a password ends is not sure then

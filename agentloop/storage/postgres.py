@@ -77,7 +77,8 @@ class PostgresRun:
         """
         at = f"store {shown_url(self.url)}"
         try:
-            if "@" in str(conninfo_to_dict(self.url).get("host", "")):
+            params = conninfo_to_dict(self.url)
+            if "@" in str(params.get("host")) or not str(params.get("port") or 0).replace(",", "").isdigit():
                 raise psycopg.ProgrammingError
         except psycopg.ProgrammingError:  # whose message may quote the password
             raise InvalidRequest(
@@ -233,23 +234,23 @@ class PostgresDatabase:
         if self._schema.synchronous != "FULL":
             options += " -c synchronous_commit=off"
         try:
-            url = make_conninfo(self._run.url, options=options, connect_timeout=_CONNECT_S, **_SOCKETS)
+            settings = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
+            url = make_conninfo(self._run.url, options=options, **settings)
             connection = psycopg.connect(url, autocommit=True)
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
         except psycopg.OperationalError as error:
-            raise self._away(f"tried to connect for up to {_CONNECT_S} s", error) from error
+            away = self._away(f"tried to connect for up to {_CONNECT_S} s", error)
+            if not self._is_away:  # the first of many
+                _log.error("store_is_away", store=self._schema.kind, reason=str(away))
+                self._is_away = True
+            raise away from error
         if self._is_away:
             _log.info("store_is_back", store=self._schema.kind)
             self._is_away = False
         return connection
 
     def _away(self, tried: str, error: Exception) -> ConnectionError:
-        """Return the error of a server that is not there. The log has the first of them."""
-        found = ConnectionError(f"store {shown_url(self._run.url)}: {tried}: {error_line(error)}")
-        if not self._is_away:
-            self._is_away = True
-            _log.error("store_is_away", store=self._schema.kind, reason=str(found))
-        return found
+        return ConnectionError(f"store {shown_url(self._run.url)}: {tried}: {error_line(error)}")
 
     def _was_committed(self, transaction: str) -> bool:
         """Ask for the fate of a transaction, for a while. False: it was rolled back, or the server is away."""
