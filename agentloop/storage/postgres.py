@@ -234,7 +234,7 @@ class PostgresDatabase:
         if self._schema.synchronous != "FULL":
             options += " -c synchronous_commit=off"
         try:
-            settings = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
+            settings: dict[str, Any] = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
             url = make_conninfo(self._run.url, options=options, **settings)
             connection = psycopg.connect(url, autocommit=True)
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
