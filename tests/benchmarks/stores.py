@@ -4,7 +4,7 @@
 
 PostgreSQL is the distribution's server, started for it without fsync; SQLite waits for the disk. The CPU is this
 process's own (user and system, all threads): the store's part of the coordinator, with 16 hand-ins at a time, of
-one record each or of 64. A restart is what a coordinator does before its first hand-out: open, take over, `restore`.
+one record each or of 64. A restart is what a coordinator does before its first hand-out: open, take over, restore.
 """
 
 from __future__ import annotations
