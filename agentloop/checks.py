@@ -266,9 +266,13 @@ def _check_header(path: Path) -> None:
 
 def is_loopback(host: str) -> bool:
     """Tell whether `host` leads to this very machine. A host name other than localhost may lead anywhere."""
-    if host == "localhost":
-        return True
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    """Tell whether `host` is an IP address, not a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True

@@ -13,6 +13,7 @@
     ├── Conflict                        409  not possible in the present state
     │   └── SessionFinished                  a call that came after its session's end
     ├── Gone                            410  a session that has expired
+    │   └── SessionLost                      it was on a host that is lost
     ├── Overloaded                      429  a bound is reached; later it can work
     ├── DeadlineExceeded                504
     ├── EngineError                     500
@@ -143,6 +144,10 @@ class SessionFinished(Conflict):
 
 class Gone(AgentLoopError):
     code, http_status = "gone", 410
+
+
+class SessionLost(Gone):
+    code = "session_lost"
 
 
 class Overloaded(AgentLoopError):

@@ -18,6 +18,7 @@ from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
+from agentloop.images import Image
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 MAX_CALL_BYTES = 256 * 2**20
@@ -50,6 +51,7 @@ class ReplicaRegistration:
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
     entry: str = ""  # the name of its kind of replicas in the service's config
+    node_id: str = ""  # Ray's, of its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class WorkerReport:
     num_free: int
     running: tuple[str, ...]  # assignment ids
     num_sampled: tuple[int, ...] = ()  # the tokens that it has of each; empty: it does not say
+    host: str = ""  # its address
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +326,30 @@ class ServiceStatus:
     update: UpdateProgress | None = None  # the one under way
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
+    public_urls: tuple[str, ...] = ()  # of each host with an ingress process; of several hosts alone
+
+
+@dataclass(frozen=True, slots=True)
+class HostDrain:
+    """The rest of the work of a host that gets no more. It may go once there is neither."""
+
+    host: str
+    num_running: int  # trajectories of its workers
+    num_leases: int  # on its replicas
+
+    @property
+    def may_go(self) -> bool:
+        return self.num_running == self.num_leases == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointTable:
+    """The chat endpoint's processes, by number."""
+
+    urls: dict[int, str]  # private ones
+    holders: tuple[int, ...] = ()  # of slots, into which clients' own session ids fall; empty: the processes know
+    lost: frozenset[int] = frozenset()  # with their hosts, and the sessions there
+    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost
 
 
 def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
@@ -504,5 +531,17 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
         """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
         users' file is read anew. Raises InvalidRequest."""
 
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        """Announce the URL of chat endpoint process `rank`. Returns the known URL of each."""
+    async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
+        """Give a host no more work, over restarts too, or end that. Returns what it still has. Idempotent.
+
+        Raises NotFound for an unknown host, and Conflict for the coordinator's and for the last one with a replica.
+        """
+
+    async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
+        """Return the numbers of the `num` endpoint processes of a host, which its disk stands for."""
+
+    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
+        """Announce an endpoint process, its private URL and the public one of its host."""
+
+    async def keep_images(self, images: tuple[Image, ...]) -> None:
+        """Keep images of calls with the run, before a record names them."""

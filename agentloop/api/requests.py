@@ -474,6 +474,13 @@ class PauseBody(Body):
     reason: Reason = ""
 
 
+class DrainBody(Body):
+    """The body of `POST /admin/drain`: a host by its address, as the status shows it."""
+
+    host: Annotated[str, Field(min_length=1, max_length=255)]
+    undo: bool = False
+
+
 def _one_source(schema: dict[str, Any]) -> None:
     """Say in the schema what `WeightUpdate` checks: exactly one source."""
     schema["oneOf"] = [

@@ -154,7 +154,8 @@ class FinishBody(ScoreBody):
 
 
 class NewSessionAnswer(BaseModel):
-    """The place of a new session. `direct_url` leads straight to its process, from its own host only.
+    """The place of a new session. `direct_url` leads straight to its process, from its own host only, or, over
+    several hosts, to the one that has the session.
 
     `api_key` is for its agent: it makes calls. `control_key`, for the session's maker, also rewards, finishes,
     revokes and deletes.

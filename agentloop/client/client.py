@@ -25,11 +25,12 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
-from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_TASKS,
     AcknowledgeBody,
+    DrainBody,
     GenerateBody,
     PauseBody,
     SleepBody,
@@ -338,6 +339,14 @@ class RolloutClient:
     async def resume(self, *, timeout_s: float = 900.0) -> None:
         """Undo a pause. Idempotent; needs the admin key."""
         await self._transport.call("POST", "/admin/resume", is_admin=True, extra_s=timeout_s)
+
+    async def drain(self, host: str, *, undo: bool = False) -> HostDrain:
+        """Give a host of several no more work, over restarts too, or end that. Returns what it still has.
+
+        `host` is its address. Idempotent; needs the admin key. Raises NotFound, Conflict.
+        """
+        body = check_body({"host": host, "undo": undo}, DrainBody)
+        return await self._post("/admin/drain", body, HostDrain, is_admin=True)
 
     async def status(self) -> ServiceStatus:
         """The service at this moment."""

@@ -24,7 +24,7 @@ from agentloop.api.sessions import (
     decode_trajectories,
     score_values,
 )
-from agentloop.checks import is_loopback
+from agentloop.checks import is_address, is_loopback
 from agentloop.client.transport import Transport
 from agentloop.codec import MSGPACK
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
@@ -90,7 +90,7 @@ class AgentSession:
     def base_url(self) -> str:
         """The base URL for an OpenAI client; ends with /v1."""
         place = self._opened
-        if place.direct_url is not None and is_loopback(urlsplit(self._transport.url).hostname or ""):
+        if place.direct_url is not None and _may_bypass(self._transport.url, place.direct_url):
             return place.direct_url
         # As this client reaches the service: behind a proxy, the service itself may know another name for it.
         return f"{self._transport.url}/sessions/{self.session_id}/v1"
@@ -194,6 +194,12 @@ class AgentSession:
         if self._place is None:
             raise InvalidRequest("use the session as a context manager: `async with client.session() as session`")
         return self._place
+
+
+def _may_bypass(own_url: str, direct_url: str) -> bool:
+    """Tell if a client may call a session's host itself: none that came by a name, which may be a proxy's."""
+    own, direct = (urlsplit(url).hostname or "" for url in (own_url, direct_url))
+    return is_loopback(own) or (is_address(own) and not is_loopback(direct))
 
 
 def describe(error: BaseException) -> str:

@@ -22,7 +22,7 @@ WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 
 @dataclass(frozen=True, slots=True)
 class StandingOrders:
-    """The orders of operators and trainers that hold until they are taken back: a pause, and a sleep.
+    """The orders of operators and trainers that hold until they are taken back: a pause, a sleep, hosts to clear.
 
     Times are of the wall clock, in seconds since 1970: they are shown, and nothing is decided by them.
     """
@@ -34,6 +34,7 @@ class StandingOrders:
     sleep_level: int = 0  # 2: the weights were discarded
     sleep_reason: str = ""
     asleep_at: float = 0.0
+    drained: frozenset[str] = frozenset()  # the addresses of hosts that get no work
 
     @property
     def is_paused(self) -> bool:

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
@@ -102,6 +103,11 @@ class ReplicaRecord:
         return self.registration.url
 
     @property
+    def host(self) -> str:
+        """The address of its host."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
     def capacity_tokens(self) -> int:
         """The KV tokens that it can hold; 1 if the engine tells none, so that equal engines compare equally."""
         return max(1, self.registration.info.kv_capacity_tokens)
@@ -118,6 +124,7 @@ class Fleet:
         self._is_version_pinned = False  # by an update: registrations do not set it
         self._engines: dict[str, EngineInfo] = {}  # of each entry, the engine that joined last
         self._longest_tokens = 0  # of their contexts
+        self._drained: frozenset[str] = frozenset()
         self.num_placement_changes = 0  # grows with every change that `placeable` may show
 
     @property
@@ -136,6 +143,15 @@ class Fleet:
     def placeable(self) -> tuple[ReplicaRecord, ...]:
         """Return the replicas that take new traffic now."""
         return tuple(replica for replica in self._replicas.values() if self._takes_traffic(replica))
+
+    def drain(self, hosts: frozenset[str]) -> None:
+        """Have the replicas of these hosts take no new traffic, and of no others."""
+        self._drained = hosts
+        self.num_placement_changes += 1
+
+    def drained(self) -> tuple[ReplicaRecord, ...]:
+        """Return the replicas whose holders are to go elsewhere."""
+        return tuple(one for one in self._replicas.values() if one.host in self._drained) if self._drained else ()
 
     def behind(self) -> tuple[ReplicaRecord, ...]:
         """Return the replicas that have to be brought to the fleet's weights before they take traffic."""
@@ -415,7 +431,8 @@ class Fleet:
     # --- inside ---
 
     def _takes_traffic(self, replica: ReplicaRecord) -> bool:
-        return replica.state is ReplicaState.READY and self.is_current(replica) and not replica.is_held
+        is_free = not replica.is_held and replica.host not in self._drained
+        return replica.state is ReplicaState.READY and self.is_current(replica) and is_free
 
     def _offer_version(self, version: int | None) -> None:
         if self._is_version_pinned or version is None:

@@ -124,6 +124,7 @@ class ReplicaSync:
         """
         if orders is not None:
             self._desired = replace(self._desired, orders=orders)
+            self._fleet.drain(orders.drained)
         if weights is None:
             return
         self._desired = replace(self._desired, weights=weights)
@@ -240,6 +241,12 @@ class ReplicaSync:
                 if source is None or not source.update.is_repeatable:
                     raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
                 await self._stage_and_switch(replicas, source, tags)
+
+    async def drain(self, hosts: frozenset[str]) -> None:
+        """Give the replicas of these hosts no work, and of no others. Idempotent."""
+        async with self._gate:
+            await self._ordered(replace(self._desired.orders, drained=hosts))
+            self._fleet.drain(hosts)
 
     async def _ordered(self, orders: StandingOrders) -> None:
         """Set and save the standing orders. If the store fails, the fleet obeys them all the same."""

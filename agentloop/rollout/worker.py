@@ -65,10 +65,12 @@ class Worker:
         journal: TurnJournal | None = None,
         begin: Callable[[Assignment], AssignedRun] | None = None,
         reporter: LeaseReporter | None = None,
+        host: str = "",
     ) -> None:
         """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
-        `reporter` is that of the runs which `begin` makes; the worker stops it."""
+        `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address."""
         self.worker_id = worker_id
+        self._host = host
         self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
         self._coordinator = coordinator
         self._config = config
@@ -154,7 +156,7 @@ class Worker:
         # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
         mine = {name: running for name, running in self._running.items() if not running.is_dropped}
         num_sampled = (0 if one.run is None else one.run.num_sampled_tokens for one in mine.values())
-        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled))
+        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled), self._host)
         taking = asyncio.ensure_future(self._coordinator.take(report, self._config.poll_s))
         waking = asyncio.ensure_future(self._wake.wait())
         try:

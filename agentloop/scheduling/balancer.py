@@ -21,6 +21,7 @@ leases counted on it; a holder that waits for room on a replica goes before all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import (
@@ -32,7 +33,7 @@ from agentloop.api.coordinator import (
     is_session_holder,
 )
 from agentloop.capabilities import NO_NEEDS, Needs
-from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
+from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound, UnsupportedParameter
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.kv_share import KVShare, ShareBounds
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
@@ -304,6 +305,7 @@ class Balancer:
         self._count(holding, is_kept=is_kept)
         if is_here:
             self._balance_tail(holding)
+            self._clear(holding)
 
     def new_epoch(self, *, is_flushed: bool) -> None:
         """Note new weights: new prompts share no KV of the old ones. If it was flushed, no holder finds its own
@@ -325,6 +327,9 @@ class Balancer:
         used_tokens = sum(load.kv_used_tokens for load in loads) + sum(one.context_tokens for one in idle)
         if is_waited_for and not any(load.num_waiting for load in loads):
             self._is_freed |= self.share.grow(used_tokens, sum(one.capacity_tokens for one in replicas))
+        for replica in self._fleet.drained():
+            for holding in self._table.on_replica(replica.replica_id):
+                self._clear(holding)
         for holding in idle if is_waited_for else ():
             if holding.idle_since is not None and now - holding.idle_since > _IDLE_S:
                 self._let_go(holding)
@@ -389,6 +394,15 @@ class Balancer:
         gain_tokens = _TAIL_GAIN * (holding.num_tokens + books.promise.tokens)
         if books.load(here) - books.load(least) > gain_tokens / books.placeable[here].capacity_tokens:
             self._go(holding, least, is_told=False)
+
+    def _clear(self, holding: Holding) -> None:
+        """Order a holder to another replica for its next turn, if its own is to be free of work."""
+        here, books = holding.lease.replica_id, self._books
+        if not holding.is_counted or holding.idle_since is None:
+            return
+        if any(one.replica_id == here for one in self._fleet.drained()):
+            with suppress(NoHealthyReplica, UnsupportedParameter):  # then it stays
+                self._go(holding, books.least(here, holding.demand.needs), is_told=False)
 
     # --- counting ---
 

@@ -451,6 +451,11 @@ class RolloutQueue:
         sample = self._live.get(assignment_id)
         return sample is not None and sample.worker_id == worker_id
 
+    def num_running_at(self, worker_id: str) -> int:
+        """Count the samples that a worker runs."""
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else len(worker.running)
+
     def status(self, rollout_id: str) -> RolloutStatus | None:
         """Return the counts of a live rollout; None if it is unknown or done."""
         rollout = self._rollouts.get(rollout_id)

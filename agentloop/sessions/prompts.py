@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ from agentloop.errors import (
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
+from agentloop.images import Image, ImageSpan, shifted_images
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer
@@ -69,15 +69,15 @@ class SessionParts:
     clock: Clock = field(default_factory=RealClock)
     unix_time: Callable[[], float] = time.time
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
-    image_files: ImageFiles | None = None  # where images of calls are kept; None: nowhere
+    keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # of calls; None: nowhere
 
     async def keep_images(self, images: Sequence[Image]) -> None:
         """Store a call's images before a record names them. Raises ServiceUnavailable."""
-        if self.image_files is None or not images:
+        if self.keep_image_files is None or not images:
             return
         try:
             async with asyncio.timeout(self.limits.journal_timeout_s):
-                await self.image_files.keep(images)
+                await self.keep_image_files(tuple(images))
         except (OSError, TimeoutError) as error:
             raise ServiceUnavailable(f"the call's images cannot be kept: {error!r}") from error
 

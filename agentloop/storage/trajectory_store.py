@@ -31,7 +31,7 @@ from agentloop import codec
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.owners import owner_of, shown_id
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
-from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.storage import retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
 from agentloop.storage.home import LEASE_S, Database, Home, Schema
@@ -264,13 +264,17 @@ class TrajectoryStore:
                 ),
             )
 
+        await self.keep_images([image for group in groups for image in group.task.images])
+        await self._writer.run(work)
+
+    async def keep_images(self, images: Sequence[Image]) -> None:
+        """Keep images beside the store, each once. Raises StorageFull."""
         try:
-            await self._images.keep([image for group in groups for image in group.task.images])
+            await self._images.keep(images)
         except OSError as error:
             if not is_full(error):
                 raise
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
-        await self._writer.run(work)
 
     async def add_records(self, trajectories: Sequence[Trajectory]) -> int:
         """Store terminal records together. Returns the number of new ones: the first of a sample stays."""

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import structlog
 from fastapi import FastAPI, Request
 from ray import serve
@@ -52,9 +53,10 @@ from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
     check_trust,
+    dead_nodes,
+    disk_of,
     find_coordinator,
     for_nodes,
-    loopback,
     node_address,
     node_resources,
     num_nodes,
@@ -97,6 +99,7 @@ from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.placement import on_each_node, processes, share_of_node
 from agentloop_servers.private_http.server import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
@@ -149,6 +152,9 @@ class CoordinatorDeployment:
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
+                host=node_address(config),
+                disk=disk_of(run_dir),
+                num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
                 balancer=balancer_config(config),
@@ -157,6 +163,7 @@ class CoordinatorDeployment:
             ),
             clock=RealClock(),
             probe=clients.probe,
+            find_dead_nodes=None if config.cluster is None else dead_nodes,
         )
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
@@ -217,7 +224,7 @@ class EngineReplicaDeployment:
             client.replicas,
             secret,
             node_address(config),
-            config=replica_config(config, entry),
+            config=replace(replica_config(config, entry), node_id=ray.get_runtime_context().get_node_id()),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
         self._closing.push_async_callback(self._replica.close)
@@ -270,6 +277,7 @@ class AgentLoopWorkerDeployment:
             journal=journal,
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
+            host=node_address(config),
         )
         self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -354,11 +362,12 @@ class IngressProcess:
         Raises InvalidRequest if the service would be open to other machines without keys.
         """
         config, closing = self._config, self._closing
-        shard, lock = await take_shard_lock(self._run_dir, config.num_ingress, first=first_shard)
+        numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
+        shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard, config.num_ingress, self._holder_wait_s)
+        router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s)
         store_path = self._run_dir / sessions_name(shard)
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
@@ -370,18 +379,26 @@ class IngressProcess:
         closing.push_async_callback(users.close)
         await users.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys)
-        server = DirectServer(app, loopback(config), tls=config.tls_files)
+        server = DirectServer(app, address := node_address(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(int(lock.text or 0), public)
         lock.set_text(url.rpartition(":")[2])
+        host_url = "" if config.cluster is None else url_of(address, config.port, config.scheme)
         # The one process is on the public port too, where a call waits while it is started again.
-        endpoint.direct_url = url if config.num_ingress > 1 else None
+        endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
         endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
-        await router.start(url)
+        await router.start(url, host_url)
         self._health_checks = [part.check_health for part in (sessions, server, router, users)]
         self.app, self.sessions, self.direct_url = app, sessions, url
+
+    async def _numbers(self) -> tuple[int, ...]:
+        """The processes that may be this one: those of this host."""
+        num = self._config.num_ingress
+        if self._config.cluster is None:
+            return tuple(range(num))
+        return await self._coordinator.endpoint_numbers(disk_of(self._run_dir), share_of_node(num))
 
     def check_health(self) -> None:
         """Raises what ended a part of it that should not end."""
@@ -433,7 +450,11 @@ def build_endpoint(
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),
         placer=ImagePlacer(takes_images=takes_images(config)),
-        image_files=ImageFiles(store_path.parent / IMAGES_FOLDER),
+        keep_image_files=(
+            ImageFiles(store_path.parent / IMAGES_FOLDER).keep
+            if config.cluster is None
+            else coordinator.keep_images
+        ),
     )
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
@@ -447,7 +468,7 @@ def build_endpoint(
         connect=clients.connect,
         secret=secret,
         limits=limits,
-        new_id=router.new_id,
+        shards=router,
         min_free_bytes=config.min_free_mib << 20,
     )
     endpoint = Endpoint(
@@ -530,7 +551,6 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         processes(
             EngineReplicaDeployment,
             engine_deployment(config, entry),
-            entry.replicas,
             actor=engine_actor_options(config, entry),
             placement=engine_placement(config, entry),
             ends_within_s=10.0,
@@ -540,11 +560,15 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     workers = processes(
         AgentLoopWorkerDeployment,
         "AgentLoopWorker",
-        config.workers.replicas or 1,
         health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
-        placement={} if config.cluster is None else {"max_replicas_per_node": workers_per_node(config)},
+        placement=on_each_node(config, config.workers.replicas or 1),
     )
-    ingress = processes(IngressDeployment, "Ingress", config.num_ingress, actor=home, max_ongoing_requests=10_000)
+    ingress = processes(
+        IngressDeployment,
+        "Ingress",
+        placement=on_each_node(config, config.num_ingress),
+        max_ongoing_requests=10_000,
+    )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
     return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret)))
 
@@ -556,42 +580,6 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> str:
     keep_config(config, run_dir)
     keep_url(config, run_dir)
     return secret
-
-
-def processes(
-    kind: type,
-    name: str,
-    num_replicas: int = 1,
-    *,
-    actor: dict[str, Any] | None = None,
-    placement: dict[str, Any] | None = None,
-    max_ongoing_requests: int = 100,
-    health_check_period_s: float = 2.0,
-    health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
-    stays_s: float = 0.1,
-    ends_within_s: float = 5.0,
-) -> serve.Deployment:
-    """Return a deployment, not bound. Serve ends a process whose health check fails three times.
-
-    Told to end, a process goes on for `stays_s` before it closes, and is killed after `ends_within_s`.
-    """
-    return serve.deployment(
-        kind,
-        name=name,
-        num_replicas=num_replicas,
-        max_ongoing_requests=max_ongoing_requests,
-        ray_actor_options=actor or {"num_cpus": 0},
-        health_check_period_s=health_check_period_s,
-        health_check_timeout_s=health_check_timeout_s,
-        graceful_shutdown_wait_loop_s=stays_s,
-        graceful_shutdown_timeout_s=ends_within_s,
-        **(placement or {}),
-    )
-
-
-def workers_per_node(config: ServiceConfig) -> int:
-    """The even share of a node in all workers."""
-    return -(-(config.workers.replicas or 1) // num_nodes())
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

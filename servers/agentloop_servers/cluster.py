@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: the addresses of private ports, and the node that has the run.
 
-The head has what a run keeps: its directory, so the coordinator and the ingress processes too. Engines and workers
-are on any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
+The head has what a run keeps: its directory, so the coordinator too. Engines, workers and ingress processes are on
+any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
 service is on one host, and its private ports on loopback.
 """
 
@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import psutil
 import ray
+import structlog
 from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,6 +30,8 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.tcp import ADDRESS_VARIABLE
 
 T = TypeVar("T")
+
+_log = structlog.get_logger("cluster")
 
 ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 """What an actor asks of Ray that runs on the head alone."""
@@ -54,6 +60,15 @@ def node_resources(*, only_free: bool = False) -> dict[str, dict[str, float]]:
         return {node["NodeManagerAddress"]: node["Resources"] for node in nodes}
     free = available_resources_per_node()
     return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in nodes}
+
+
+def dead_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that Ray has given up; none while it does not answer."""
+    try:
+        return frozenset(node["NodeID"] for node in ray.nodes() if not node["Alive"])
+    except Exception as error:  # Ray's are plain ones
+        _log.warning("nodes_not_known", reason=error_line(error))
+        return frozenset()
 
 
 def check_trust(config: ServiceConfig, keys: Keys) -> None:
@@ -91,6 +106,17 @@ def node_address(config: ServiceConfig) -> str:
 def loopback(config: ServiceConfig) -> str:
     """Return the address of private ports that only this host's processes call."""
     return "::1" if ":" in config.host else "127.0.0.1"
+
+
+def disk_of(run_dir: Path) -> str:
+    """Return the name of the disk that has this run directory: on another host another one, also of that path."""
+    path = run_dir / "disk"
+    if not path.exists():
+        (own := run_dir / f"disk.{os.getpid()}").write_text(uuid.uuid4().hex)
+        with suppress(FileExistsError):  # another process was faster
+            path.hardlink_to(own)
+        own.unlink()
+    return path.read_text()
 
 
 def prepare_engine_network(config: ServiceConfig) -> None:

@@ -620,12 +620,12 @@ def saved_config(run_dir: Path) -> ServiceConfig | None:
 def keep_config(config: ServiceConfig, run_dir: Path) -> None:
     """Keep a new run's config in its directory. Raises InvalidRequest for one that the run cannot go on with.
 
-    A session's owner among the ingress processes follows from their number, so that never changes.
+    On one host the owner of a session follows from the number of ingress processes, so that never changes.
     """
     first = saved_config(run_dir)
     if first is None:
         (run_dir / CONFIG_NAME).write_text(config.model_dump_json(indent=2))
-    elif first.num_ingress != config.num_ingress:
+    elif config.cluster is None and first.num_ingress != config.num_ingress:
         raise InvalidRequest(
             f"the sessions of {run_dir} are shared by {first.num_ingress} ingress processes, not"
             f" {config.num_ingress}",

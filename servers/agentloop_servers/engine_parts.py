@@ -157,11 +157,12 @@ def engine_bundle(config: ServiceConfig, entry: EngineEntry) -> dict[str, float]
 
 
 def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
-    """Return Serve's options for the hosts of a replica: a bundle on each, the replica in the first."""
+    """Return Serve's options for an entry's replicas: over several hosts a bundle on each, itself in the first."""
+    number = {"num_replicas": entry.replicas}
     if entry.hosts == 1:
-        return {}
+        return number
     bundles = [engine_bundle(config, entry)] * entry.hosts
-    return {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
+    return {**number, "placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:

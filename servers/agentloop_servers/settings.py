@@ -49,7 +49,7 @@ def processes_for(num_engines: int, num_cpus: int) -> int:
 def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None, num_nodes: int = 1) -> ServiceConfig:
     """Return the config with the numbers of its processes. `num_cpus`: of a node; None: this one's.
 
-    Without GPUs there is one of each kind, and a worker on each node. The number of ingress processes is kept with
+    Without GPUs there is one of each kind on each node. On one host the number of ingress processes is kept with
     the run, whose sessions they share. Workers take twice as many trajectories as engines have seats: the others
     wait for tools. Raises InvalidRequest if the run's own config cannot be read.
     """
@@ -62,11 +62,11 @@ def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None, num
         on_gpu = [entry for entry in config.entries if entry.on_gpu]
         num_seats = sum(entry.num_seats * entry.replicas * entry.data_parallel_size for entry in on_gpu)
         capacity = max(capacity, 2 * num_seats // num_workers)
-    number_kept = None if first is None else first.ingress_replicas
+    number_kept = None if first is None or config.cluster is not None else first.ingress_replicas
     sizes = {"replicas": num_workers, "capacity": workers.capacity or capacity}
     return config.model_copy(
         update={
-            "ingress_replicas": config.ingress_replicas or number_kept or num_each,
+            "ingress_replicas": config.ingress_replicas or number_kept or num_each * num_nodes,
             "workers": workers.model_copy(update=sizes),
         }
     )

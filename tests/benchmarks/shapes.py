@@ -1,4 +1,4 @@
-"""Model folders and trainer tensors of known shapes, without a download: Qwen3 architecture, seeded weights.
+"""Model folders and trainer tensors of known shapes, without a download: Qwen3 and Qwen3-MoE, seeded weights.
 
 The tensors of a version follow from the shape and the version alone, so two processes (or two runs on one kind of
 device) that ask for the same version hold the same bytes. They are scaled so that logits spread by about 3,
@@ -26,7 +26,7 @@ TOKENS_START = 16  # random prompts leave out the first ids, where models keep t
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen3 model."""
+    """The sizes of a Qwen3 model, or of a Qwen3-MoE one. `intermediate` is that of one expert there."""
 
     name: str
     hidden: int
@@ -37,10 +37,12 @@ class Shape:
     intermediate: int
     vocab: int
     is_tied: bool
+    num_experts: int = 0  # of each layer; 0: dense
+    num_chosen: int = 0  # experts that compute a token
 
     def config(self, max_context_tokens: int, dtype: str) -> dict[str, object]:
         """The `config.json` of a Hugging Face folder."""
-        return {
+        fields: dict[str, object] = {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
             "vocab_size": self.vocab,
@@ -62,6 +64,18 @@ class Shape:
             "eos_token_id": 2,
             "pad_token_id": 0,
         }
+        if self.num_experts:
+            fields |= {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.num_chosen,
+                "moe_intermediate_size": self.intermediate,
+                "decoder_sparse_step": 1,
+                "norm_topk_prob": True,
+                "mlp_only_layers": [],
+            }
+        return fields
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes as in the model's safetensors files, layer by layer."""
@@ -77,9 +91,12 @@ class Shape:
             yield at + "self_attn.q_norm.weight", (self.head_dim,)
             yield at + "self_attn.k_norm.weight", (self.head_dim,)
             yield at + "post_attention_layernorm.weight", (self.hidden,)
-            yield at + "mlp.gate_proj.weight", (self.intermediate, self.hidden)
-            yield at + "mlp.up_proj.weight", (self.intermediate, self.hidden)
-            yield at + "mlp.down_proj.weight", (self.hidden, self.intermediate)
+            if self.num_experts:
+                yield at + "mlp.gate.weight", (self.num_experts, self.hidden)
+            for block in [f"mlp.experts.{n}." for n in range(self.num_experts)] or ["mlp."]:
+                yield at + block + "gate_proj.weight", (self.intermediate, self.hidden)
+                yield at + block + "up_proj.weight", (self.intermediate, self.hidden)
+                yield at + block + "down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
         if not self.is_tied:
             yield "lm_head.weight", (self.vocab, self.hidden)
@@ -101,6 +118,8 @@ SHAPES = {
         Shape("small", 1024, 24, 16, 8, 128, 3072, 32768, is_tied=True),
         Shape("qwen3-4b", 2560, 36, 32, 8, 128, 9728, 151936, is_tied=True),
         Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936, is_tied=False),
+        Shape("tiny-moe", 128, 2, 4, 2, 32, 64, 1024, is_tied=False, num_experts=4, num_chosen=2),
+        Shape("small-moe", 1024, 12, 16, 8, 128, 512, 32768, is_tied=False, num_experts=32, num_chosen=4),
     )
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 import agentloop.client.session
 from agentloop.client.client import RolloutClient
-from agentloop.client.session import AgentSession
+from agentloop.client.session import AgentSession, _may_bypass
 from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
 from agentloop.score import PathScore, Score
 from agentloop.types import StopReason, Trajectory
@@ -146,6 +146,20 @@ async def test_the_direct_way_is_for_this_host_alone(service: FakeSessions, clie
     service.direct_url = "http://127.0.0.1:9/sessions/x/v1"
     async with client.session() as session:
         assert session.base_url == service.direct_url
+
+
+@pytest.mark.parametrize(
+    ("own", "direct", "may"),
+    [
+        ("http://127.0.0.1:8", "http://127.0.0.1:9", True),
+        ("http://localhost:8", "http://10.0.0.2:8", True),  # on a node of several
+        ("http://10.0.0.1:8", "http://10.0.0.2:8", True),
+        ("http://10.0.0.1:8", "http://127.0.0.1:9", False),  # of a service on another host
+        ("https://rollouts.example", "http://10.0.0.2:8", False),  # a proxy, perhaps
+    ],
+)
+def test_a_session_is_called_past_no_proxy(own: str, direct: str, may: bool) -> None:
+    assert _may_bypass(own, direct) is may
 
 
 async def test_retries_and_timeout_reach_the_openai_client(service: FakeSessions, client: RolloutClient) -> None:

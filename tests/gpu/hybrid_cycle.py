@@ -1,27 +1,34 @@
-"""Engine and trainer on one GPU: sleep, a training step, new weights over CUDA IPC, and on with the same requests.
+"""Engine and trainer on the same GPUs: sleep, a training step, new weights, and on with the same requests.
 
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --out runs/hybrid.json
-    python -m tests.gpu.hybrid_cycle --device cpu --shape tiny     # simulated engine, weights from a directory
+    python -m tests.gpu.hybrid_cycle --shape qwen3-4b --ranks 2 --tp 2 --kv-gib 24   # on two GPUs
+    python -m tests.gpu.hybrid_cycle --device cpu --shape tiny [--ranks 2]     # simulated engine
 
 A cycle: 64 requests start; `client.sleep(level)` in their middle; one AdamW step of the same model in this process;
 `client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Three
-cycles for each level. Memory is what all processes together have in use on the GPU.
+cycles for each level. With `--ranks` FSDP2 shards the model over as many processes, of which this one is rank 0;
+all step and push together. Memory is what all processes together have in use on the first GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from agentloop.api.coordinator import ReplicaUpdate
@@ -38,6 +45,7 @@ CONTEXT_TOKENS = 2048
 PROMPT_TOKENS = 128
 BATCH = (4, 512)  # sequences and tokens of a training step
 SLEEP_AFTER_S = 0.5  # of generation
+END_S = 30.0  # of another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +76,31 @@ class Cycle:
 
 
 class Trainer:
-    """A transformers model with AdamW, on this process's device."""
+    """A transformers model with AdamW, on this process's device: whole, until `begin` shards it over all ranks."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, options: argparse.Namespace, rank: int = 0) -> None:
+        self.shape: Shape = SHAPES[options.shape]
+        self.device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        shape, device, dtype = self.shape, self.device, getattr(torch, options.dtype)
+        if options.ranks > 1:
+            backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+            meeting = f"file://{options.work / 'ranks'}"
+            dist.init_process_group(backend, meeting, rank=rank, world_size=options.ranks)
         config = Qwen3Config(**shape.config(CONTEXT_TOKENS, str(dtype).removeprefix("torch.")))
         with torch.device(device):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         set_version(shape, self.tensors(), 0)
+
+    def begin(self) -> None:
+        """Shard the model, if there are other ranks, and make the optimizer."""
+        if dist.is_initialized():
+            for layer in self.model.model.layers:
+                fully_shard(layer)
+            fully_shard(self.model)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -96,8 +121,54 @@ class Trainer:
         return value
 
 
+@contextmanager
+def other_ranks(options: argparse.Namespace) -> Iterator[Sequence[Connection]]:
+    """Start the ranks beside this one; each takes the service's URL, then a version a cycle, and ends at None."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for rank in range(1, options.ranks):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=_follow, args=(options, rank, theirs), daemon=True))
+            processes[-1].start()
+            pipes.append(ours)
+        yield pipes
+        tell(pipes, None)
+        for process in processes:
+            process.join(END_S)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def tell(ranks: Sequence[Connection], what: object) -> None:
+    """Send it to each rank."""
+    for rank in ranks:
+        rank.send(what)
+
+
+def _follow(options: argparse.Namespace, rank: int, pipe: Connection) -> None:
+    asyncio.run(_take_part(options, rank, pipe))
+
+
+async def _take_part(options: argparse.Namespace, rank: int, pipe: Connection) -> None:
+    """Step and push with rank 0."""
+    trainer = Trainer(options, rank)
+    trainer.begin()
+    async with RolloutClient(await asyncio.to_thread(pipe.recv)) as client:
+        while (version := await asyncio.to_thread(pipe.recv)) is not None:
+            trainer.step()  # in this thread, whose device is this rank's
+            await client.update_weights(trainer.model.named_parameters(), version=version)
+    dist.destroy_process_group()
+
+
 async def cycle(
-    client: RolloutClient, trainer: Trainer, options: argparse.Namespace, level: int, version: int
+    client: RolloutClient,
+    trainer: Trainer,
+    ranks: Sequence[Connection],
+    options: argparse.Namespace,
+    level: int,
+    version: int,
 ) -> Cycle:
     """One cycle; `version` is the new weights'."""
     prompts = random_prompts(trainer.shape, options.requests, PROMPT_TOKENS, seed=version)
@@ -109,10 +180,11 @@ async def cycle(
         await client.sleep(level)
         times.append(time.perf_counter())
         used_asleep = used_gb()
+        tell(ranks, version)
         await asyncio.to_thread(trainer.step)
         used_training = used_gb()
         times.append(time.perf_counter())
-        update = await _update(client, trainer, options, version)
+        update = await _update(client, trainer, version)
         times.append(time.perf_counter())
         used_again = used_gb()
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -144,13 +216,8 @@ async def cycle(
     )
 
 
-async def _update(
-    client: RolloutClient, trainer: Trainer, options: argparse.Namespace, version: int
-) -> ReplicaUpdate:
-    weights: Any = trainer.model.named_parameters()
-    if options.device == "cpu":  # a simulated engine is pushed no tensors
-        weights = write_policy(trainer.shape, trainer.tensors(), options.work / f"v{version}", **_facts(options))
-    report = await client.update_weights(weights, version=version)
+async def _update(client: RolloutClient, trainer: Trainer, version: int) -> ReplicaUpdate:
+    report = await client.update_weights(trainer.model.named_parameters(), version=version)
     (replica,) = report.replicas
     if replica.error is not None:
         raise RuntimeError(f"the replica did not take version {version}: {replica.error}")
@@ -173,9 +240,16 @@ def used_gb() -> float | None:
 
 async def run(options: argparse.Namespace) -> list[Cycle]:
     """All cycles, on one service. Raises TimeoutError at the deadline."""
-    shape, is_cpu = SHAPES[options.shape], options.device == "cpu"
-    trainer = Trainer(shape, torch.device("cpu" if is_cpu else "cuda:0"), getattr(torch, options.dtype))
-    model = write_policy(shape, trainer.tensors(), options.work / "v0", **_facts(options))
+    with other_ranks(options) as ranks:
+        return await _run(options, ranks)
+
+
+async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list[Cycle]:
+    is_cpu = options.device == "cpu"
+    trainer = Trainer(options)
+    facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
+    model = write_policy(trainer.shape, trainer.tensors(), options.work / "v0", **facts)
+    trainer.begin()
     config = service_config(
         model,
         device=options.device,
@@ -183,6 +257,7 @@ async def run(options: argparse.Namespace) -> list[Cycle]:
         max_running=options.requests,
         kv_cache_mib=256 if is_cpu else int(options.kv_gib * 1024),
         kind="simulated" if is_cpu else options.engine,
+        tensor_parallel_size=options.tp,
         mode="hybrid",
     )
     run_dir = options.work / "run"
@@ -199,16 +274,13 @@ async def run(options: argparse.Namespace) -> list[Cycle]:
         RolloutClient(url) as client,
     ):
         say("the service is ready")
+        tell(ranks, url)
         for level in LEVELS:
             for _ in range(NUM_CYCLES):
-                cycles.append(await cycle(client, trainer, options, level, version=len(cycles) + 1))
+                cycles.append(await cycle(client, trainer, ranks, options, level, version=len(cycles) + 1))
                 say(str(cycles[-1]))
     say("the service has ended")
     return cycles
-
-
-def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    return {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
 
 
 def cycles_table(cycles: Sequence[Cycle]) -> str:
@@ -224,6 +296,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, a GPU each")
+    parser.add_argument("--tp", type=int, default=1, help="the engine's tensor-parallel size")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--kv-gib", type=float, default=40.0)

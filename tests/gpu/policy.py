@@ -1,4 +1,4 @@
-"""A policy of a known shape as a service needs it: model folders with a tokenizer, and a config for one replica."""
+"""A policy of a known shape as a service needs it: model folders with a tokenizer, and a config of a service."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def service_config(
     batch_invariant: bool = False,
     tensor_parallel_size: int = 1,
     data_parallel_size: int = 1,
+    expert_parallel: bool = False,
     **changed: object,
 ) -> ServiceConfig:
-    """One replica, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
+    """One replica by default, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
     is_cpu = device == "cpu"
     engine = {
         "kind": kind,
@@ -48,6 +49,7 @@ def service_config(
         "batch_invariant": batch_invariant,
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,
+        "expert_parallel": expert_parallel,
         "num_cpus": 0.5 if is_cpu else 1.0,
     }
     return ServiceConfig.model_validate(

@@ -1,11 +1,12 @@
 """Pushes between processes over every transport that this machine has: figures, kills, and growth of memory.
 
-    python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,shm]
+    python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,auto,shm]
 
-`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. For each: updates over kept connections, then
-a receiver killed in the middle (the other gets a second attempt), a further update, a sender killed in the middle
-(receivers raise at once). Every tensor is compared value by value, besides the transfer's own checksums. Prints a
-table; ends with 1 if anything is wrong. About a minute each.
+`ipc` needs one GPU, `nccl` two; `auto` is one push to a receiver on the sender's GPU, by ipc, and to others, by
+nccl; `shm` is GPU to CPU and CPU to GPU. For each: updates over kept connections, then a receiver killed in the
+middle (the other gets a second attempt), a further update, a sender killed in the middle (receivers raise at once).
+Of `auto` once the receiver by nccl is killed, and once the one by ipc. Every tensor is compared value by value,
+besides the transfer's own checksums. Prints a table; ends with 1 if anything is wrong. About a minute each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,14 +28,16 @@ import torch
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError
 from agentloop_servers.weight_transfer.broadcast import Outgoing
-from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, view
 from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import WeightSender
+from tests.benchmarks.report import finish, table
 
 ANSWER_S = 180.0
 NOTICE_S = 5.0
 STALL_S = 120.0
 ROWS, COLUMNS = 4096, 8192  # 64 MiB of bfloat16 a tensor
+CPU_BUCKET_BYTES = 2 * ROWS * COLUMNS * 2  # several buckets of a rehearsal's few tensors
 MAX_GROWTH_BYTES = 128 * 2**20
 
 
@@ -54,7 +58,8 @@ def free_bytes(device: torch.device) -> int:
 
 def send(device: torch.device, transport: str) -> None:
     """Commands on stdin: {"value", "num_tensors", "stall_at"}. Float32 here, bfloat16 on the way."""
-    sender = WeightSender(device=device, transport=transport)
+    bucket_bytes = DEFAULT_BUCKET_BYTES if device.type == "cuda" else CPU_BUCKET_BYTES
+    sender = WeightSender(device=device, transport=transport, bucket_bytes=bucket_bytes)
     held = torch.empty(ROWS, COLUMNS, device=device)
 
     def load(value: int, number: int, stall_at: int) -> torch.Tensor:
@@ -164,11 +169,17 @@ class Child:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What is tried: the sender's device and the receivers'."""
+    """What is tried: the sender's device and the receivers', of which the first is killed."""
 
     transport: str
     sender: str
     receivers: tuple[str, ...]
+
+    def way_to(self, receiver: str) -> str:
+        """The transport that a receiver on this device has to see."""
+        if self.transport != "auto":
+            return self.transport
+        return "ipc" if receiver == self.sender else "nccl"
 
 
 class Trial:
@@ -180,6 +191,7 @@ class Trial:
         self.faults: list[str] = []
         self.sender = Child("--send", pairing.sender, pairing.transport)
         self.receivers = [Child("--receive", device, str(rank)) for rank, device in enumerate(pairing.receivers)]
+        self.ways = [pairing.way_to(device) for device in pairing.receivers]
 
     def expect(self, is_right: bool, text: str) -> None:
         if not is_right:
@@ -198,19 +210,19 @@ class Trial:
     def finish(self, num_attempts: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         sent, taken = self.sender.answer(), [receiver.answer() for receiver in self.receivers]
         self.expect("report" in sent and sent["report"]["num_attempts"] == num_attempts, f"sender: {sent}")
-        for one in taken:
-            is_right = one.get("wrong") == 0 and one["transport"] == self.pairing.transport
+        for one, way in zip(taken, self.ways, strict=True):
+            is_right = one.get("wrong") == 0 and one["transport"] == way
             self.expect(is_right and one["attempts"] == num_attempts, f"receiver: {one}")
         return sent, taken
 
-    def updates(self, num_updates: int) -> str:
+    def updates(self, num_updates: int) -> list[object]:
         """Several updates; the first one and a half dozen may warm caches, after that nothing grows."""
         times, free = [], []
         for value in range(num_updates):
             self.start(value)
             sent, taken = self.finish()
             if self.faults:
-                return "-"
+                return [None] * 4
             times.append(sent["report"]["transfer_ms"])
             free.append([sent["free"], *(one["free"] for one in taken)])
         # Processes share a device, and one may look before another has emptied its cache: the most of a few looks.
@@ -221,22 +233,22 @@ class Trial:
         self.expect(growth < MAX_GROWTH_BYTES, f"memory grew by {growth:,} bytes over {num_updates} updates")
         steady = sorted(times[1:] or times)[len(times[1:] or times) // 2]
         size = self.num_tensors * ROWS * COLUMNS * 2
-        grown = f"grew {max(growth, 0) / 2**20:.0f} MiB"
-        return f"{times[0]:8.0f} {steady:8.0f} ms {size / steady / 1e6:7.1f} GB/s   {grown}"
+        return [times[0], steady, size / steady / 1e6, max(growth, 0) / 2**20]
 
-    def kill_receiver(self) -> str:
+    def kill_receiver(self) -> float:
         """Kill the first one in its second bucket; the others must get everything in a second attempt."""
         self.start(100, receiver_stalls=1)
         self.expect(self.receivers[0].answer().get("stalled") is True, "the receiver did not stall")
         self.receivers.pop(0).kill()
+        self.ways.pop(0)
         killed_at = time.time()
         self.finish(num_attempts=2)
         recovered_s = time.time() - killed_at
         self.start(101)
         self.finish()
-        return f"{recovered_s:.2f} s"
+        return recovered_s
 
-    def kill_sender(self) -> str:
+    def kill_sender(self) -> float:
         self.start(102, sender_stalls=self.num_tensors // 2)
         self.expect(self.sender.answer().get("stalled") is True, "the sender did not stall")
         self.sender.kill()
@@ -244,7 +256,7 @@ class Trial:
         answers = [receiver.answer() for receiver in self.receivers]
         noticed_s = max(one.get("at", float("inf")) - killed_at for one in answers)
         self.expect(noticed_s < NOTICE_S, f"a killed sender was noticed after {noticed_s:.1f} s: {answers}")
-        return f"{noticed_s:.2f} s"
+        return noticed_s
 
     def close(self) -> None:
         for child in (self.sender, *self.receivers):
@@ -258,41 +270,48 @@ def pairings_here(wanted: list[str]) -> list[Pairing]:
     pairings = [
         Pairing("ipc", "cuda:0", ("cuda:0", "cuda:0")),
         Pairing("nccl", "cuda:0", others),
+        *(Pairing("auto", "cuda:0", order) for order in ((*others, "cuda:0"), ("cuda:0", *others)) if others),
         Pairing("shm", "cuda:0", ("cpu", "cpu")),
         Pairing("shm", "cpu", ("cuda:0", "cuda:0")),
     ]
     if num_gpus == 0:
-        pairings = [Pairing("shm", "cpu", ("cpu", "cpu"))]
+        pairings = [Pairing(transport, "cpu", ("cpu", "cpu")) for transport in ("shm", "tcp")]
     return [pairing for pairing in pairings if pairing.transport in wanted and pairing.receivers]
+
+
+HEADS: tuple[str, ...] = ("how", "sender -> receivers", "first ms", "steady ms", "GB/s", "grew MiB")
+HEADS += ("receiver lost s", "sender lost s")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--transports", default="ipc,nccl,shm")
+    parser.add_argument("--transports", default="ipc,nccl,auto,shm")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     num_tensors = max(4, int(options.gib * 2**30) // (ROWS * COLUMNS * 2))
-    num_faults = 0
-    print("how   sender -> receivers             first   steady              memory   receiver lost   sender lost")
+    rows: list[list[object]] = []
+    faults: list[str] = []
     for pairing in pairings_here(options.transports.split(",")):
         trial = Trial(pairing, num_tensors)
+        route = f"{pairing.sender} -> {','.join(pairing.receivers)}"
+        rows.append([pairing.transport, route, *[None] * (len(HEADS) - 2)])
         try:
-            figures = trial.updates(options.updates)
-            has_survivors = len(pairing.receivers) > 1
-            receiver_lost = trial.kill_receiver() if has_survivors and not trial.faults else "-"
-            sender_lost = trial.kill_sender() if not trial.faults else "-"
+            rows[-1][2:6] = trial.updates(options.updates)
+            if len(pairing.receivers) > 1 and not trial.faults:
+                rows[-1][6] = trial.kill_receiver()
+            if not trial.faults:
+                rows[-1][7] = trial.kill_sender()
         except (queue.Empty, KeyError, OSError) as error:
             trial.faults.append(f"no answer: {error!r}")
-            figures = receiver_lost = sender_lost = "-"
         finally:
             trial.close()
-        route = f"{pairing.sender} -> {','.join(pairing.receivers)}"
-        print(f"{pairing.transport:5} {route:28} {figures}   {receiver_lost:>8}   {sender_lost:>8}", flush=True)
-        for fault in trial.faults:
-            print(f"  WRONG: {fault}", flush=True)
-        num_faults += len(trial.faults)
-    return 1 if num_faults else 0
+        print(f"{route}: {rows[-1][2:]}", *(f"WRONG: {fault}" for fault in trial.faults), sep="\n  ", flush=True)
+        faults += [f"{pairing.transport}, {route}: {fault}" for fault in trial.faults]
+    shown = {"": table(HEADS, rows), "Faults": "\n".join(f"- WRONG: {fault}" for fault in faults) or "none"}
+    finish(f"Transports, {options.gib:g} GiB", shown, {"rows": rows, "faults": faults}, options.out)
+    return 1 if faults or not rows else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     tests/gpu/run.sh vllm                                    # the default parts; within 9 minutes on one GPU
     tests/gpu/run.sh sglang --only contract,recompute        # some of them
+    tests/gpu/run.sh vllm --only contract-tp2,sampling-tp2   # an engine over two GPUs
     tests/gpu/run.sh vllm --only throughput-full --out runs/gpu-vllm
     tests/gpu/run.sh vllm --list                             # every part, what it needs and what it answers
     tests/gpu/run.sh vllm --device cpu --only contract       # a rehearsal of some parts without a GPU
@@ -194,11 +195,12 @@ def continued(run: Run, part: str) -> str:
     results = results_of(run, part)
     if not results:
         return last_line(run, part)
-    found, (replica,) = results["outcome"], results["report"]["replicas"]
-    return (
-        f"{results['verdict']}, {found['num_equal_after']} of {found['num_prompts']} as a fresh engine,"
-        f" {replica['transport']}, stall {replica['stall_ms']:.0f} ms"
-    )
+    found, *further = results["outcome"], *results["reports"][1:]
+    first = [f"{one['transport']}, stall {one['stall_ms']:.0f} ms" for one in results["reports"][0]["replicas"]]
+    later = [one for report in further for one in report["replicas"]]
+    stalls = [f"then up to {max(one['stall_ms'] for one in later):.0f} ms"] if later else []
+    counts = f"{results['verdict']}, {found['num_equal_after']} of {found['num_prompts']} as a fresh engine"
+    return ", ".join([counts, *first, *stalls])
 
 
 def cycled(run: Run, part: str) -> str:
@@ -236,7 +238,18 @@ TENSOR_PARALLEL = (
     ("CONTRACT_TENSOR_PARALLEL", "2"),
     ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0"),  # others are on the GPUs
 )
+NO_SHARED_MEMORY = (("NCCL_SHM_DISABLE", "1"), ("NCCL_P2P_DISABLE", "1"))  # as between two hosts: by sockets
+STEADY = ("--shape", "qwen3-4b", "--arms", "service,streams", "--cycles", "1", "--window-s", "45")
+STEADY += ("--ramp-s", "8", "--kv-mib", "56000")  # what 80 GB have room for, alone
 CONTINUATION = ("--engine", "{lane}", "--device", "{device}")
+
+
+def continuation_2(name: str, answers: str, *arguments: str, after: str, is_alone: bool = False) -> Part:
+    """A continuation on two GPUs. A part of which another one is `after` is there to be run one by one."""
+    command = module("tests.gpu.continuation", *CONTINUATION, "--transport", "auto", *arguments, out=name)
+    fields = {"after": (after,) if after else (), "is_alone": is_alone, "min_gpus": 2, "is_default": False}
+    return Part(name, answers, command, 300, continued, **fields)  # type: ignore[arg-type]
+
 
 PARTS = (
     Part(
@@ -273,8 +286,20 @@ PARTS = (
         module("tests.gpu.continuation", *CONTINUATION, "--transport", "nccl", out="continuation-nccl"),
         240,
         continued,
-        after=("continuation-ipc",),
+        after=("continuation-ipc", "continuation-dp2"),
         min_gpus=2,
+    ),
+    Part(
+        "continuation-moe",
+        "the same of a model with experts, on one GPU",
+        module(
+            "tests.gpu.continuation",
+            *(*CONTINUATION, "--transport", "ipc", "--shape", "small-moe"),
+            out="continuation-moe",
+        ),
+        240,
+        continued,
+        is_default=False,
     ),
     Part(
         "model",
@@ -323,19 +348,19 @@ PARTS = (
         is_default=False,
     ),
     Part(
+        "throughput-1",
+        "one replica, streams too: the other arm of throughput-2",
+        throughput("throughput-1", *STEADY),
+        350,
+        ratios,
+        is_alone=True,
+        is_default=False,
+    ),
+    Part(
         "throughput-2",
-        "two replicas on two GPUs: compare its service with throughput's",
-        throughput(
-            "throughput-2",
-            "--shape",
-            "qwen3-4b",
-            "--replicas",
-            "2",
-            "--at-once",
-            "1024",
-            *("--arms", "service"),
-        ),
-        300,
+        "two replicas on two GPUs: compare its tokens a second with throughput-1's",
+        throughput("throughput-2", *STEADY, "--replicas", "2", "--at-once", "1024", "--load-processes", "8"),
+        350,
         ratios,
         is_alone=True,
         min_gpus=2,
@@ -367,18 +392,127 @@ PARTS = (
         suite("test_logprobs_contract.py", "test_sampling_contract.py"),
         500,
         suite_counts,
+        after=("contract-tp2",),  # two engines that each wait for both GPUs slow each other down
         min_gpus=2,
         is_default=False,
         env=TENSOR_PARALLEL,
     ),
+    continuation_2(
+        "continuation-ep2",
+        "an update of experts that are spread over two tensor-parallel ranks",
+        *("--shape", "small-moe", "--tp", "2", "--expert-parallel"),
+        after="",
+    ),
+    continuation_2(
+        "continuation-ep-dp2",
+        "an update of experts that are spread over a gang of two data-parallel ranks",
+        *("--shape", "small-moe", "--dp", "2", "--expert-parallel"),
+        after="continuation-ep2",
+    ),
+    continuation_2(
+        "continuation-2",
+        "one push to two replicas, over IPC and over NCCL",
+        *("--replicas", "2"),
+        after="",
+    ),
+    continuation_2(
+        "continuation-dp2",
+        "an update of a gang of two data-parallel ranks",
+        *("--dp", "2"),
+        after="continuation-2",
+    ),
+    continuation_2(
+        "continuation-tp2",
+        "one push to both ranks of a replica, over IPC and over NCCL",
+        *("--tp", "2"),
+        after="continuation-dp2",
+    ),
+    Part(
+        "gap-nccl",
+        "what requests see of an update over NCCL, beside vLLM's own path and a torch broadcast; 4B shape, eager",
+        module(
+            "tests.benchmarks.weight_updates",
+            *("--engine", "{lane}", "--shape", "qwen3-4b", "--transport", "nccl", "--kv-gib", "46"),
+            *("--context", "5120", "--window-s", "2", "--consecutive", "10", "--deadline-s", "240"),
+            *("--variants", "link,staged,native"),
+            out="gap-nccl",
+        ),
+        260,
+        last_line,
+        is_alone=True,
+        min_gpus=2,
+        is_default=False,
+    ),
+    continuation_2(
+        "push-2",
+        "times of one push to two replicas, over IPC and over NCCL, 4B shape",
+        *("--replicas", "2", "--shape", "qwen3-4b", "--no-batch-invariant", "--more", "5"),
+        after="",
+        is_alone=True,
+    ),
     Part(
         "transports",
         "bytes arrive over every transport, with lost receivers and senders",
-        lambda run: [sys.executable, "-m", "tests.gpu.push_transports"],
+        module("tests.gpu.push_transports", out="transports"),
         400,
         last_line,
         is_alone=True,
         is_default=False,
+    ),
+    Part(
+        "hybrid-2",
+        "sleep, a step of two FSDP2 ranks, new weights and wake of an engine over the same two GPUs, 4B shape",
+        module(
+            "tests.gpu.hybrid_cycle",
+            *("--engine", "{lane}", "--device", "{device}", "--shape", "qwen3-4b", "--kv-gib", "24"),
+            *("--ranks", "2", "--tp", "2"),
+            out="hybrid-2",
+        ),
+        300,
+        cycled,
+        is_alone=True,
+        min_gpus=2,
+        is_default=False,
+    ),
+    Part(
+        "transports-2",
+        "bytes of the 4B shape's size arrive over NCCL, and over IPC and NCCL in one push, with lost receivers",
+        module(
+            "tests.gpu.push_transports",
+            *("--transports", "nccl,auto", "--gib", "7.5", "--updates", "10"),
+            out="transports-2",
+        ),
+        200,
+        last_line,
+        is_alone=True,
+        min_gpus=2,
+        is_default=False,
+    ),
+    Part(
+        "link-sockets",
+        "a torch broadcast as between two hosts: no shared memory, no peer-to-peer copies",
+        module("tests.benchmarks.link_speed", out="link-sockets"),
+        120,
+        last_line,
+        is_alone=True,
+        min_gpus=2,
+        is_default=False,
+        env=NO_SHARED_MEMORY,
+    ),
+    Part(
+        "transports-sockets",
+        "bytes arrive over NCCL as between two hosts",
+        module(
+            "tests.gpu.push_transports",
+            *("--transports", "nccl,auto", "--gib", "2", "--updates", "5"),
+            out="transports-sockets",
+        ),
+        200,
+        last_line,
+        is_alone=True,
+        min_gpus=2,
+        is_default=False,
+        env=NO_SHARED_MEMORY,
     ),
     Part(
         "gap-ipc",
@@ -391,20 +525,6 @@ PARTS = (
         560,
         last_line,
         is_alone=True,
-        is_default=False,
-    ),
-    Part(
-        "gap-nccl",
-        "the same over NCCL",
-        module(
-            "tests.benchmarks.weight_updates",
-            *("--engine", "{lane}", "--graphs", "--shape", "qwen3-4b", "--transport", "nccl"),
-            out="gap-nccl",
-        ),
-        560,
-        last_line,
-        is_alone=True,
-        min_gpus=2,
         is_default=False,
     ),
     Part(

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.run import GATE, PARTS, Part, Run, chosen, last_line, ratios, run_parts, suite_counts, summary
+from tests.gpu.run import (
+    GATE,
+    PARTS,
+    Part,
+    Run,
+    chosen,
+    continued,
+    last_line,
+    ratios,
+    run_parts,
+    suite_counts,
+    summary,
+)
 
 LIMIT_S = 60.0
 
@@ -98,6 +110,16 @@ def test_figures_are_read_from_logs_and_results(run: Run):
     run.folder("throughput").mkdir()
     run.result("throughput").write_text(json.dumps({"results": {**results, "failures": []}}))
     assert ratios(run, "throughput") == "bare 512 18,490 tok/s, service 512 0.887"
+    ways = [{"transport": "ipc", "stall_ms": 40.0}, {"transport": "nccl", "stall_ms": 50.0}]
+    outcome = {"num_equal_after": 31, "num_prompts": 32}
+    reports = [{"replicas": ways}, {"replicas": [{**way, "stall_ms": 29.0} for way in ways]}]
+    run.folder("push-2").mkdir()
+    run.result("push-2").write_text(
+        json.dumps({"results": {"verdict": "RIGHT", "outcome": outcome, "reports": reports}})
+    )
+    assert continued(run, "push-2") == (
+        "RIGHT, 31 of 32 as a fresh engine, ipc, stall 40 ms, nccl, stall 50 ms, then up to 29 ms"
+    )
 
 
 @pytest.mark.parametrize("lane", ["vllm", "sglang"])

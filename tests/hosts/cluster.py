@@ -71,6 +71,11 @@ class Cluster:
             command += ["-H", "content-type: application/json", "-d", json.dumps(body)]
         return json.loads(host.run([*command, f"http://{self.head.address}:{PORT}{path}"], timeout_s + 10.0))
 
+    def drain(self, host: Host) -> str:
+        """Drain a host by its command, until it may go. Raises CalledProcessError."""
+        command = [sys.executable, "-m", "agentloop_servers.cli", "drain", host.address]
+        return self.head.run([*command, "--url", f"http://{self.head.address}:{PORT}"], 120.0)
+
     @contextlib.contextmanager
     def service(self, base: str = "servers/simulated.yaml", **args: object) -> Iterator[None]:
         """The service of a shipped config, with other arguments, ready."""

@@ -120,7 +120,7 @@ def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path)
         assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
         assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
         shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
-        assert all(host.address in shown for host in cluster.hosts), shown
+        assert all(f"http://{host.address}:{PORT}" in shown for host in cluster.hosts), shown
 
 
 @pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 30 s"])
@@ -145,6 +145,46 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
         if event == "cut 5 s":
             assert all(one.attempt == 0 for one in arrivals)
             until_ready(cluster, NUM_HOSTS)
+
+
+def running(host: Host, kind: str) -> int:
+    """The processes of a kind on a host."""
+    return host.run(["ps", "ax", "-o", "args"]).count(f"ray::ServeReplica:agentloop:{kind}")
+
+
+def test_a_host_joins_under_load_and_another_is_drained(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service(**ARGS):
+        load = Load(cluster, tmp_path)
+        load.wait_for(NUM_TASKS)
+        joined = cluster.add()
+        since = time.monotonic()
+        while not all(running(joined, kind) for kind in ("AgentLoopWorker", "Ingress")):
+            assert time.monotonic() - since < 60.0, joined.run(["ps", "ax", "-o", "args"])
+            time.sleep(0.5)
+        print(f"\nworker and ingress {time.monotonic() - since:.0f} s after the host had joined")
+        drained = next(host for host in cluster.hosts[1:] if running(host, "EngineReplica"))
+        since = time.monotonic()
+        with pytest.raises(subprocess.CalledProcessError):
+            cluster.drain(cluster.head)
+        print(cluster.drain(drained), f"after {time.monotonic() - since:.0f} s")
+        drained.kill()
+        arrivals = load.ended()
+        assert all(one.attempt == 0 for one in arrivals)
+        assert f"{drained.address} is drained: it gets no work" in cluster.status()["degraded"]
+
+
+def test_sessions_are_on_every_host_and_lost_with_theirs_alone(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.service(**ARGS):
+        urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
+        assert cluster.status()["public_urls"] == sorted(urls)
+        output = tmp_path / "sessions.txt"
+        talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", *urls], output)
+        while "continued" not in output.read_text():
+            assert talk.poll() is None, output.read_text()
+            time.sleep(0.2)
+        cluster.hosts[-1].kill()
+        assert talk.wait(120.0) == 0, output.read_text()
+        print(output.read_text())
 
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:

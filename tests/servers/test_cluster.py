@@ -107,7 +107,7 @@ def test_every_node_has_a_worker_and_an_engines_share_of_processes(tmp_path):
     assert sized(service(engine={"kind": "simulated"}), tmp_path, num_nodes=3).workers.replicas == 3
     one = sized(service(replicas=8), tmp_path, num_cpus=64)
     two = sized(service(replicas=16), tmp_path, num_cpus=64, num_nodes=2)
-    assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), one.num_ingress)
+    assert (two.workers.replicas, two.num_ingress) == (2 * (one.workers.replicas or 0), 2 * one.num_ingress)
 
 
 WIDE = {"tensor_parallel_size": 8, "hosts": 2}
@@ -116,6 +116,7 @@ WIDE = {"tensor_parallel_size": 8, "hosts": 2}
 def test_an_engine_over_hosts_has_a_bundle_on_each():
     config = service(engine=WIDE)
     assert engine_placement(config, config.entries[0]) == {
+        "num_replicas": 1,
         "placement_group_bundles": [{"GPU": 4.0, "CPU": 1.0}] * 2,
         "placement_group_strategy": "STRICT_SPREAD",
     }
@@ -123,7 +124,7 @@ def test_an_engine_over_hosts_has_a_bundle_on_each():
     config = service(engine=on_cpu)
     assert engine_placement(config, config.entries[0])["placement_group_bundles"] == [{"CPU": 0.5}] * 3
     config = service(engine={"tensor_parallel_size": 8})
-    assert engine_placement(config, config.entries[0]) == {}
+    assert engine_placement(config, config.entries[0]) == {"num_replicas": 1}
 
 
 def test_an_engine_over_hosts_asks_for_nodes_that_have_its_share():

@@ -44,7 +44,9 @@ def looks(*parts: str | Image, role: str = "user", **fields: object) -> Message:
 
 async def test_images_stand_as_their_tokens_in_every_prompt_and_record(engine, renderer, tmp_path):
     journal = MemoryJournal()
-    session = make_session(engine, journal, **seeing(renderer, image_files=ImageFiles(tmp_path / "images")))
+    session = make_session(
+        engine, journal, **seeing(renderer, keep_image_files=ImageFiles(tmp_path / "images").keep)
+    )
     first = looks("Compare ", RED, " and ", BLUE, ".")
     one = await session.call(ask(first, images=(RED, BLUE)), key("one"))
     said = one.choices[0].reply.message

@@ -31,6 +31,7 @@ COMMANDS = {
     "resume": ("remote", "Let frozen replicas go on."),
     "sleep": ("remote", "Freeze all replicas and give their memory back, until `wake`."),
     "wake": ("remote", "Take memory back; once all of it is, generation goes on."),
+    "drain": ("remote", "Give a host no more work, and wait until it may go."),
     "doctor": ("doctor", "Check this machine, or a model folder."),
 }
 """Each command's module in this package, and its line in the help."""

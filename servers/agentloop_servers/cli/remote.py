@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,8 @@ from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, ApiKey, Url, clear_errors, run_to_end
 
 T = TypeVar("T")
+
+_DRAIN_POLL_S = 1.0
 
 app = typer.Typer()
 weights = typer.Typer(help="Weights of a running service.", no_args_is_help=True)
@@ -108,6 +111,28 @@ def wake(
     Console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
+@app.command()
+def drain(
+    host: Annotated[str, typer.Argument(help="A host's address, as `status` shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Give it work again.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Give a host no more work, and wait until it may go."""
+    console = Console()
+
+    async def drained(client: RolloutClient) -> None:
+        with console.status("") as shown:
+            while not (left := await client.drain(host, undo=undo)).may_go and not undo:
+                shown.update(f"{left.num_running} trajectories run there, {left.num_leases} have a place there")
+                await asyncio.sleep(_DRAIN_POLL_S)
+
+    _asked(url, drained, admin_key=admin_key)
+    console.print(
+        f"{host} gets work" if undo else f"{host} may go; sessions that it holds go with it", highlight=False
+    )
+
+
 def _asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any) -> T:
     """Ask a service, as a client with these options; what goes wrong ends the command."""
 
@@ -134,6 +159,8 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
+    if service.public_urls:
+        console.print(f"at {', '.join(service.public_urls)}", highlight=False, soft_wrap=True)
     names = ("state", "engine", "version", "running", "waiting", "leases")
     has_hosts = len({replica.host for replica in service.replicas}) > 1
     hosts = (Column("host", no_wrap=True),) if has_hosts else ()

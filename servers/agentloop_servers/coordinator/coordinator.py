@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,20 +20,23 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
-from agentloop.api.coordinator import ServiceStatus
+from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
-from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
+from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
+from agentloop.images import Image
 from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
-"""The names under which the store keeps the fleet's desired state."""
+ENDPOINT_PLACES = "endpoint_places"
+"""The names under which the store keeps what the next coordinator goes on with."""
 
 
 class Coordinator:
@@ -48,8 +51,11 @@ class Coordinator:
         log: FilteringBoundLogger | None = None,
         *,
         probe: Probe,
+        find_dead_nodes: Callable[[], frozenset[str]] | None = None,
     ) -> None:
-        """Takes over `store`. `probe` proves that a replica whose calls failed samples again."""
+        """Takes over `store`. `probe` proves that a replica whose calls failed samples again. `find_dead_nodes`, of
+        several, blocks."""
+        self._find_dead_nodes = find_dead_nodes
         self._probe = probe
         self._config = config
         self._clock = clock
@@ -62,7 +68,8 @@ class Coordinator:
         self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, save_weights, save_orders)
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._background: list[asyncio.Task[None]] = []
-        self._endpoints: dict[int, str] = {}  # the private URLs of the endpoint's processes, by rank
+        save_places = partial(store.save_state, ENDPOINT_PLACES)
+        self._places = EndpointPlaces(config.disk, config.num_endpoint_processes, clock.now, save_places, log)
         self._is_closed = False
 
     async def start(self) -> None:
@@ -70,6 +77,7 @@ class Coordinator:
         weights = await self._store.saved_state(FLEET_WEIGHTS, FleetWeights)
         orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
         self.replicas.sync.restore(weights, orders)
+        self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
         self._background = [
             asyncio.create_task(self._watch(), name="coordinator-watch"),
@@ -120,9 +128,11 @@ class Coordinator:
             lost=replicas.lost(),
             queue=replicas.waiting.status(self.rollouts.queue.num_queued),
             users=replicas.users.usage(*self.rollouts.queue.by_user()),
+            public_urls=self._places.public_urls,
         )
         shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
-        return replace(status, degraded=tuple(shortfalls))
+        drained = (f"{host} is drained: it gets no work" for host in sorted(orders.drained))
+        return replace(status, degraded=(*shortfalls, *drained))
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -150,15 +160,43 @@ class Coordinator:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
 
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+    async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
+        """Give a host no more work, or end that; returns what it still has."""
+        replicas, running = self.replicas.fleet.replicas, self.rollouts.running_by_host()
+        drained = self.replicas.sync.desired.orders.drained
+        if host not in {*running, *(one.host for one in replicas), *drained}:
+            raise NotFound(
+                f"no host {host}: there are {', '.join(sorted({*running, *(r.host for r in replicas)}))}"
+            )
+        if not is_undone and host == self._config.host:
+            raise Conflict(f"{host} has the run and its coordinator: stop the service instead")
+        if not is_undone and not any(one.host not in drained | {host} for one in replicas):
+            raise Conflict(f"{host} is the last host with a replica")
+        hosts = drained - {host} if is_undone else drained | {host}
+        if hosts != drained:
+            self._log.info("host_drained", host=host, is_undone=is_undone)
+            await self.replicas.sync.drain(hosts)
+        num_leases = sum(self.replicas.balancer.num_leases(one.replica_id) for one in replicas if one.host == host)
+        return HostDrain(host, running[host], num_leases)
+
+    async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
+        """Return the numbers of a host's endpoint processes."""
+        return await self._places.numbers(disk, num)
+
+    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
         """Note where a process of the chat endpoint listens; returns where each known one does."""
-        self._endpoints[rank] = url
-        return dict(self._endpoints)
+        return self._places.join(number, url, public_url)
+
+    async def keep_images(self, images: tuple[Image, ...]) -> None:
+        """Keep images of calls beside the store."""
+        await self._store.keep_images(images)
 
     async def _probe_suspects(self) -> None:
         """Probe replicas on a clock of its own: what `_watch` waits for does not hold it up."""
         while True:
             await self._clock.sleep(self._config.probe_interval_s)
+            if self._find_dead_nodes is not None:
+                self.replicas.dead_nodes = await asyncio.to_thread(self._find_dead_nodes)
             await self.replicas.probe_suspects(self._probe)
 
     async def _watch(self) -> None:
@@ -176,6 +214,7 @@ class Coordinator:
             self.rollouts.begin_trim(now)
             await self.replicas.sync.resolve_interrupted_update()
             try:
+                await self._places.look()
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()
             except StorageFull as error:  # the store has said so

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from structlog.typing import FilteringBoundLogger
 
@@ -28,7 +27,7 @@ from agentloop.api.owners import UserTable
 from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
+from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
@@ -73,6 +72,9 @@ class CoordinatorConfig:
     waiting: WaitingConfig = field(default_factory=WaitingConfig)
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
+    host: str = ""  # the coordinator's own address
+    disk: str = ""  # the one that has the run
+    num_endpoint_processes: int = 0  # over several hosts
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest unless the deadlines nest."""
@@ -123,6 +125,7 @@ class Replicas:
         # Versions of updates under way, for a moment also of refused ones.
         self._coming: list[int] = []
         self._epoch_version: int | None = None  # that the balancer was told last
+        self.dead_nodes: frozenset[str] = frozenset()  # which Ray gave up: it ends what still runs there
 
     @property
     def is_ready(self) -> bool:
@@ -146,6 +149,8 @@ class Replicas:
         return self.starts.ask(replica_id, self._clock.now(), is_asleep=bool(self.sync.desired.orders.asleep))
 
     async def register(self, registration: ReplicaRegistration) -> None:
+        if registration.node_id in self.dead_nodes:
+            raise ServiceUnavailable(f"Ray gave the host of replica {registration.replica_id} up")
         self.starts.ended(registration.replica_id)
         known = self.fleet.get(registration.replica_id)
         replica = self.fleet.register(registration, self._clock.now())
@@ -157,6 +162,8 @@ class Replicas:
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
         before = self.fleet.get(replica_id)
+        if before is not None and before.registration.node_id in self.dead_nodes:
+            return True  # no sign of life
         is_known = self.fleet.heartbeat(replica_id, report, self._clock.now(), self.sync.ordered_pause)
         after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
@@ -205,7 +212,7 @@ class Replicas:
                 max_context_tokens=replica.registration.info.max_context_tokens,
                 lora_rank=replica.registration.info.lora_rank,
                 is_noise=replica.report.is_noise,
-                host=urlsplit(replica.url).hostname or "",
+                host=replica.host,
             )
             for replica in self.fleet.replicas
         )

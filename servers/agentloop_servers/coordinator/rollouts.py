@@ -69,6 +69,7 @@ class _Poll:
     seen_at: float
     number: int = 0
     cut_at: float | None = None  # its newest `take` was cut off while it waited
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,13 @@ class Rollouts:
     def num_workers(self) -> int:
         return len(self._polls)
 
+    def running_by_host(self) -> Counter[str]:
+        """Count the trajectories that workers run, by the addresses of their hosts."""
+        running: Counter[str] = Counter()
+        for worker_id, poll in self._polls.items():
+            running[poll.host] += self.queue.num_running_at(worker_id)
+        return running
+
     async def restore(self) -> None:
         """Queue an earlier coordinator's unfinished work. It is given out after a grace period in which workers may
         name what they still run."""
@@ -171,7 +179,7 @@ class Rollouts:
         if worker_id in self._left:
             return Orders()
         poll = self._polls.setdefault(worker_id, _Poll(now))
-        poll.seen_at, poll.cut_at = now, None
+        poll.seen_at, poll.cut_at, poll.host = now, None, report.host
         poll.number += 1
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
@@ -181,7 +189,8 @@ class Rollouts:
                 await self._store.check_owner()  # what was taken over hands out nothing that its successor may
                 if poll.number != number:
                     return Orders()
-            start = self._assign(worker_id, self._at_once(report.num_free))
+            is_drained = report.host in self._replicas.sync.desired.orders.drained
+            start = () if is_drained else self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):
                 break
             try:

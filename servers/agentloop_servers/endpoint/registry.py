@@ -38,6 +38,7 @@ from agentloop.errors import (
     InvalidRequest,
     Overloaded,
     ServiceUnavailable,
+    SessionLost,
     SessionNotFound,
     StorageFull,
 )
@@ -49,6 +50,7 @@ from agentloop.sessions.session import Session
 from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason, Trajectory
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
+from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import SessionKeys
 
 _PAGE = 64  # sessions that the watch reads at a time
@@ -219,14 +221,15 @@ class Sessions:
         limits: SessionLimits = SessionLimits(),
         leases: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
         reports: ReportConfig = ReportConfig(),  # noqa: B008 - frozen
-        new_id: Callable[[], str] = lambda: f"s-{uuid.uuid4().hex}",
+        shards: ShardRouter | None = None,
         executor: Executor | None = None,
         min_free_bytes: int = 0,
     ) -> None:
-        """`parts` says by which clocks time goes; `executor` runs the store, in a thread of its own by default.
+        """`parts` says by which clocks time goes; `shards` are the endpoint's processes, if there may be others;
+        `executor` runs the store, in a thread of its own by default.
         With fewer than `min_free_bytes` free on the disk no session is created."""
         self._limits = limits
-        self._new_id = new_id
+        self._shards = shards or ShardRouter(coordinator)
         self.keys = SessionKeys(secret)
         self.parts = parts  # calls that no session records are made with them too
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
@@ -307,7 +310,8 @@ class Sessions:
     async def find(self, session_id: str, user_names: Sequence[str] | None) -> Session:
         """Return a session of the caller's, open or finished.
 
-        Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
+        Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired), of which SessionLost
+        says that it may have been on a host that is lost.
         """
         if (session := self.resident(session_id, user_names)) is not None:
             return session
@@ -317,7 +321,7 @@ class Sessions:
                     return await self._found(name, owner)
                 except SessionNotFound:
                     continue
-        raise _not_found(session_id)
+        raise self._shards.lost(session_id) if self._shards.is_inherited(session_id) else _not_found(session_id)
 
     async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> Session:
         """Return a session, created at its first use; None: a one-off session. Raises as `find`, Overloaded."""
@@ -328,7 +332,7 @@ class Sessions:
             return session
         try:
             return await self.find(session_id, names)
-        except SessionNotFound:
+        except (SessionNotFound, SessionLost):
             record = self._new_record(NewSession(session_id), names[0], is_one_off=False)
         async with self._locks.of(record.session_id):
             session = await self._create(record)
@@ -371,7 +375,7 @@ class Sessions:
 
     def _new_record(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionRecord:
         limits = self._limits
-        given = self._new_id() if wanted.session_id is None else wanted.session_id
+        given = self._shards.new_id() if wanted.session_id is None else wanted.session_id
         if _SESSION_ID.fullmatch(given) is None:
             raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param="session_id")
         usual_s = limits.one_off_ttl_s if is_one_off else limits.ttl_s
@@ -564,6 +568,7 @@ class Sessions:
             owner = ""  # of an earlier release, where all shared it
         if not has_just_ended and await self.store.is_recorded(session_id):
             return
+        self._shards.check_may_record(session_id)
         try:
             async with asyncio.timeout(self._limits.record_timeout_s):
                 await self._coordinator.record(trajectory, owner)

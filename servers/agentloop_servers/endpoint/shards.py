@@ -2,8 +2,9 @@
 
 Ownership: each process holds one shard, by a lock, and the table of the processes' private URLs. The coordinator
 keeps the table, and every process says its own URL again and again, so a restarted coordinator or process is known
-a moment later. The holder follows from the session's id alone; its data is in the holder's file, so the number of
-processes of a run directory never changes.
+a moment later. A session's data is in its holder's file. The holder follows from the id: one that the service made
+names it, and a client's own falls to one of the run's processes, whose number never changes on one host. Over
+several hosts it falls into a slot, whose holder the coordinator's table names (`coordinator/endpoint_places.py`).
 
 A request is passed on once: a holder never passes it further. The holder's answer goes back byte for byte. A client
 that leaves, or reads nothing, ends the exchange with the holder, which then sees its own client leave.
@@ -12,8 +13,12 @@ that leaves, or reads nothing, ends the exchange with the holder, which then see
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 import uuid
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -23,10 +28,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from agentloop.api.coordinator import FrontPort
+from agentloop.api.coordinator import EndpointTable, FrontPort
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import MAX_TIMEOUT_S
-from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
+from agentloop.errors import (
+    AgentLoopError,
+    InvalidRequest,
+    Overloaded,
+    ServiceUnavailable,
+    SessionLost,
+    SessionNotFound,
+)
 from agentloop_servers.http.guard import envelope_of, error_response
 from agentloop_servers.http.responses import send_in_time, unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
@@ -34,6 +46,9 @@ from agentloop_servers.private_http.client import Connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
+FRESH_S = 10.0
+"""The age up to which a process's table is sure to be right: well below the silence after which slots move."""
+
 HOLDER_WAIT_S = 5.0  # for a holder that is being started again; the client's own retries come on top
 SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
 READ_TIMEOUT_S = (
@@ -47,6 +62,7 @@ _NOT_FORWARDED = frozenset(
     b"x-agentloop-hop x-request-id".split()
 )
 _NOT_ANSWERED = frozenset(b"connection date keep-alive server trailer transfer-encoding".split())
+_MADE_ID = re.compile("s-([0-9a-f]{1,6})-[0-9a-f]{20}")
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
 LOCK_TIMEOUT_S = 60.0
 
@@ -54,9 +70,9 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 async def take_shard_lock(
-    run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
+    run_dir: Path, numbers: Sequence[int], *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> tuple[int, FileLock]:
-    """Lock a free shard of the sessions, `first` if it is free; returns its number and the lock.
+    """Lock a free shard of these, the one at `first` if it is free; returns its number and the lock.
 
     Only the lock's holder writes the shard's sessions. Serve's rank of a process cannot say the shard: while a hung
     process is replaced, the new one's rank may be `num_shards`. The lock's text is the port of the shard's last
@@ -65,8 +81,8 @@ async def take_shard_lock(
     """
 
     def take() -> tuple[int, FileLock] | None:
-        for offset in range(num_shards):
-            number = (first + offset) % num_shards
+        for offset in range(len(numbers)):
+            number = numbers[(first + offset) % len(numbers)]
             lock = take_lock(run_dir / f"sessions-{number}.lock")
             if lock is not None:
                 return number, lock
@@ -74,7 +90,7 @@ async def take_shard_lock(
 
     shard = await taken_in_time(take, timeout_s)
     if shard is None:
-        raise ServiceUnavailable(f"other processes hold all {num_shards} shards of {run_dir}")
+        raise ServiceUnavailable(f"other processes hold all {len(numbers)} shards of {run_dir}")
     return shard
 
 
@@ -90,39 +106,70 @@ class ShardRouter:
     """The endpoint's processes for one of them. `start` it once its own URL is known."""
 
     def __init__(
-        self, coordinator: FrontPort, rank: int = 0, num_processes: int = 1, holder_wait_s: float = HOLDER_WAIT_S
+        self,
+        coordinator: FrontPort,
+        rank: int = 0,
+        num_processes: int | None = 1,
+        holder_wait_s: float = HOLDER_WAIT_S,
     ) -> None:
-        if not 0 <= rank < num_processes:
+        """`rank` is the process's number; `num_processes` those of one host, and None over several."""
+        if num_processes is not None and not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
         self._coordinator = coordinator
         self._rank = rank
         self._num_processes = num_processes
         self._holder_wait_s = holder_wait_s
-        self._urls: dict[int, str] = {}
+        self._table = EndpointTable({}, tuple(range(num_processes or 0)))
+        self._joined_at: float | None = None  # when the call began that brought the table
         self._announcing: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._num_passed_on = 0
 
     def new_id(self) -> str:
         """Return the id of a new session of this process."""
-        while True:  # as many tries as there are processes, on average
-            session_id = f"s-{uuid.uuid4().hex[:20]}"
-            if self._holder_rank(session_id) == self._rank:
-                return session_id
+        return f"s-{self._rank:x}-{uuid.uuid4().hex[:20]}"
 
     def check_is_here(self, session_id: str) -> None:
-        """Raises HeldElsewhere if the session is another process's."""
+        """Raises HeldElsewhere if the session is another process's, SessionLost if it went with its host, and
+        ServiceUnavailable while clients' own ids have no holders yet."""
         rank = self._holder_rank(session_id)
+        if rank in self._table.lost:
+            raise self.lost(session_id)
         if rank != self._rank:
             raise HeldElsewhere(rank)
+
+    def check_may_record(self, session_id: str) -> None:
+        """Raises SessionLost if the session's id is another process's by now, and ServiceUnavailable while that is
+        not known: a process that the coordinator has not heard of for a while may have lost its slots."""
+        if self._num_processes is not None:
+            return
+        if self._joined_at is None or time.monotonic() - self._joined_at > FRESH_S:
+            raise ServiceUnavailable("the coordinator is not reached: it is not known whose session this is")
+        if self._holder_rank(session_id) != self._rank:
+            raise self.lost(session_id)
+
+    def is_inherited(self, session_id: str) -> bool:
+        """Tell if an id's earlier holder was lost: what is unknown of it may have been there."""
+        holders = self._table.holders
+        return not _MADE_ID.fullmatch(shown_id(session_id)) and bool(
+            self._table.inherited and _slot(session_id, len(holders)) in self._table.inherited
+        )
+
+    @staticmethod
+    def lost(session_id: str) -> SessionLost:
+        """Return the error for a session that went with its host."""
+        return SessionLost(
+            f"the host of session {shown_id(session_id)!r} is lost, and its record", param="session_id"
+        )
 
     def check_health(self) -> None:
         """Raises what ended the announcements, if something did."""
         if self._announcing is not None and self._announcing.done():
             self._announcing.result()
 
-    async def start(self, url: str) -> None:
-        """Announce this process's private `url` to the coordinator, again and again until `close`."""
+    async def start(self, url: str, public_url: str = "") -> None:
+        """Announce this process's private `url` to the coordinator, again and again until `close`; over several
+        hosts, also the public one of its host."""
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
@@ -131,7 +178,7 @@ class ShardRouter:
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,
         )
-        self._announcing = asyncio.create_task(self._announce_for_ever(url), name="endpoint shards")
+        self._announcing = asyncio.create_task(self._announce_for_ever(url, public_url), name="endpoint shards")
 
     async def close(self) -> None:
         """End the announcements, and close the connections to other processes. Idempotent."""
@@ -154,7 +201,8 @@ class ShardRouter:
         """
         if HOP_HEADER in request.headers:
             return []
-        others = [rank for rank in range(self._num_processes) if rank != self._rank]
+        known = range(self._num_processes) if self._num_processes is not None else self._table.urls
+        others = [rank for rank in known if rank != self._rank and rank not in self._table.lost]
         found = []
         for answer in await asyncio.gather(*(self._asked(request, rank, b"") for rank in others)):
             async with answer:
@@ -190,7 +238,7 @@ class ShardRouter:
         deadline_at = loop.time() + self._holder_wait_s
         headers = _forwarded(request)
         while True:
-            url = self._urls.get(rank)
+            url = self._table.urls.get(rank)
             if url is not None and self._http is not None:
                 try:
                     return await self._http.request(
@@ -209,16 +257,30 @@ class ShardRouter:
             await asyncio.sleep(_RETRY_S)
 
     def _holder_rank(self, session_id: str) -> int:
-        return zlib.crc32(shown_id(session_id).encode()) % self._num_processes
+        made, holders = _MADE_ID.fullmatch(shown_id(session_id)), self._table.holders
+        if made is not None:
+            rank = int(made[1], 16)
+            if self._num_processes is not None and rank >= self._num_processes:
+                raise SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
+            return rank
+        if not holders:
+            raise ServiceUnavailable("the endpoint's processes do not know each other yet")
+        return holders[_slot(session_id, len(holders))]
 
-    async def _announce_for_ever(self, url: str) -> None:
+    async def _announce_for_ever(self, url: str, public_url: str) -> None:
         while True:
+            began_at = time.monotonic()
             try:
-                # A coordinator that has just started does not know all of them yet: what is known stays.
-                self._urls.update(await self._coordinator.join_endpoint(self._rank, url))
+                table = await self._coordinator.join_endpoint(self._rank, url, public_url)
             except AgentLoopError as error:
                 _log.warning("endpoint_not_announced", rank=self._rank, code=error.code)
-            await asyncio.sleep(ANNOUNCE_S if len(self._urls) == self._num_processes else _RETRY_S)
+            else:
+                # A coordinator that has just started does not know all of them yet: what is known stays.
+                table.urls.update({**self._table.urls, **table.urls})
+                self._table = table if self._num_processes is None else replace(self._table, urls=table.urls)
+                self._joined_at = began_at
+            is_whole = self._num_processes in (None, len(self._table.urls)) and self._table.holders
+            await asyncio.sleep(ANNOUNCE_S if is_whole else _RETRY_S)
 
 
 class _PassedOn(Response):
@@ -233,6 +295,10 @@ class _PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_client_leaves(self._request, self._router.pass_on(self._request, self._rank, self._body, send))
+
+
+def _slot(session_id: str, num_slots: int) -> int:
+    return zlib.crc32(shown_id(session_id).encode()) % num_slots
 
 
 async def _send_answer(answer: aiohttp.ClientResponse, rank: int, send: Send) -> None:

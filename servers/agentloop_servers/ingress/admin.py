@@ -1,4 +1,4 @@
-"""The admin routes: pause, resume, weights, sleep, wake. They need the admin key wherever any key is set."""
+"""The admin routes: pause, resume, weights, sleep, wake, drain. They need the admin key wherever any key is set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, UpdateReport
-from agentloop.api.requests import PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.coordinator import FrontPort, HostDrain, UpdateReport
+from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
@@ -27,6 +27,7 @@ from agentloop_servers.http.responses import in_time, json_response
 
 T = TypeVar("T")
 
+Drain = Annotated[DrainBody, Depends(json_body(DrainBody))]
 Pause = Annotated[PauseBody, Depends(json_body(PauseBody))]
 Sleep = Annotated[SleepBody, Depends(json_body(SleepBody))]
 Wake = Annotated[WakeBody, Depends(json_body(WakeBody))]
@@ -108,6 +109,7 @@ class AdminRoutes:
             ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
             ("/admin/users", self.users, None, UsersRead, {}),
+            ("/admin/drain", self.drain, DrainBody, HostDrain, {}),
         ]
         for path, handler, body, answer, responses in posts:
             add_route(router, "POST", path, handler, body, answer, responses)
@@ -149,6 +151,10 @@ class AdminRoutes:
         self._rules.check_sleep()
         await self._ask(self._coordinator.wake(body.memory))
         return await self._memory()
+
+    async def drain(self, body: Drain) -> Response:
+        """Give a host of several no more work, or end that; the answer is what it still has. Idempotent."""
+        return json_response(await self._ask(self._coordinator.drain_host(body.host, body.undo)))
 
     async def _memory(self) -> Response:
         status = await self._ask(self._coordinator.status())

@@ -70,6 +70,7 @@ class ReplicaConfig:
     first_step_timeout_s: float = 300.0  # the same before the engine's first step: it may compile
     max_pause_s: float = 600.0  # of a pause; after that new requests are refused, not held
     entry: str = ""  # the name of its kind of replicas
+    node_id: str = ""  # Ray's, of its host
     withheld: frozenset[Feature] = frozenset()  # abilities of its engine that are not used
 
 
@@ -377,7 +378,14 @@ class Replica:
         engine, config = self._engine, self._config
         info = replace(engine.info, features=engine.info.features - config.withheld)
         return ReplicaRegistration(
-            self.replica_id, self.url, info, engine.weight_version, engine.is_paused, engine.asleep, config.entry
+            self.replica_id,
+            self.url,
+            info,
+            engine.weight_version,
+            engine.is_paused,
+            engine.asleep,
+            config.entry,
+            config.node_id,
         )
 
     def _report(self) -> ReplicaReport:

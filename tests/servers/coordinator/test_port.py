@@ -163,7 +163,7 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         assert encode(await front.read("r", 0, 10, 0.0)) == encode(page)
         assert page.status.is_done
         assert (await front.status()).replicas[0].replica_id == "a"
-        assert await front.join_endpoint(3, "http://there") == {3: "http://there"}
+        assert (await front.join_endpoint(3, "http://there", "")).urls == {3: "http://there"}
         assert not await site.client.replicas.heartbeat("unknown", ReplicaReport(Load(), True))
         lease = await front.lease("s", 100, "ingress")
         held = HeldLease(lease, session_holder("s"), "", 9)

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -17,8 +18,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from yarl import URL
 
+from agentloop.api.coordinator import EndpointTable
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest, ServiceUnavailable
+from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionLost
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Message, RolloutTask
@@ -142,7 +144,7 @@ async def test_a_one_off_stays_where_it_was_asked_and_can_go_on_anywhere(site, h
     for url in site.urls:
         async with http.post(f"{url}/v1/chat/completions", json=body()) as answer:
             names.append(answer.headers["x-session-id"])
-    assert [zlib.crc32(name.encode()) % NUM for name in names] == list(range(NUM))
+    assert [int(name.split("-")[1], 16) for name in names] == list(range(NUM))
     for url in site.urls:
         assert [(await facts(http, url, name))["num_turns"] for name in names] == [1] * NUM
 
@@ -318,8 +320,8 @@ class OnePeer:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        return {0: url, 1: self.url}
+    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
+        return EndpointTable({0: url, 1: self.url})
 
 
 @asynccontextmanager
@@ -403,14 +405,14 @@ async def test_what_goes_on_is_what_came(http):
 
 
 async def test_each_shard_is_taken_once_and_keeps_its_port(tmp_path):
-    number, first = await take_shard_lock(tmp_path, 2, first=1)
-    other, second = await take_shard_lock(tmp_path, 2, first=1)
+    number, first = await take_shard_lock(tmp_path, (0, 1), first=1)
+    other, second = await take_shard_lock(tmp_path, (0, 1), first=1)
     assert (number, other, first.text) == (1, 0, "")
     with pytest.raises(ServiceUnavailable):
-        await take_shard_lock(tmp_path, 2, timeout_s=0.2)
+        await take_shard_lock(tmp_path, (0, 1), timeout_s=0.2)
     first.set_text("65535")
     first.set_text("4711")
-    waiting = asyncio.create_task(take_shard_lock(tmp_path, 2))
+    waiting = asyncio.create_task(take_shard_lock(tmp_path, (0, 1)))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     first.release()
@@ -425,3 +427,86 @@ async def test_each_shard_is_taken_once_and_keeps_its_port(tmp_path):
 async def test_a_rank_beyond_the_number_of_processes_is_refused():
     with pytest.raises(InvalidRequest):
         ShardRouter(OnePeer(""), 2, 2)
+
+
+class Places:
+    """A coordinator of several hosts, whose table a test sets."""
+
+    def __init__(self, **table: object) -> None:
+        self.table = EndpointTable({}, **table)
+        self.is_away = False
+        self.num_joined = 0
+
+    async def join_endpoint(self, number: int, url: str, public_url: str) -> EndpointTable:
+        if self.is_away:
+            raise ServiceUnavailable("cut off")
+        self.num_joined += 1
+        return replace(self.table, urls={number: url})
+
+
+@asynccontextmanager
+async def router_over_hosts(places: Places, number: int = 0) -> AsyncIterator[ShardRouter]:
+    router = ShardRouter(places, number, None)
+    await router.start("http://here", "http://public")
+    try:
+        async with asyncio.timeout(5):
+            while not places.num_joined:
+                await asyncio.sleep(0.01)
+        yield router
+    finally:
+        await router.close()
+
+
+def made_by(number: int) -> str:
+    return ShardRouter(OnePeer(""), number, None).new_id()
+
+
+async def test_over_hosts_the_services_own_ids_name_their_process_and_others_a_slot():
+    async with router_over_hosts(Places(holders=(0, 1))) as router:
+        router.check_is_here(router.new_id())
+        with pytest.raises(HeldElsewhere) as elsewhere:
+            router.check_is_here(f"alice~{made_by(17)}")
+        assert elsewhere.value.rank == 17
+        found = set()
+        for name in map(str, range(20)):
+            try:
+                router.check_is_here(name)
+                found.add(0)
+            except HeldElsewhere as error:
+                found.add(error.rank)
+        assert found == {0, 1}
+
+
+async def test_over_hosts_nobody_guesses_before_slots_are_given_out():
+    async with router_over_hosts(Places()) as router:
+        router.check_is_here(router.new_id())
+        with pytest.raises(ServiceUnavailable):
+            router.check_is_here("mine")
+
+
+async def test_sessions_of_a_lost_host_are_lost_and_its_slots_go_on():
+    async with router_over_hosts(Places(holders=(0,), lost=frozenset({2}), inherited=frozenset({0}))) as router:
+        with pytest.raises(SessionLost) as lost:
+            router.check_is_here(made_by(2))
+        assert (lost.value.code, lost.value.http_status) == ("session_lost", 410)
+        router.check_is_here("mine")
+        assert router.is_inherited("mine")
+        assert not router.is_inherited(router.new_id())
+
+
+async def test_a_process_that_is_cut_off_records_nothing_that_may_be_anothers(monkeypatch):
+    places = Places(holders=(0,))
+    async with router_over_hosts(places) as router:
+        router.check_may_record("mine")
+        places.is_away = True
+        monkeypatch.setattr("agentloop_servers.endpoint.shards.FRESH_S", 0.0)
+        with pytest.raises(ServiceUnavailable):
+            router.check_may_record("mine")
+        monkeypatch.undo()
+        places.is_away, places.table, seen = False, EndpointTable({}, (1,)), places.num_joined
+        async with asyncio.timeout(10):
+            while places.num_joined < seen + 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(SessionLost):
+            router.check_may_record("mine")
+        router.check_may_record(router.new_id())

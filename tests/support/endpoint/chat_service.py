@@ -131,7 +131,7 @@ async def chat_service(
             can_constrain=spec.can_constrain,
             limits=bounds.calls,
             placer=ImagePlacer(takes_images=seeing is not None),
-            image_files=ImageFiles(run_dir / IMAGES_FOLDER),
+            keep_image_files=ImageFiles(run_dir / IMAGES_FOLDER).keep,
         )
         sessions = Sessions(
             run_dir / "sessions.sqlite",

@@ -10,6 +10,7 @@ import msgspec
 
 from agentloop.api.coordinator import (
     EncodedPage,
+    HostDrain,
     LeaseOrders,
     LeaseReport,
     Orders,
@@ -276,6 +277,9 @@ class FakeCoordinator:
 
     async def resume(self) -> None:
         self.paused = None
+
+    async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
+        return HostDrain(host, 0, 0)
 
     async def sleep(self, level: int, reason: str = "") -> None:
         self._raise_next()

@@ -1,0 +1,116 @@
+"""The chat endpoint's processes on several hosts: who has which sessions, and what went with a lost host.
+
+An id that the service makes names its process by number. A client's own id falls into one of `NUM_SLOTS` slots, and
+each slot has a holder. Sessions are on the disk of their process, so a slot never moves while its holder's host is
+there: a process that joins takes over the slots of lost hosts alone, and gets new ids of its own.
+
+A process is lost that has not joined for `LOST_AFTER_S`, unless it shares the coordinator's disk, where another one
+opens its file. A host that comes back has its file, and the sessions that are named by its number; clients' own ids
+are then another's, so it records nothing of them (`ShardRouter.check_may_record`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from structlog.typing import FilteringBoundLogger
+
+from agentloop.api.coordinator import EndpointTable
+
+NUM_SLOTS = 64
+LOST_AFTER_S = 25.0
+
+_SETTLES_S = 60.0  # for the processes of all hosts to join, before slots are given out
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlaces:
+    """The places as the store keeps them for later coordinators."""
+
+    disks: dict[int, str]  # by the process's number
+    holders: tuple[int, ...] = ()  # by slot; empty until the first are given out
+    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost
+
+
+class EndpointPlaces:
+    """Slots and numbers of processes. On one host nobody asks for numbers, and it only knows who listens where."""
+
+    def __init__(
+        self,
+        own_disk: str,
+        num_processes: int,
+        now: Callable[[], float],
+        save: Callable[[SavedPlaces], Awaitable[None]],
+        log: FilteringBoundLogger,
+    ) -> None:
+        """`num_processes` is the number that slots wait for, at first."""
+        self._own_disk = own_disk
+        self._num_processes = num_processes
+        self._now = now
+        self._save = save
+        self._log = log
+        self._saved = SavedPlaces({0: own_disk} if num_processes else {})
+        self._changing = asyncio.Lock()
+        self._began_at = now()
+        self._seen_at: dict[int, float] = {}
+        self._urls: dict[int, str] = {}
+        self._public_urls: dict[int, str] = {}
+        self._lost: frozenset[int] = frozenset()
+
+    @property
+    def public_urls(self) -> tuple[str, ...]:
+        """The public addresses that a client may call, one a host."""
+        return tuple(sorted({url for number, url in self._public_urls.items() if number not in self._lost}))
+
+    def restore(self, saved: SavedPlaces | None) -> None:
+        """Go on with what an earlier coordinator saved: each process has its time to join anew."""
+        self._saved = saved or self._saved
+        self._seen_at = dict.fromkeys(self._saved.disks, self._now())
+
+    async def numbers(self, disk: str, num: int) -> tuple[int, ...]:
+        """Return the numbers of the processes with a disk, of which there are `num` at least."""
+        async with self._changing:
+            disks = self._saved.disks
+            own = [number for number, its_disk in disks.items() if its_disk == disk]
+            new = range(len(disks), len(disks) + num - len(own))
+            if new:
+                await self._keep(replace(self._saved, disks={**disks, **dict.fromkeys(new, disk)}))
+        return (*own, *new)
+
+    def join(self, number: int, url: str, public_url: str) -> EndpointTable:
+        """Note that a process is there, and where it listens."""
+        self._seen_at[number] = self._now()
+        self._urls[number], self._public_urls[number] = url, public_url
+        return EndpointTable(dict(self._urls), self._saved.holders, self._lost, self._saved.inherited)
+
+    async def look(self) -> None:
+        """Find out who is lost, and give their slots to others."""
+        now, disks = self._now(), self._saved.disks
+        lost = frozenset(
+            number
+            for number, seen_at in self._seen_at.items()
+            if now - seen_at > LOST_AFTER_S and disks.get(number, self._own_disk) != self._own_disk
+        )
+        for number in sorted(lost - self._lost):
+            self._log.error("endpoint_process_lost", number=number, url=self._urls.get(number))
+        self._lost = lost
+        there = [number for number in disks if number in self._urls and number not in lost]
+        async with self._changing:
+            held = self._saved.holders
+            if not there or (not held and len(there) < self._num_processes and now - self._began_at < _SETTLES_S):
+                return
+            orphans = [slot for slot in range(NUM_SLOTS) if not held or held[slot] in lost]
+            if orphans:
+                holders, load = list(held) or [-1] * NUM_SLOTS, Counter(held)
+                for slot in orphans:
+                    holders[slot] = min(there, key=lambda number: (load[number], number))
+                    load[holders[slot]] += 1
+                inherited = self._saved.inherited | set(orphans if held else ())
+                await self._keep(replace(self._saved, holders=tuple(holders), inherited=inherited))
+
+    async def _keep(self, saved: SavedPlaces) -> None:
+        await self._save(saved)
+        self._saved = saved

@@ -1,0 +1,99 @@
+"""Agents in sessions over the hosts of a service: opened at one, continued at the next, until the last is lost.
+
+python -m tests.hosts.sessions URL... A line "continued" says that the last one may be killed. Exits with 0 if each
+session of the others went on at once, each of the lost host was answered 410 within 30 s, and their ids were of use
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tests.hosts.cluster import KEY
+
+NUM_SESSIONS = 24
+LOST_WITHIN_S = 30.0
+_SLOW_FACTOR = 2.0  # two busy cores are three hosts
+
+
+class Agent:
+    """One session, at whichever host it is told to call."""
+
+    def __init__(self, http: aiohttp.ClientSession, session_id: str) -> None:
+        self._http = http
+        self.session_id = session_id
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+        self.key = self.holder = ""
+
+    async def open(self, url: str) -> None:
+        """Make the session, anew."""
+        self.messages = self.messages[:1]
+        body, user = {"session_id": self.session_id}, {"authorization": f"Bearer {KEY}"}
+        async with self._http.post(f"{url}/sessions", json=body, headers=user) as answer:
+            assert answer.status == 200, await answer.text()
+            said = await answer.json()
+        self.key, self.holder = said["api_key"], urlsplit(said["direct_url"]).netloc
+
+    async def say(self, url: str) -> tuple[int, str]:
+        """One call; returns its status, and the code of its error."""
+        self.messages.append({"role": "user", "content": "Go on."})
+        body = {"model": "default", "messages": self.messages, "max_tokens": 8}
+        path = f"{url}/sessions/{self.session_id}/v1/chat/completions"
+        headers = {"authorization": f"Bearer {self.key}"}
+        async with self._http.post(path, json=body, headers=headers) as answer:
+            said = await answer.json()
+        if answer.status == 200:
+            self.messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"] or ""})
+            return 200, ""
+        del self.messages[-1]
+        return answer.status, said["error"]["code"]
+
+
+async def until_lost(agent: Agent, url: str) -> float:
+    """Call until the session is named lost; returns the seconds from the first call that failed."""
+    began_at = time.monotonic()
+    while (said := await agent.say(url)) != (410, "session_lost"):
+        assert said[0] in (410, 503), said
+        assert time.monotonic() - began_at < _SLOW_FACTOR * LOST_WITHIN_S, said
+        await asyncio.sleep(0.5)
+    return time.monotonic() - began_at
+
+
+async def main(*urls: str) -> None:
+    lost = urlsplit(urls[-1]).netloc
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as http:
+        agents = [Agent(http, f"agent-{number}") for number in range(NUM_SESSIONS)]
+        for number, agent in enumerate(agents):
+            await agent.open(urls[number % len(urls)])
+            said = [await agent.say(urls[(number + step) % len(urls)]) for step in range(2 * len(urls))]
+            assert said == [(200, "")] * len(said), said
+        holders = [agent.holder for agent in agents]
+        assert set(holders) == {urlsplit(url).netloc for url in urls}, holders
+        print("continued", flush=True)
+        while True:
+            try:
+                async with http.get(f"{urls[-1]}/health"):
+                    await asyncio.sleep(0.1)
+            except aiohttp.ClientError:
+                break
+        others = [agent for agent in agents if agent.holder != lost]
+        began_at = time.monotonic()
+        said = [await agent.say(url) for agent in others for url in urls[:-1]]
+        assert said == [(200, "")] * len(said), said
+        print(f"{len(said)} calls of other hosts' sessions in {time.monotonic() - began_at:.1f} s")
+        with_it = [agent for agent in agents if agent.holder == lost]
+        times = await asyncio.gather(*(until_lost(agent, urls[0]) for agent in with_it))
+        print(f"{len(with_it)} sessions of the lost host named lost after {max(times):.1f} s at most")
+        for agent in with_it:
+            await agent.open(urls[1])
+            assert await agent.say(urls[0]) == (200, "")
+        print(f"their ids are of use again, held by {sorted({agent.holder for agent in with_it})}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
