@@ -164,11 +164,11 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.endpoint",
         "agentloop_servers.http",
     },
-    "agentloop_servers.placement": {"agentloop_servers.cluster", "agentloop_servers.config"},
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
     "agentloop_servers.serve_process": {"agentloop_servers.config"},
     "agentloop_servers.cluster": {"agentloop_servers.config", "agentloop_servers.http", "agentloop_servers.tcp"},
+    "agentloop_servers.placement": {"agentloop_servers.cluster", "agentloop_servers.config"},
     "agentloop_servers.settings": {
         "agentloop.fleet",
         "agentloop.scheduling",

@@ -25,6 +25,7 @@ import structlog
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
+from psycopg.types.numeric import Int8BinaryDumper
 
 from agentloop.errors import Conflict, InvalidRequest, error_line
 from agentloop.storage.home import LEASE_S, Database, Rows, Schema, shown_url
@@ -237,6 +238,7 @@ class PostgresDatabase:
             settings: dict[str, Any] = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
             url = make_conninfo(self._run.url, options=options, **settings)
             connection = psycopg.connect(url, autocommit=True)
+            connection.adapters.register_dumper(int, Int8BinaryDumper)  # raises OverflowError, as SQLite does
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
         except psycopg.OperationalError as error:
             away = self._away(f"tried to connect for up to {_CONNECT_S} s", error)

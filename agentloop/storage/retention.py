@@ -68,12 +68,12 @@ def acknowledge(db: Database, rollout_id: str, cursor: int) -> None:
 
     A cursor beyond the last record counts up to that: a later record was not read.
     """
-    newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ?"
-    last = db.execute(newest, (rollout_id,)).fetchone()[0]
+    newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ? AND seq <= ?"
+    (last,) = db.execute(newest, (rollout_id, cursor)).fetchone()
     db.execute(
         "INSERT INTO acknowledged VALUES (?, ?, 0)"
         " ON CONFLICT (rollout_id) DO UPDATE SET seq = excluded.seq WHERE excluded.seq > acknowledged.seq",
-        (rollout_id, min(cursor, last)),
+        (rollout_id, last),
     )
 
 

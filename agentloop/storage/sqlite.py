@@ -34,8 +34,6 @@ _VACUUM_PAGES = 256  # given back to the filesystem in one transaction
 
 T = TypeVar("T")
 
-_OUT_OF_RANGE = "22003"  # PostgreSQL's code for a caller's number
-
 _log = structlog.stdlib.get_logger(__name__)
 
 
@@ -289,7 +287,7 @@ class BatchWriter:
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = _storage_full(self._kind)
-            elif isinstance(error, OverflowError) or getattr(error, "sqlstate", "") == _OUT_OF_RANGE:
+            elif isinstance(error, OverflowError):  # a caller's number
                 problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))

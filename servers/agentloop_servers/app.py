@@ -532,12 +532,9 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     for entry in config.entries:
         check_entry(config, entry)
     check_hosts(config, node_resources())
-    where = (config, run_dir.resolve())  # replicas have working directories of their own
-    secret = where_the_run_is(config, begun_run, *where)
-    where = (
-        config.model_copy(update={"store": None}),
-        run_dir.resolve(),
-    )  # its password is the coordinator's alone
+    run_dir = run_dir.resolve()  # replicas have working directories of their own
+    secret = where_the_run_is(config, begun_run, config, run_dir)
+    where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
     common = (*where, secret)
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
@@ -546,7 +543,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         actor=home,
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
-    ).bind(config, run_dir.resolve(), secret)
+    ).bind(config, run_dir, secret)
     engines = [
         processes(
             EngineReplicaDeployment,

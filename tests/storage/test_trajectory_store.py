@@ -332,3 +332,16 @@ async def test_a_commit_waits_for_the_disk_and_survives_the_machine(tmp_path: Pa
             )
     assert levels == [2, 2]  # FULL: an fsync with each commit
     await store.close()
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
+async def test_a_number_that_no_row_holds_is_refused(store: TrajectoryStore, number: int) -> None:
+    await store.accept("r", [make_group()])
+    for call in (
+        store.read("r", number, 1),
+        store.acknowledge("r", number),
+        store.add_records([make_trajectory(sample_index=number)]),
+    ):
+        with pytest.raises(InvalidRequest, match="63 bits"):
+            await call
+    assert await store.counts("r") == (2, 0)
