@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,13 @@ def test_a_store_that_cannot_be_is_told_in_one_line_before_anything_is_started(
         assert (result.exit_code, result.output.splitlines()[-1][: len(message)]) == (1, message), result.output
         assert PASSWORD not in result.output
         assert not out.exists()
+
+
+def test_without_the_driver_the_extra_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "agentloop.storage.postgres", raising=False)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    config = simulated_config(store=f"postgresql://me:{PASSWORD}@127.0.0.1/x")
+    with pytest.raises(InvalidRequest, match=r"^store postgresql://127.0.0.1/x: .*agentloop-rollouts\[postgres\]"):
+        begun_run(config, run_dir)
