@@ -114,8 +114,10 @@ def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
     assert saved_config(run_dir) == config.model_copy(update={"store": None})
     setup = Setup.of(config, run_dir, None, takes_images=False)
     assert PASSWORD not in f"{setup} {config!r} {config.model_dump()} {config.model_dump_json()}"
-    with pytest.raises(ValueError, match="port") as refused:
-        ServiceConfig.model_validate({**config.model_dump(), "store": postgres_server.url, "port": -1})
+    url = f"postgresql://db/x?password={PASSWORD}"
+    engine = {"kind": "simulated", "device": "cpu", "load_format": "dummy"}
+    with pytest.raises(ValueError, match="nobody pushes weights") as refused:
+        ServiceConfig.model_validate({"model": "m", "mode": "debug", "engine": engine, "store": url})
     assert PASSWORD not in str(refused.value)
 
 
