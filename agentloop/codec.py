@@ -41,7 +41,7 @@ def encode(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
+def decode(data: bytes | bytearray, kind: type[T]) -> T:
     """Decode the value of type `kind` that `data` holds. Raises InvalidRequest if it does not hold one."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)

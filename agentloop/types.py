@@ -477,7 +477,6 @@ class Trajectory:
     num_masked_tokens: int = 0  # sampled tokens that were taken out of the mask
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
     max_staleness: int | None = None  # what its run allows
-    staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
     task_messages: tuple[Message, ...] = ()  # of a session for a task, or where nothing was rendered
     components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
@@ -486,6 +485,8 @@ class Trajectory:
     thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
     constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
+    # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
+    staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 
     @property
     def main_conversation(self) -> tuple[int, ...]:

@@ -9,23 +9,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
 import msgspec
 
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
+from agentloop.errors import AgentLoopError, from_wire
 from agentloop.images import Image
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 MAX_CALL_BYTES = 256 * 2**20
-"""Bytes of one call: of a submission, or of one record."""
+"""Bytes of one call: of a submission, or of records."""
 
 MAX_RECORD_BYTES = MAX_CALL_BYTES - 2**16
-"""Bytes of a record, which its call carries beside the names of its worker and its sample."""
+"""Bytes of a record, which its call carries beside its header and the name of its worker."""
+
+MAX_HAND_IN = 64
+"""Records handed in by one call."""
 
 
 _PREFIX_LENGTHS = (8192, 2048, 512)  # tokens
@@ -83,6 +88,23 @@ class Orders:
 
     start: tuple[Assignment, ...] = ()
     cancel: tuple[str, ...] = ()  # assignment ids
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The error, as its answer's body and status, that one of the records of a call met."""
+
+    error: dict[str, Any]
+    http_status: int
+
+    @classmethod
+    def of(cls, error: AgentLoopError) -> Refusal:
+        """Return an error as a call's answer carries it."""
+        return cls(error.to_wire(), error.http_status)
+
+    def raised(self) -> AgentLoopError:
+        """Return the error."""
+        return from_wire(self.error, self.http_status)
 
 
 class TurnBegun(msgspec.Struct, frozen=True, tag=True):
@@ -410,10 +432,11 @@ class WorkerPort(Protocol):
         of the service can serve it.
         """
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
-        """Hand in a terminal record. A repeat changes nothing.
+    async def finish(self, worker_id: str, records: tuple[EncodedRecord, ...]) -> tuple[bool | Refusal, ...]:
+        """Hand in up to MAX_HAND_IN terminal records. A repeat changes nothing. Returns an answer to each.
 
-        True once the sample has a durable record, this one or an earlier one; False if it is rolled out again.
+        True once the sample has a durable record, this one or an earlier one; False if it is rolled out again. One
+        that is refused harms no other.
         """
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
@@ -442,7 +465,7 @@ class RolloutPort(Protocol):
     async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
         """Reserve a rollout for a user's sessions. Returns its whole id. Raises Conflict, Gone."""
 
-    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
         """Store a finished session's record under its `rollout_id`; durable on return. A repeat changes nothing.
 
         Raises Conflict if its place has another record, or its rollout was submitted, or is not the `owner`'s: None

@@ -20,7 +20,7 @@ from structlog.contextvars import bind_contextvars, get_contextvars
 
 from agentloop.aio import UserTasks, is_being_cancelled
 from agentloop.api.coordinator import MAX_RECORD_BYTES, WorkerPort
-from agentloop.codec import decode, encode
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -120,7 +120,7 @@ class AssignedRun(Protocol):
     def cancel(self) -> None:
         """End the loop because its client asks for that; a record follows all the same. Idempotent."""
 
-    async def to_record(self) -> Trajectory:
+    async def to_record(self) -> EncodedRecord:
         """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
 
     async def forget(self) -> None:
@@ -166,17 +166,19 @@ class TrajectoryRun:
             if self._loop_task is not None:
                 self._loop_task.cancel()
 
-    async def to_record(self) -> Trajectory:
+    async def to_record(self) -> EncodedRecord:
         try:
             if await self._load():
                 await self._to_end()
             record = self._final_record()
-            self._check(encode(record))
+            encoded = EncodedRecord.of(record)
+            self._check(encoded)
         except BaseException as error:
             if is_being_cancelled(error):
                 raise
             self._log.error("trajectory_failed", error=error_line(error), exception=error_trace(error))
             record = self._failure_record(error)
+            encoded = EncodedRecord.of(record)
         finally:
             self._lease.close()
         self._log.info(
@@ -187,14 +189,14 @@ class TrajectoryRun:
             num_turns=self._ctx.budget.num_turns if self._ctx else 0,
             total_s=round(record.timings.total_s, 3),
         )
-        return record
+        return encoded
 
-    def _check(self, record: bytes) -> None:
+    def _check(self, record: EncodedRecord) -> None:
         """Raises InvalidRequest for a record that no store could hold, or that no call could carry."""
         limit = self._parts.config.max_record_bytes
-        if len(record) > limit:
-            raise InvalidRequest(f"it has {len(record)} bytes, of at most {limit}")
-        decode(record, Trajectory)
+        if len(record.data) > limit:
+            raise InvalidRequest(f"it has {len(record.data)} bytes, of at most {limit}")
+        record.decoded()
 
     async def _load(self) -> bool:
         """Load what the task names. False, and an outcome, for a task that cannot run."""

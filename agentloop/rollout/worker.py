@@ -18,6 +18,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from agentloop.aio import deadline_after, is_set_by
 from agentloop.api.coordinator import Orders, WorkerPort, WorkerReport
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect
@@ -25,10 +26,11 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
+from agentloop.rollout.hand_ins import HandIns
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import AssignedRun, RunParts, TrajectoryRun, WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
-from agentloop.types import Assignment, Trajectory
+from agentloop.types import Assignment
 
 FULL_WAIT_S = 0.25  # for room before a full worker reports: much of it is free again within that
 HAND_IN_GRACE_S = 1.0  # for records on their way when the worker ends: Serve gives a process 5 s
@@ -73,6 +75,7 @@ class Worker:
         self._host = host
         self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
         self._coordinator = coordinator
+        self._hand_ins = HandIns(worker_id, coordinator)
         self._config = config
         self._log = structlog.get_logger("worker").bind(worker=worker_id)
         self._parts = RunParts(
@@ -116,6 +119,7 @@ class Worker:
             try:
                 await self._leave()
             finally:
+                await self._hand_ins.close()
                 await self._reporter.stop()
 
     def close(self) -> None:
@@ -226,13 +230,13 @@ class Worker:
                 running.run = self._begin(next_attempt)
                 if running.is_cancelled:
                     running.run.cancel()
-                trajectory = await running.run.to_record()
+                record = await running.run.to_record()
                 running.is_dropped = running.run.is_dropped
                 running.is_handing_in = True
                 if running.is_dropped and self._journal is not None:  # before its sample can be given out again
                     await running.run.forget()
                     await self._journal.flush()
-                if await self._hand_in(trajectory):
+                if await self._hand_in(record):
                     await running.run.forget()
                 running.is_handing_in = False
         finally:
@@ -240,7 +244,7 @@ class Worker:
             if self._is_full:
                 self._wake.set()
 
-    async def _hand_in(self, trajectory: Trajectory) -> bool:
+    async def _hand_in(self, record: EncodedRecord) -> bool:
         """Offer the record until it is durable; finishing twice is harmless. True: its sample has a record.
 
         A full disk is waited out.
@@ -261,7 +265,7 @@ class Worker:
             reraise=True,
         )
         try:
-            return await retrying(self._coordinator.finish, self.worker_id, trajectory)
+            return await retrying(self._hand_ins.give, record)
         except Exception as error:
             # The coordinator still counts it as running here, and gives it out again when it hears it is not.
             self._log.error("record_not_handed_in", error=repr(error))

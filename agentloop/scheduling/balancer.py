@@ -78,6 +78,7 @@ class Balancer:
         self._prefixes = RoutedPrefixes()
         self.share = KVShare(self._config.share)
         self._waits_for: dict[str, str] = {}  # holder -> the replica in whose line it is
+        self._lines: dict[str, None] = {}  # replicas that have holders in line
         self._is_refusing = False  # since the last look
         self._is_freed = False  # since `next_up` was asked
 
@@ -121,8 +122,7 @@ class Balancer:
         if not self._is_freed:
             return ()
         self._is_freed = False
-        heads = {next(iter(self._books.book(name).line)): None for name in set(self._waits_for.values())}
-        return tuple(heads)
+        return tuple(next(iter(self._books.book(name).line)) for name in self._lines)
 
     # --- leases ---
 
@@ -217,6 +217,7 @@ class Balancer:
             holding.is_counted = holding.is_warm = False
         for holder_id in self._books.book(replica_id).line:
             del self._waits_for[holder_id]
+        self._lines.pop(replica_id, None)
         self._books.forget(replica_id)
         self._prefixes.forget(replica_id)
         self._is_freed = True
@@ -338,6 +339,8 @@ class Balancer:
         """Raise InvariantBroken unless every count is what the leases add up to."""
         self._table.check()
         self._books.check(one for one in self._table if one.is_counted)
+        if set(self._waits_for.values()) != self._lines.keys():
+            raise InvariantBroken("a line has no holder, or a holder no line")
         if not self._waits_for.keys() <= set(self._table.holders):
             raise InvariantBroken("a holder whose lease has ended waits for room")
 
@@ -380,7 +383,7 @@ class Balancer:
                 return name
         if demand.holder_id not in self._waits_for:
             self._waits_for[demand.holder_id] = line = here if is_here else least
-            books.book(line).line[demand.holder_id] = None
+            books.book(line).line[demand.holder_id] = self._lines[line] = None
         raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
     def _balance_tail(self, holding: Holding) -> None:
@@ -390,9 +393,12 @@ class Balancer:
             return
         if not books.takes_traffic(holding.lease, holding.demand.needs):
             return
-        least = books.least(here, holding.demand.needs)
         gain_tokens = _TAIL_GAIN * (holding.num_tokens + books.promise.tokens)
-        if books.load(here) - books.load(least) > gain_tokens / books.placeable[here].capacity_tokens:
+        load, gain = books.load(here), gain_tokens / books.placeable[here].capacity_tokens
+        if load <= gain:
+            return  # an empty replica has not so much less: the others need no look
+        least = books.least(here, holding.demand.needs)
+        if load - books.load(least) > gain:
             self._go(holding, least, is_told=False)
 
     def _clear(self, holding: Holding) -> None:
@@ -447,7 +453,10 @@ class Balancer:
     def _leave_line(self, holding: Holding) -> None:
         replica_id = self._waits_for.pop(holding.demand.holder_id, None)
         if replica_id is not None:
-            del self._books.book(replica_id).line[holding.demand.holder_id]
+            line = self._books.book(replica_id).line
+            del line[holding.demand.holder_id]
+            if not line:
+                del self._lines[replica_id]
             self._is_freed = True
 
     def _count(self, holding: Holding, *, is_kept: bool) -> None:

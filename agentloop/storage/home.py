@@ -23,6 +23,7 @@ class Schema:
     version: int
     tables: str
     synchronous: str
+    page_bytes: int = 4096  # of a new SQLite file
 
 
 class Rows(Protocol):

@@ -31,6 +31,7 @@ MAX_WAL_BYTES = 64 << 20
 """Size to which a write-ahead log is cut when it has been copied into its file."""
 
 _VACUUM_PAGES = 256  # given back to the filesystem in one transaction
+_CHECKPOINT_BYTES = 4 << 20  # of a write-ahead log, that are copied into its file
 
 T = TypeVar("T")
 
@@ -89,9 +90,12 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             raise InvalidRequest(f"{path} is not a {schema.kind} of schema {schema.version}")
         if not is_read_only:
             if version == 0:
+                db.execute(f"PRAGMA page_size={schema.page_bytes}")
                 db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # pages can be given back; of a new file only
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA journal_size_limit={MAX_WAL_BYTES}")
+            page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+            db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_BYTES // page_bytes}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
     except sqlite3.DatabaseError as error:

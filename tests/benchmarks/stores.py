@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import RealClock
 from agentloop.plugins import resolve
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import Trajectory
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.replica.client import EngineClients
@@ -33,9 +33,9 @@ CONCURRENCY = 16
 SAMPLES = 100
 
 
-def records(num: int, num_tokens: int) -> Iterator[Trajectory]:
+def records(num: int, num_tokens: int) -> Iterator[EncodedRecord]:
     """Records of as many samples, without the cost of making each."""
-    one = make_trajectory("g", 0, rollout_id="r", spans=((0, 0, num_tokens),))
+    one = EncodedRecord.of(make_trajectory("g", 0, rollout_id="r", spans=((0, 0, num_tokens),)))
     for number in range(num):
         yield replace(one, group_id=f"g{number // SAMPLES}", sample_index=number % SAMPLES)
 

@@ -112,14 +112,12 @@ MUTATIONS = (
     Mutation(
         "recorded_before_durable",
         _ROLLOUTS,
-        "            is_new = await self._store.add_records([trajectory]) > 0",
-        "            self._recorded(assignment_id, trajectory)\n"
-        "            is_new = await self._store.add_records([trajectory]) > 0",
+        "            is_new = await self._store.add_records([record]) > 0",
+        "            self._recorded(assignment_id, record)\n"
+        "            is_new = await self._store.add_records([record]) > 0",
         _COORDINATOR_TESTS,
     ),
-    Mutation(
-        "record_lost", _ROLLOUTS, "await self._store.add_records([trajectory]) > 0", "True", _COORDINATOR_TESTS
-    ),
+    Mutation("record_lost", _ROLLOUTS, "await self._store.add_records([record]) > 0", "True", _COORDINATOR_TESTS),
     Mutation(
         "failed_update_not_rolled_back",
         "agentloop/fleet/replica_sync.py",
@@ -144,7 +142,7 @@ MUTATIONS = (
     Mutation(
         "surplus_is_kept",
         _ROLLOUTS,
-        "if trajectory.is_complete and not is_wanted:",
+        "if record.is_complete and not is_wanted:",
         "if False:",
         _COORDINATOR_TESTS,
     ),
@@ -158,7 +156,7 @@ MUTATIONS = (
     Mutation(
         "unknown_sample_accepted",
         _ROLLOUTS,
-        "if not await self._store.has_record(trajectory):",
+        "if not await self._store.has_record(record):",
         "if False:",
         _COORDINATOR_TESTS,
     ),

@@ -20,7 +20,7 @@ from tests.support.fleet.worker import task
 class Refusing(FakeCoordinator):
     """Takes no record."""
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+    async def finish_one(self, worker_id: str, trajectory: Trajectory) -> bool:
         await asyncio.sleep(10.0)
         raise ServiceUnavailable("not now")
 

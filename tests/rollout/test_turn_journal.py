@@ -363,9 +363,9 @@ async def test_variables_of_the_python_tool_are_carried_over(tmp_path):
 
 async def test_what_is_dropped_for_its_age_is_not_gone_on_from(tmp_path):
     class Older(Relay):
-        async def finish(self, worker_id, trajectory):
+        async def finish_one(self, worker_id, trajectory):
             assert files(tmp_path) == [], "the sample may be given out again at once"
-            return await super().finish(worker_id, trajectory)
+            return await super().finish_one(worker_id, trajectory)
 
     class Updated(HangingEngine):
         async def generate(self, request, on_progress=None):

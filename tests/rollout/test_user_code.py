@@ -29,8 +29,8 @@ HERE = "tests.rollout.test_user_code"
 class Storing(FakeCoordinator):
     """Takes what a store could hold, and refuses the rest as the real one does."""
 
-    async def finish(self, worker_id, trajectory):
-        await super().finish(worker_id, decode(encode(trajectory), Trajectory))
+    async def finish_one(self, worker_id, trajectory):
+        await super().finish_one(worker_id, decode(encode(trajectory), Trajectory))
 
 
 class Bounded(FakeCoordinator):
@@ -39,11 +39,11 @@ class Bounded(FakeCoordinator):
     max_bytes = 3_000
     num_refused = 0
 
-    async def finish(self, worker_id, trajectory):
+    async def finish_one(self, worker_id, trajectory):
         if len(encode(trajectory)) > self.max_bytes:
             self.num_refused += 1
             raise InvalidRequest(f"a body of more than {self.max_bytes} bytes")
-        return await super().finish(worker_id, trajectory)
+        return await super().finish_one(worker_id, trajectory)
 
 
 async def test_a_record_beyond_the_bound_is_handed_in_once_without_what_its_trajectory_made():

@@ -80,11 +80,11 @@ async def test_a_record_is_offered_until_a_full_disk_has_room_beyond_any_deadlin
     class FullDisk(FakeCoordinator):
         num_refused = 0
 
-        async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+        async def finish_one(self, worker_id: str, trajectory: Trajectory) -> bool:
             if self.num_refused < 3:
                 self.num_refused += 1
                 raise StorageFull("the disk is full")
-            return await super().finish(worker_id, trajectory)
+            return await super().finish_one(worker_id, trajectory)
 
     feeder = FullDisk([task()])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, hand_in_timeout_s=0.0)
@@ -740,13 +740,13 @@ class Again(FakeCoordinator):
                 return Orders((replace(self.first, attempt=1, num_stale_attempts=1),), ())
         return await super().take(report, wait_s)
 
-    async def finish(self, worker_id, trajectory):
+    async def finish_one(self, worker_id, trajectory):
         if trajectory.stop_reason is StopReason.STALE and trajectory.attempt == 0:
             self.is_out.set()
             await self.is_taken.wait()
             await asyncio.sleep(0.05)
             return False
-        return await super().finish(worker_id, trajectory)
+        return await super().finish_one(worker_id, trajectory)
 
 
 async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
@@ -765,9 +765,9 @@ async def test_a_worker_that_ends_hands_in_what_is_finished_and_leaves():
     async def finish_late(worker_id, trajectory):
         answered.set()
         await asyncio.sleep(0.1)
-        return await FakeCoordinator.finish(feeder, worker_id, trajectory)
+        return await FakeCoordinator.finish_one(feeder, worker_id, trajectory)
 
-    feeder.finish = finish_late
+    feeder.finish_one = finish_late
     engines = {"sim://a": scripted_engine(CALL, ANSWER)}
     async with running_worker(feeder, engines, capacity=1, poll_s=5.0), asyncio.timeout(20):
         await answered.wait()

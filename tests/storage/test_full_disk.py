@@ -24,7 +24,7 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.endpoint.session_store import SessionStore
 from tests.support.fleet.disk import no_room
-from tests.support.records.samples import make_group, make_trajectory
+from tests.support.records.samples import encoded, make_group, make_trajectory
 
 SCHEMA = Schema("test store", 1, "CREATE TABLE IF NOT EXISTS blobs (n INTEGER PRIMARY KEY, b BLOB);", "NORMAL")
 
@@ -93,7 +93,7 @@ async def test_the_watermark_is_of_submits_and_sessions_not_of_records(tmp_path:
     store = TrajectoryStore(path, min_free_bytes=1 << 62)
     with pytest.raises(StorageFull):
         await store.accept("s", [make_group("g", 2)])
-    assert await store.add_records([make_trajectory("g", 0)]) == 1
+    assert await store.add_records(encoded([make_trajectory("g", 0)])) == 1
     await store.close()
     sessions = SessionStore(tmp_path / "s.sqlite", lambda: 0.0, min_free_bytes=1 << 62)
     await sessions.start()
@@ -128,7 +128,7 @@ async def test_trajectories_and_sessions_that_find_no_room_when_they_are_opened(
 def test_a_store_on_a_filesystem_without_a_right_or_room_to_write(small_disk: Path) -> None:
     open_database(small_disk / "old", SCHEMA).close()
     with pytest.raises(OSError, match="No space left"):
-        (small_disk / "ballast").write_bytes(bytes(4 << 20))
+        (small_disk / "ballast").write_bytes(bytes(16 << 20))
     for name in ("old", "new"):
         with pytest.raises(StorageFull):
             open_database(small_disk / name, SCHEMA)
@@ -143,7 +143,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real filesystem of 2 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
     if mounting.returncode != 0:
         pytest.skip("no right to mount a filesystem here")
     yield folder
@@ -158,11 +158,11 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     await store.accept("r", [make_group("g", 4000)])
     free = DiskRoom(small_disk, 1)
     with pytest.raises(OSError, match="No space left"):
-        ballast.write_bytes(bytes(4 << 20))
+        ballast.write_bytes(bytes(16 << 20))
     stored, failed = [], []
     for index in range(600):
         try:
-            await store.add_records([make_trajectory("g", index)])
+            await store.add_records(encoded([make_trajectory("g", index)]))
             stored.append(index)
         except StorageFull:
             failed.append(index)
@@ -179,7 +179,7 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     with pytest.raises(StorageFull):
         free.check()
     ballast.unlink()
-    await store.add_records([make_trajectory("g", index) for index in failed])
+    await store.add_records(encoded([make_trajectory("g", index) for index in failed]))
     assert (await store.counts("r"))[1] == 600
     assert await sessions.create(SessionRecord("after", 0.0, 60.0, "owner"))
     await store.close()
@@ -191,11 +191,11 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
     first = TrajectoryStore(path)
     epoch = await first.take_over()
     await first.accept("r", [make_group("g", 9)])
-    await first.add_records([make_trajectory("g", 0), make_trajectory("g", 1)])
+    await first.add_records(encoded([make_trajectory("g", 0), make_trajectory("g", 1)]))
     with pytest.raises(OSError, match="No space left"):
-        ballast.write_bytes(bytes(4 << 20))
+        ballast.write_bytes(bytes(16 << 20))
     outcomes = [
-        await asyncio.gather(first.add_records([make_trajectory("h", n)]), return_exceptions=True)
+        await asyncio.gather(first.add_records(encoded([make_trajectory("h", n)])), return_exceptions=True)
         for n in range(600)
     ]
     assert any(isinstance(outcome, StorageFull) for (outcome,) in outcomes)  # to the end of the last block
@@ -209,13 +209,13 @@ async def test_an_owner_starts_on_a_full_disk_and_takes_orders(small_disk: Path)
         await store.acknowledge("r", 1)
         assert store.is_full
         with pytest.raises(StorageFull, match="make room"):
-            await store.add_records([make_trajectory("g", 5)])
+            await store.add_records(encoded([make_trajectory("g", 5)]))
         assert await store.saved_state("orders", int) == owner
         assert (await store.terms("r")).is_cancelled
         assert len(await store.read("r", 0, 10)) >= 2
     ballast.unlink()
     assert not store.is_full
-    assert await store.add_records([make_trajectory("g", 5)]) == 1
+    assert await store.add_records(encoded([make_trajectory("g", 5)])) == 1
     for store in owners:
         await store.close()
 
@@ -224,7 +224,7 @@ async def test_a_coordinator_on_a_full_disk_serves_says_so_and_goes_on_with_room
     ballast = small_disk / "ballast"
     await TrajectoryStore(small_disk / "t.sqlite").close()
     with pytest.raises(OSError, match="No space left"):
-        ballast.write_bytes(bytes(4 << 20))
+        ballast.write_bytes(bytes(16 << 20))
     async with asyncio.timeout(60.0):
         for _ in range(2):
             coordinator = await started(small_disk)

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
 from agentloop.storage.home import LEASE_S, Home, shown_url
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
-from tests.support.records.samples import make_group, make_trajectory
+from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.service.postgres_server import PASSWORD, PostgresServer
 
 
@@ -98,12 +98,12 @@ async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
         await second.take_over()
     assert await store.take_over(above=first + 5) == first + 6  # its own
     end_lease(postgres_server, postgres_run)
-    await store.add_records([make_trajectory()])  # nobody else came: it has the lease again
+    await store.add_records(encoded([make_trajectory()]))  # nobody else came: it has the lease again
     with pytest.raises(Conflict):
         await second.take_over()
     end_lease(postgres_server, postgres_run)
     assert await second.take_over() == first + 7
-    late = store.add_records([make_trajectory(sample_index=1)])
+    late = store.add_records(encoded([make_trajectory(sample_index=1)]))
     for write in (late, store.check_owner(), store.cancel("r")):
         with pytest.raises(ServiceUnavailable, match=f"has taken this run over .epoch {first + 7}"):
             await write
@@ -170,14 +170,16 @@ async def test_a_server_that_stops_is_waited_for_without_a_restart(
     async def hand_in(sample: int) -> None:
         while True:
             with suppress(ServiceUnavailable):
-                acknowledged.append((sample, await store.add_records([make_trajectory(sample_index=sample)])))
+                acknowledged.append(
+                    (sample, await store.add_records(encoded([make_trajectory(sample_index=sample)])))
+                )
                 return
             await asyncio.sleep(0.05)
 
     await hand_in(0)
     with capture_logs() as logs:
         postgres_server.stop()
-        late = store.add_records([make_trajectory(sample_index=1)])
+        late = store.add_records(encoded([make_trajectory(sample_index=1)]))
         for call in (store.counts("r"), store.accept("s", []), late):
             with pytest.raises(ServiceUnavailable, match=r"^store postgresql://127.0.0.1:\d+/postgres: tried"):
                 await call
@@ -203,7 +205,7 @@ async def test_connections_that_are_ended_are_made_again(
     await store.accept("r", [make_group(num_samples=3)])
     for sample in range(3):
         assert postgres_server.end_connections() >= 2
-        assert await store.add_records([make_trajectory(sample_index=sample)]) == 1  # nothing was under way
+        assert await store.add_records(encoded([make_trajectory(sample_index=sample)])) == 1
         assert await store.counts("r") == (3, sample + 1)
 
 
@@ -260,13 +262,13 @@ async def test_a_commit_whose_answer_was_lost_is_asked_for(
         await store.take_over()
         await store.accept("r", [make_group(num_samples=2)])
         way.loses = "answer"
-        assert await store.add_records([make_trajectory()]) == 1
+        assert await store.add_records(encoded([make_trajectory()])) == 1
         way.loses = "order"
         with pytest.raises(ServiceUnavailable, match="the connection was lost"):
-            await store.add_records([make_trajectory(sample_index=1)])
+            await store.add_records(encoded([make_trajectory(sample_index=1)]))
         assert way.loses is None
         assert await store.counts("r") == (2, 1)
-        assert await store.add_records([make_trajectory(sample_index=1)]) == 1
+        assert await store.add_records(encoded([make_trajectory(sample_index=1)])) == 1
         await store.close()
 
 

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from agentloop import codec
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.images import IMAGES_FOLDER
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import Trajectory
-from tests.support.records.samples import make_group, make_trajectory
+from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.records.vision_folder import picture
 from tests.support.service.store_home import StoreHome
 
@@ -41,7 +42,7 @@ async def read(store: TrajectoryStore, rollout_id: str, after: int, limit: int) 
 async def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group()])
     trajectory = make_trajectory()
-    assert await store.add_records([trajectory]) == 1
+    assert await store.add_records(encoded([trajectory])) == 1
     [(cursor, record)] = await store.read("r", 0, 10)
     assert cursor > 0
     assert record == codec.encode(trajectory)
@@ -53,8 +54,8 @@ async def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
 
 async def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group()])
-    await store.add_records([make_trajectory(reward=1.0)])
-    assert await store.add_records([make_trajectory(reward=0.0), make_trajectory(sample_index=1)]) == 1
+    await store.add_records(encoded([make_trajectory(reward=1.0)]))
+    assert await store.add_records(encoded([make_trajectory(reward=0.0), make_trajectory(sample_index=1)])) == 1
     assert [trajectory.reward for _, trajectory in await read(store, "r", 0, 10)] == [1.0, 1.0]
     assert await store.counts("r") == (2, 2)
 
@@ -62,8 +63,8 @@ async def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) 
 async def test_reading_goes_on_from_a_cursor(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group(num_samples=5)])
     await store.accept("other", [make_group()])
-    await store.add_records([make_trajectory(rollout_id="other")])
-    await store.add_records([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)])
+    await store.add_records(encoded([make_trajectory(rollout_id="other")]))
+    await store.add_records(encoded([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)]))
     seen, cursor = [], 0
     while page := await read(store, "r", cursor, 2):
         assert len(page) <= 2
@@ -104,7 +105,7 @@ async def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
 
 async def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group("a", 3), make_group("b", 1), make_group("c", 2)])
-    await store.add_records([make_trajectory("a", 1), make_trajectory("b", 0)])
+    await store.add_records(encoded([make_trajectory("a", 1), make_trajectory("b", 0)]))
     assert [(group.group_id, missing) for group, missing in await store.unfinished()] == [
         ("a", (0, 2)),
         ("c", (0, 1)),
@@ -114,7 +115,7 @@ async def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> N
 
 async def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group("a", 1)])
-    await store.add_records([make_trajectory("a", 7), make_trajectory("never", 0)])
+    await store.add_records(encoded([make_trajectory("a", 7), make_trajectory("never", 0)]))
     assert await store.counts("r") == (1, 0)
 
 
@@ -129,7 +130,7 @@ async def test_a_corrupt_row_is_counted_and_the_others_are_served(
     store: TrajectoryStore, home: StoreHome, damage: str
 ) -> None:
     await store.accept("r", [make_group(num_samples=3)])
-    await store.add_records([make_trajectory(sample_index=index) for index in range(3)])
+    await store.add_records(encoded([make_trajectory(sample_index=index) for index in range(3)]))
     if damage == TEXT and not home.is_file:
         pytest.skip("bytes are bytes there")
     home.execute(f"UPDATE trajectories SET {damage} WHERE seq = 2")
@@ -153,7 +154,7 @@ async def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_o
     reader = TrajectoryReader(home.where)
     try:
         assert reader.counts("r") == (2, 0)
-        await store.add_records([make_trajectory()])
+        await store.add_records(encoded([make_trajectory()]))
         assert reader.counts("r") == (2, 1)
         [(_, known)] = reader.read("r", 0, 10)
         assert codec.to_builtins(known) == codec.to_builtins(make_trajectory())
@@ -173,10 +174,10 @@ async def test_a_failed_transaction_stores_nothing_and_the_next_one_works(
     else:
         home.execute("ALTER TABLE trajectories ADD CONSTRAINT broken CHECK (sample_index <> 1)")
     with pytest.raises(Exception, match="broken"):
-        await store.add_records([make_trajectory(), make_trajectory(sample_index=1)])
+        await store.add_records(encoded([make_trajectory(), make_trajectory(sample_index=1)]))
     assert await store.counts("r") == (2, 0)
     home.execute("DROP TRIGGER broken" if home.is_file else "ALTER TABLE trajectories DROP CONSTRAINT broken")
-    assert await store.add_records([make_trajectory(), make_trajectory(sample_index=1)]) == 2
+    assert await store.add_records(encoded([make_trajectory(), make_trajectory(sample_index=1)])) == 2
 
 
 async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
@@ -197,14 +198,13 @@ async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 WRITER = """
 import asyncio, sys
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
-from tests.support.records.samples import make_group, make_trajectory
-from tests.support.service.store_home import StoreHome
+from tests.support.records.samples import encoded, make_group, make_trajectory
 
 async def main():
     store = TrajectoryStore(sys.argv[1])
     await store.accept("r", [make_group(num_samples=20_000)])
     for index in range(20_000):
-        await store.add_records([make_trajectory(sample_index=index)])
+        await store.add_records(encoded([make_trajectory(sample_index=index)]))
         print(index, flush=True)
 
 asyncio.run(main())
@@ -238,10 +238,12 @@ async def test_a_recorded_session_is_read_and_counted_like_any_other(
 ) -> None:
     first, second = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
     assert not await store.holds_sessions("sessions")
-    assert await store.record(first)
-    assert await store.record(second)
-    assert not await store.record(first)  # its answer was lost
-    assert not await store.record(dataclasses.replace(first, staleness=3))  # the fleet has moved on meanwhile
+    assert await store.record(EncodedRecord.of(first))
+    assert await store.record(EncodedRecord.of(second))
+    assert not await store.record(EncodedRecord.of(first))  # its answer was lost
+    assert not await store.record(
+        EncodedRecord.of(dataclasses.replace(first, staleness=3))
+    )  # the fleet has moved on meanwhile
     assert await store.holds_sessions("sessions")
     assert await store.counts("sessions") == (2, 2)
     assert await store.unfinished() == []
@@ -253,18 +255,18 @@ async def test_a_recorded_session_is_read_and_counted_like_any_other(
 
 
 async def test_one_place_holds_one_session(store: TrajectoryStore) -> None:
-    await store.record(make_trajectory("g", 0, rollout_id="run", reward=1.0))
-    assert await store.record(make_trajectory("g", 1, rollout_id="run", reward=0.0))
+    await store.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run", reward=1.0)))
+    assert await store.record(EncodedRecord.of(make_trajectory("g", 1, rollout_id="run", reward=0.0)))
     with pytest.raises(Conflict):
-        await store.record(make_trajectory("g", 0, rollout_id="run", reward=0.0))
+        await store.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run", reward=0.0)))
     assert [trajectory.reward for _, trajectory in await read(store, "run", 0, 10)] == [1.0, 0.0]
 
 
 async def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) -> None:
     await store.accept("r", [make_group()])
     with pytest.raises(Conflict):
-        await store.record(make_trajectory())
-    await store.record(make_trajectory(rollout_id="sessions"))
+        await store.record(EncodedRecord.of(make_trajectory()))
+    await store.record(EncodedRecord.of(make_trajectory(rollout_id="sessions")))
     with pytest.raises(Conflict):
         await store.accept("sessions", [make_group()])
     assert await store.counts("r") == (2, 0)
@@ -288,9 +290,9 @@ async def test_the_counts_of_a_done_rollout_are_looked_up_once(home: StoreHome) 
     threads = {"trajectories": CountingThread(1), "trajectory-reads": thread}
     store = TrajectoryStore(home.where, threads.pop)
     await store.accept("r", [make_group("g", 2)])
-    await store.add_records([make_trajectory("g", 0)])
+    await store.add_records(encoded([make_trajectory("g", 0)]))
     assert await store.counts("r") == (2, 1)
-    await store.add_records([make_trajectory("g", 1)])
+    await store.add_records(encoded([make_trajectory("g", 1)]))
     assert await store.counts("r") == (2, 2)
     num_calls = thread.num_calls
     assert [await store.counts("r") for _ in range(100)] == [(2, 2)] * 100
@@ -303,9 +305,9 @@ async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(home: StoreHom
     store = TrajectoryStore(home.where, lambda name: disk if name == "trajectories" else ThreadPoolExecutor(1))
     try:
         await store.accept("r", [make_group("g", 2)])
-        await store.add_records([make_trajectory("g", 0)])
+        await store.add_records(encoded([make_trajectory("g", 0)]))
         disk.submit(may_go_on.wait)  # a disk that takes its time
-        committing = asyncio.create_task(store.add_records([make_trajectory("g", 1)]))
+        committing = asyncio.create_task(store.add_records(encoded([make_trajectory("g", 1)])))
         async with asyncio.timeout(60.0):
             await store.check_owner()
             assert await store.counts("r") == (2, 1)
@@ -334,13 +336,13 @@ async def test_a_commit_waits_for_the_disk_and_survives_the_machine(tmp_path: Pa
     await store.close()
 
 
-@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
 async def test_a_number_that_no_row_holds_is_refused(store: TrajectoryStore, number: int) -> None:
     await store.accept("r", [make_group()])
     for call in (
         store.read("r", number, 1),
         store.acknowledge("r", number),
-        store.add_records([make_trajectory(sample_index=number)]),
+        store.add_records(encoded([make_trajectory(sample_index=number)])),
     ):
         with pytest.raises(InvalidRequest, match="63 bits"):
             await call

@@ -27,6 +27,7 @@ from rich.console import Console
 from agentloop.agents.program import AgentProgram
 from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
 from agentloop.api.coordinator import UpdateReport
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
@@ -179,7 +180,7 @@ async def run_on(
             with open_progress(console) as progress:
 
                 def keep(trajectory: Trajectory) -> None:
-                    storing.create_task(store.record(trajectory))
+                    storing.create_task(store.record(EncodedRecord.of(trajectory)))
 
                 collected = await (collect_with or collect)(client, tasks, options, progress, keep)
     finally:

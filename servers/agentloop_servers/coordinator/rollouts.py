@@ -20,12 +20,14 @@ from structlog.typing import FilteringBoundLogger
 from agentloop import codec
 from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api.coordinator import (
+    MAX_HAND_IN,
     EncodedPage,
     HeldLease,
     LeaseOrders,
     LeaseReport,
     Orders,
     Prefix,
+    Refusal,
     RolloutStatus,
     RolloutTerms,
     TurnEnded,
@@ -35,10 +37,11 @@ from agentloop.api.coordinator import (
     is_session_holder,
     session_holder,
 )
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.owners import own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
-from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
@@ -218,49 +221,64 @@ class Rollouts:
         self._lost(given_back)
         self._changed.notify()
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+    async def finish(self, worker_id: str, records: tuple[EncodedRecord, ...]) -> tuple[bool | Refusal, ...]:
+        if len(records) > MAX_HAND_IN:
+            raise InvalidRequest(f"one call hands in at most {MAX_HAND_IN} records", param="records")
+        under_way = [self._hand_in(worker_id, record) for record in records]
+        await asyncio.wait(under_way)
+        return tuple(map(self._answer, under_way))
+
+    def _hand_in(self, worker_id: str, record: EncodedRecord) -> asyncio.Task[bool]:
         """Begin the hand-in of a sample, or join the one under way. A slow disk holds one copy of each."""
-        assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
         under_way = self._hand_ins.get(assignment_id)
         if under_way is None:
-            self._hand_ins[assignment_id] = under_way = self.tasks.start(
-                self._finish(worker_id, assignment_id, trajectory)
-            )
+            under_way = self.tasks.start(self._finish(worker_id, assignment_id, record))
+            self._hand_ins[assignment_id] = under_way
             under_way.add_done_callback(lambda _: self._hand_ins.pop(assignment_id, None))
-        return await asyncio.shield(under_way)
+        return under_way
 
-    async def _finish(self, worker_id: str, assignment_id: str, trajectory: Trajectory) -> bool:
+    def _answer(self, hand_in: asyncio.Task[bool]) -> bool | Refusal:
+        error = hand_in.exception()
+        if error is None:
+            return hand_in.result()
+        if not isinstance(error, AgentLoopError):  # the store's, or a bug
+            self._log.error("record_not_stored", exc_info=error)
+            error = ServiceUnavailable(f"{type(error).__name__} in the coordinator")
+        return Refusal.of(error)
+
+    async def _finish(self, worker_id: str, assignment_id: str, record: EncodedRecord) -> bool:
         if not self.queue.is_live(assignment_id):
             with suppress(Gone):  # it was stored, and is deleted
-                if not await self._store.has_record(trajectory):
+                if not await self._store.has_record(record):
                     raise InvalidRequest(f"{assignment_id} was never accepted", param="sample_index")
             return True
-        if _is_dropped(trajectory):
-            if self.queue.drop_stale(worker_id, assignment_id, trajectory.attempt):
-                self._log.info("trajectory_dropped", assignment=assignment_id, attempt=trajectory.attempt)
+        if _is_dropped(record):
+            if self.queue.drop_stale(worker_id, assignment_id, record.attempt):
+                self._log.info("trajectory_dropped", assignment=assignment_id, attempt=record.attempt)
                 self._lost((assignment_id,))
             return False  # else it is queued or run by another worker already
-        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(assignment_id):
+        if record.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(assignment_id):
             if not self.queue.is_running_at(worker_id, assignment_id):
                 return False  # it is queued, or another worker runs it: a failure here is not its end
-            if trajectory.stop_reason is StopReason.CANCELLED or self._is_run_again(trajectory):
+            if record.stop_reason is StopReason.CANCELLED or self._is_run_again(record):
                 self.queue.give_back(worker_id, assignment_id)  # it was not cancelled: another worker shall run it
                 self._lost((assignment_id,))
                 return False
-        trajectory = self._aged(trajectory)
-        if trajectory.is_sound:
+        record = self._aged(record)
+        if record.is_sound:
             is_wanted = self.queue.take_keep_place(assignment_id)
         else:
             is_wanted = not self.queue.is_cancelled(assignment_id)
-        if trajectory.is_complete and not is_wanted:
-            trajectory = _surplus(trajectory)
+        if record.is_complete and not is_wanted:
+            record = _surplus(record)
         try:
-            is_new = await self._store.add_records([trajectory]) > 0
+            is_new = await self._store.add_records([record]) > 0
         except BaseException:
             self.queue.give_back_keep_place(assignment_id)
             raise
         # Else it has a record that was written meanwhile, of a sample that no worker was to finish any more.
-        self._recorded(assignment_id, trajectory if is_new else _surplus(trajectory))
+        self._recorded(assignment_id, record, counts=is_new)
         return True
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
@@ -308,11 +326,12 @@ class Rollouts:
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_RECORD_BATCH):
             batch = [
-                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_RECORD_BATCH]
+                (item.sample.assignment_id, EncodedRecord.of(owed_record(item)))
+                for item in owed[start : start + MAX_RECORD_BATCH]
             ]
-            await self._store.add_records([trajectory for _, trajectory in batch])
-            for assignment_id, trajectory in batch:
-                self._recorded(assignment_id, trajectory)
+            await self._store.add_records([record for _, record in batch])
+            for assignment_id, record in batch:
+                self._recorded(assignment_id, record)
 
     # --- clients ---
 
@@ -365,11 +384,11 @@ class Rollouts:
         return own_rollout_id
 
     @to_its_end
-    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
         """Store a finished session's record. Readers do not wait for more: their number is not known."""
-        if await self._store.record(self._aged(trajectory), owner):
-            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            self._log.info("session_recorded", assignment=assignment_id, is_complete=trajectory.is_complete)
+        if await self._store.record(self._aged(record), owner):
+            assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
+            self._log.info("session_recorded", assignment=assignment_id, is_complete=record.is_complete)
 
     async def read(
         self, rollout_id: str, after: int, limit: int, wait_s: float, user_names: tuple[str, ...] | None = None
@@ -513,22 +532,22 @@ class Rollouts:
         )
         return tuple(assignment(sample, lease) for sample, lease in placed)
 
-    def _aged(self, trajectory: Trajectory) -> Trajectory:
+    def _aged(self, record: EncodedRecord) -> EncodedRecord:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
         judged it, and it is then told, not dropped. Tokens of weights that were taken back are as stale as these
         are far ahead."""
         served, coming = self._replicas.weight_version, self._replicas.versions.coming
-        versions = [version for path in trajectory.paths for version in path.trained_versions]
-        if served is None or not versions:
-            return trajectory
-        staleness = max(0, served - min(versions))
-        if max(versions) > max(served, coming or 0) + 1:  # a replica commits a moment before the fleet does
-            staleness = max(staleness, max(versions) - served)
-        limit = trajectory.max_staleness
+        oldest, newest = record.oldest_version, record.newest_version
+        if served is None or oldest is None or newest is None:
+            return record
+        staleness = max(0, served - oldest)
+        if newest > max(served, coming or 0) + 1:  # a replica commits a moment before the fleet does
+            staleness = max(staleness, newest - served)
+        limit = record.max_staleness
         if limit is not None and staleness > limit:
-            assignment_id = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
             self._log.info("record_is_stale", assignment=assignment_id, staleness=staleness, max_staleness=limit)
-        return replace(trajectory, staleness=staleness)
+        return replace(record, staleness=staleness)
 
     async def _stored(self, rollout_id: str) -> _StoredCounts:
         """Count what an earlier coordinator stored of a rollout."""
@@ -543,19 +562,21 @@ class Rollouts:
                     oldest.append(version)
         return _StoredCounts(num_trained, min(oldest, default=None), num_complete)
 
-    def _is_run_again(self, trajectory: Trajectory) -> bool:
+    def _is_run_again(self, record: EncodedRecord) -> bool:
         """Tell if a trajectory that its engines failed has an attempt left; the record of the last one is kept."""
-        is_failed = trajectory.stop_reason is StopReason.ENGINE_FAILED
-        return is_failed and trajectory.attempt + 1 < self._config.max_attempts
+        is_failed = record.stop_reason is StopReason.ENGINE_FAILED
+        return is_failed and record.attempt + 1 < self._config.max_attempts
 
-    def _recorded(self, assignment_id: str, trajectory: Trajectory) -> None:
-        """A record is durable: the sample is finished, its place is free, its readers may look."""
-        num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
-        if not self.queue.finished(assignment_id, is_trained=trajectory.is_trained, is_kept=trajectory.is_sound):
+    def _recorded(self, assignment_id: str, record: EncodedRecord, *, counts: bool = True) -> None:
+        """A record is durable: the sample is finished, its place is free, its readers may look. Unless it `counts`,
+        it is another one than the sample's."""
+        is_trained, is_kept = counts and record.is_trained, counts and record.is_sound
+        num_tokens = record.num_response_tokens if counts and record.is_complete else None
+        if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
             return
         self._replicas.end_lease(assignment_id, num_tokens)
         self._changed.notify()
-        event = self._readers.pop(trajectory.rollout_id, None)
+        event = self._readers.pop(record.rollout_id, None)
         if event is not None:
             event.set()
 
@@ -596,12 +617,15 @@ class Rollouts:
         return replace(status, num_damaged=num_damaged) if num_damaged else status
 
 
-def _is_dropped(trajectory: Trajectory) -> bool:
+def _is_dropped(record: EncodedRecord) -> bool:
     """Tell if a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
-    return trajectory.stop_reason is StopReason.STALE and not trajectory.is_complete
+    return record.stop_reason is StopReason.STALE and not record.is_complete
 
 
-def _surplus(trajectory: Trajectory) -> Trajectory:
-    """Return a complete record as that of a sample which its group needs no more: cancelled, and not trained on."""
-    cancelled = replace(trajectory, stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
-    return ended(replace(cancelled, error="its group had the samples that it keeps"))
+def _surplus(record: EncodedRecord) -> EncodedRecord:
+    """Return a complete record as that of a sample which its group needs no more: cancelled, and not trained on.
+
+    The one case in which a record is decoded here, and encoded again.
+    """
+    cancelled = replace(record.decoded(), stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
+    return EncodedRecord.of(ended(replace(cancelled, error="its group had the samples that it keeps")))

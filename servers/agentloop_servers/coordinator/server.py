@@ -30,7 +30,7 @@ from agentloop.api.coordinator import (
 from agentloop.codec import decode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
-from agentloop_servers.private_http.server import PrivateServer, answer, token_of
+from agentloop_servers.private_http.server import PrivateServer, answer, body_of, token_of
 
 SERVER_NAME = "coordinator"
 _NONE = inspect.Parameter.empty
@@ -94,7 +94,7 @@ class CoordinatorServer(PrivateServer):
         self, call: CallType, method: Callable[..., Awaitable[Any]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            arguments = decode(await request.read(), call.arguments)
+            arguments = decode(await body_of(request), call.arguments)
             if call.name in COMMANDS:
                 token = token_of(request)
                 kind = CommandKind.STAGE if call.name == "update_weights" else CommandKind.FREEZE

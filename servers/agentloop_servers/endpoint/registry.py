@@ -27,6 +27,7 @@ import structlog
 
 from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
@@ -571,7 +572,7 @@ class Sessions:
         self._shards.check_may_record(session_id)
         try:
             async with asyncio.timeout(self._limits.record_timeout_s):
-                await self._coordinator.record(trajectory, owner)
+                await self._coordinator.record(EncodedRecord.of(trajectory), owner)
         except TimeoutError as error:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process

@@ -182,7 +182,7 @@ async def _hand_in(run: TrajectoryRun, parts: RunParts, link: WorkerLink) -> Non
     num_left = parts.user_tasks.num_abandoned + parts.toolbox.num_abandoned
     left = [task for task in asyncio.all_tasks() if task.get_name() not in _OWN_TASKS]
     is_clean = num_left + len(left) == 0
-    link.send(HandIn(encode(record), run.is_dropped, is_clean))
+    link.send(HandIn(record.value, run.is_dropped, is_clean))
 
 
 def main() -> None:

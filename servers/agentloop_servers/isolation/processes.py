@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from agentloop.api.coordinator import WorkerPort
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
@@ -242,7 +243,7 @@ class ProcessRun:
             if self._child is not None:
                 self._child.send(Cancel())
 
-    async def to_record(self) -> Trajectory:
+    async def to_record(self) -> EncodedRecord:
         try:
             child = await self._runs.take()
         except AgentLoopError as error:
@@ -252,7 +253,7 @@ class ProcessRun:
         try:
             self._child = child
             done = await self._serve(child)
-            record = self._own(decode(done.record, Trajectory))
+            record = EncodedRecord.of(self._own(decode(done.record, Trajectory)))
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
             return record
@@ -399,5 +400,6 @@ class ProcessRun:
             num_stale_attempts=assignment.num_stale_attempts,
         )
 
-    def _unmade(self, stop_reason: StopReason, text: str) -> Trajectory:
-        return unmade_record(self._assignment, stop_reason, text, time.perf_counter() - self._started)
+    def _unmade(self, stop_reason: StopReason, text: str) -> EncodedRecord:
+        total_s = time.perf_counter() - self._started
+        return EncodedRecord.of(unmade_record(self._assignment, stop_reason, text, total_s))

@@ -124,6 +124,16 @@ def token_of(request: web.Request) -> FencingToken:
         raise InvalidRequest(f"{request.path} is an order, and orders are numbered") from error
 
 
+async def body_of(request: web.Request) -> bytearray:
+    """Return a request's body, copied once: `request.read` copies it three times, at half of a large call's CPU."""
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+    return body
+
+
 def answer(value: object) -> web.Response:
     """Return an answer that holds the codec's bytes of a value."""
     return web.Response(body=encode(value), content_type=MSGPACK)

@@ -11,6 +11,7 @@ import pytest
 
 from agentloop import codec
 from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, RolloutTerms
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import (
@@ -21,6 +22,7 @@ from agentloop.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    ServiceUnavailable,
     UnsupportedParameter,
 )
 from agentloop.storage.retention import RetentionPolicy
@@ -29,7 +31,7 @@ from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Message, OnStale, RolloutGroup, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.service import CONFIG, assignment_ids, read_page, record, report, service
+from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, read_page, record, report, service
 from tests.support.records.samples import make_group, make_trajectory
 
 
@@ -42,8 +44,8 @@ async def test_submit_take_finish_read(site, coordinator):
     assert orders.start[0].rollout_id == "r"
     assert (await coordinator.status()).rollouts[0].num_running == 3
     for assignment in orders.start:
-        await coordinator.rollouts.finish("w", record(assignment))
-        await coordinator.rollouts.finish("w", record(assignment))  # its answer was lost
+        await hand_in(coordinator.rollouts, "w", record(assignment))
+        await hand_in(coordinator.rollouts, "w", record(assignment))  # its answer was lost
     page = await read_page(coordinator, "r", 0, 2, 0.0)
     assert [(t.group_id, t.sample_index) for t in page.trajectories] == [("g0", 0), ("g0", 1)]
     page = await read_page(coordinator, "r", page.cursor, 2, 0.0)
@@ -157,7 +159,7 @@ async def test_read_waits_for_a_record(site, coordinator):
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    await coordinator.rollouts.finish("w", record(assignment))
+    await hand_in(coordinator.rollouts, "w", record(assignment))
     assert len((await reading).trajectories) == 1
     assert site.clock.now() == started
     with pytest.raises(NotFound):
@@ -196,8 +198,8 @@ async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
     assert (status.num_finished, status.num_running, status.num_queued) == (2, 2, 0)
     orders = await taking
     assert list(orders.cancel) == assignment_ids(running)
-    await coordinator.rollouts.finish("w", record(running[0], StopReason.CANCELLED))
-    await coordinator.rollouts.finish("w", record(running[1]))  # it was faster than the order
+    await hand_in(coordinator.rollouts, "w", record(running[0], StopReason.CANCELLED))
+    await hand_in(coordinator.rollouts, "w", record(running[1]))  # it was faster than the order
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     reasons = {(t.group_id, t.sample_index): t.stop_reason for t in page.trajectories}
     assert reasons == {
@@ -235,12 +237,12 @@ async def test_a_silent_workers_work_goes_to_another(site, coordinator):
     assert [assignment.attempt for assignment in second] == [1, 1]
     assert {a.lease.lease_id for a in first}.isdisjoint({a.lease.lease_id for a in second})
     # The lost worker was only slow: its record counts, its failure does not, and nothing is stored twice.
-    await coordinator.rollouts.finish("w", record(first[0]))
-    await coordinator.rollouts.finish("w", record(first[1], StopReason.ENGINE_FAILED))
+    await hand_in(coordinator.rollouts, "w", record(first[0]))
+    await hand_in(coordinator.rollouts, "w", record(first[1], StopReason.ENGINE_FAILED))
     orders = await coordinator.rollouts.take(report("v", 6, *assignment_ids(second)), 1.0)
     assert orders.cancel == ("r/g/0",)
-    await coordinator.rollouts.finish("v", record(second[0], StopReason.CANCELLED))
-    await coordinator.rollouts.finish("v", record(second[1]))
+    await hand_in(coordinator.rollouts, "v", record(second[0], StopReason.CANCELLED))
+    await hand_in(coordinator.rollouts, "v", record(second[1]))
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.COMPLETED, StopReason.COMPLETED]
     assert page.status.is_done
@@ -255,7 +257,7 @@ async def test_a_worker_that_stalls_again_and_again_keeps_its_work(site, coordin
         assert (await coordinator.status()).num_workers == 0
         orders = await coordinator.rollouts.take(report("w", 7, *assignment_ids(running)), 1.0)
         assert (orders.start, orders.cancel) == ((), ())
-    await coordinator.rollouts.finish("w", record(running[0]))
+    await hand_in(coordinator.rollouts, "w", record(running[0]))
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert [(t.stop_reason, t.attempt) for t in page.trajectories] == [(StopReason.COMPLETED, 0)]
 
@@ -268,7 +270,7 @@ async def test_what_engines_failed_runs_again_while_attempts_are_left(site, coor
         assert assignment.attempt == number
         assert (await read_page(coordinator, "r", 0, 10, 0.0)).trajectories == ()
         failed = replace(record(assignment, StopReason.ENGINE_FAILED), error=f"the engine's, of attempt {number}")
-        await coordinator.rollouts.finish("w", failed)
+        await hand_in(coordinator.rollouts, "w", failed)
     (kept,) = (await read_page(coordinator, "r", 0, 10, 5.0)).trajectories
     assert (kept.stop_reason, kept.error) == (StopReason.ENGINE_FAILED, "the engine's, of attempt 2")
 
@@ -289,7 +291,7 @@ async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
 async def test_a_worker_that_shuts_down_gives_its_work_back(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     (assignment,) = (await coordinator.rollouts.take(report("w"), 1.0)).start
-    await coordinator.rollouts.finish("w", record(assignment, StopReason.CANCELLED))  # nobody had cancelled it
+    await hand_in(coordinator.rollouts, "w", record(assignment, StopReason.CANCELLED))  # nobody had cancelled it
     (again,) = (await coordinator.rollouts.take(report("v"), 1.0)).start
     assert again.attempt == 1
 
@@ -306,7 +308,7 @@ async def test_a_worker_that_leaves_gives_its_work_back_at_once_and_for_free(sit
         assert (await coordinator.rollouts.take(report(worker_id), 1.0)).start == (), "a late call gets no work"
         assert (await coordinator.status()).num_workers == 0
     (again,) = (await coordinator.rollouts.take(report("v"), 1.0)).start
-    assert await coordinator.rollouts.finish("v", record(again))
+    assert await hand_in(coordinator.rollouts, "v", record(again))
 
 
 @service("a")
@@ -403,9 +405,9 @@ async def test_a_failure_makes_room_for_the_next_at_once(site, coordinator):
     taking = asyncio.create_task(coordinator.rollouts.take(report("w", 8, first.assignment_id), 5.0))
     await site.clock.sleep(0.5)
     assert not taking.done()
-    await coordinator.rollouts.finish("w", record(first, StopReason.DEADLINE))  # incomplete
+    await hand_in(coordinator.rollouts, "w", record(first, StopReason.DEADLINE))  # incomplete
     (second,) = (await taking).start
-    await coordinator.rollouts.finish("w", record(second))
+    await hand_in(coordinator.rollouts, "w", record(second))
     assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
     await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
     assert len((await coordinator.rollouts.take(report(), 1.0)).start) == 1
@@ -420,9 +422,9 @@ async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coord
         assert (assignment.attempt, assignment.num_stale_attempts) == (attempt, attempt)
         dropped = replace(record(assignment, StopReason.STALE), paths=(), max_staleness=0)
         assert not dropped.is_complete
-        await coordinator.rollouts.finish("w", dropped)
-        await coordinator.rollouts.finish("w", dropped)  # its answer was lost
-        await coordinator.rollouts.finish("v", dropped)  # not its own
+        await hand_in(coordinator.rollouts, "w", dropped)
+        await hand_in(coordinator.rollouts, "w", dropped)  # its answer was lost
+        await hand_in(coordinator.rollouts, "v", dropped)  # not its own
     assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
     page = await read_page(coordinator, "r", 0, 10, 10.0)
     (trajectory,) = page.trajectories
@@ -436,9 +438,9 @@ async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coord
 async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coordinator):
     await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0, OnStale.DROP), num_samples=2),))
     early, late = (await coordinator.rollouts.take(report(), 1.0)).start
-    await coordinator.rollouts.finish("w", replace(record(early), max_staleness=0))
+    await hand_in(coordinator.rollouts, "w", replace(record(early), max_staleness=0))
     await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
-    await coordinator.rollouts.finish("w", replace(record(late), max_staleness=0))
+    await hand_in(coordinator.rollouts, "w", replace(record(late), max_staleness=0))
     records = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
     assert [one.staleness for one in records] == [0, 1]
     stale = summarize(records, num_accepted=2, wall_s=1.0).stale
@@ -451,7 +453,7 @@ async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinato
     await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     finished = replace(record(assignment, StopReason.STALE), is_complete=True)
-    await coordinator.rollouts.finish("w", finished)
+    await hand_in(coordinator.rollouts, "w", finished)
     (trajectory,) = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
     assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
 
@@ -461,7 +463,7 @@ async def test_a_restart_counts_what_was_begun_before(site, coordinator):
     limit = StalenessLimit(0, trajectories_per_version=2)
     await coordinator.rollouts.submit("r", (limited_group(limit, num_samples=6),))
     begun = (await coordinator.rollouts.take(report(), 1.0)).start
-    await coordinator.rollouts.finish("w", record(begun[0]))
+    await hand_in(coordinator.rollouts, "w", record(begun[0]))
     await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
     await site.stop()
     coordinator = await site.start()
@@ -478,7 +480,7 @@ async def test_a_restart_counts_what_was_begun_before(site, coordinator):
 async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 1)))
     running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
-    await coordinator.rollouts.finish("w", record(running[0]))
+    await hand_in(coordinator.rollouts, "w", record(running[0]))
     await site.stop()
     coordinator = await site.start()
     await site.clock.sleep(0.5)
@@ -492,15 +494,15 @@ async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     assert moved.replica_id == "a"
     orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 5.0)
     assert assignment_ids(orders.start) == ["r/g1/0"]
-    await coordinator.rollouts.finish("w", record(running[0]))  # again, after the restart
-    await coordinator.rollouts.finish("w", record(running[1]))
-    await coordinator.rollouts.finish("w", record(orders.start[0]))
+    await hand_in(coordinator.rollouts, "w", record(running[0]))  # again, after the restart
+    await hand_in(coordinator.rollouts, "w", record(running[1]))
+    await hand_in(coordinator.rollouts, "w", record(orders.start[0]))
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert sorted((t.group_id, t.sample_index) for t in page.trajectories) == [("g0", 0), ("g0", 1), ("g1", 0)]
     assert page.status.is_done
     assert (await coordinator.status()).replicas[0].num_leases == 0
     with pytest.raises(NotFound):
-        await coordinator.rollouts.finish("w", make_trajectory(rollout_id="nobody"))
+        await hand_in(coordinator.rollouts, "w", make_trajectory(rollout_id="nobody"))
 
 
 @service("a")
@@ -508,14 +510,14 @@ async def test_a_record_is_not_acknowledged_before_the_disk_has_it(site, coordin
     await coordinator.rollouts.submit("r", (make_group("g", 1), make_group("h", 1)))
     one, other = (await coordinator.rollouts.take(report(), 1.0)).start
     site.store.is_broken = True
-    with pytest.raises(sqlite3.OperationalError):
-        await coordinator.rollouts.finish("w", record(one))
+    with pytest.raises(ServiceUnavailable):
+        await hand_in(coordinator.rollouts, "w", record(one))
     assert (await read_page(coordinator, "r", 0, 1, 0.0)).status.num_finished == 0
-    with pytest.raises(sqlite3.OperationalError):
-        await asyncio.gather(coordinator.rollouts.cancel("r"), coordinator.rollouts.finish("w", record(other)))
+    with pytest.raises((ServiceUnavailable, sqlite3.OperationalError)):
+        await asyncio.gather(coordinator.rollouts.cancel("r"), hand_in(coordinator.rollouts, "w", record(other)))
     site.store.is_broken = False
-    await coordinator.rollouts.finish("w", record(one))
-    await coordinator.rollouts.finish("w", record(other))
+    await hand_in(coordinator.rollouts, "w", record(one))
+    await hand_in(coordinator.rollouts, "w", record(other))
     assert (await read_page(coordinator, "r", 0, 5, 0.0)).status.is_done
 
 
@@ -524,9 +526,9 @@ async def test_a_failure_at_a_worker_that_does_not_hold_the_sample_is_not_its_en
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     last = replace(record(assignment, StopReason.ENGINE_FAILED), attempt=CONFIG.max_attempts - 1)
-    assert not await coordinator.rollouts.finish("stray", last)
+    assert not await hand_in(coordinator.rollouts, "stray", last)
     assert (await read_page(coordinator, "r", 0, 5, 0.0)).trajectories == ()
-    assert await coordinator.rollouts.finish("w", record(assignment))
+    assert await hand_in(coordinator.rollouts, "w", record(assignment))
     (kept,) = (await read_page(coordinator, "r", 0, 5, 0.0)).trajectories
     assert kept.stop_reason is StopReason.COMPLETED
 
@@ -577,7 +579,7 @@ async def test_many_workers_on_a_real_clock(tmp_path):
         while not (await read_page(coordinator, "r", 0, 1, 0.0)).status.is_done:
             for assignment in (await coordinator.rollouts.take(report(worker_id, 7), 0.05)).start:
                 await asyncio.gather(
-                    *(coordinator.rollouts.finish(worker_id, record(assignment)) for _ in range(2))
+                    *(hand_in(coordinator.rollouts, worker_id, record(assignment)) for _ in range(2))
                 )
 
     try:
@@ -595,9 +597,9 @@ async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator
     with pytest.raises(NotFound):
         await read_page(coordinator, "sessions", 0, 10, 0.0)
     one, other = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
-    await coordinator.rollouts.record(one)
-    await coordinator.rollouts.record(other)
-    await coordinator.rollouts.record(one)  # its answer was lost
+    await coordinator.rollouts.record(EncodedRecord.of(one))
+    await coordinator.rollouts.record(EncodedRecord.of(other))
+    await coordinator.rollouts.record(EncodedRecord.of(one))  # its answer was lost
     page = await read_page(coordinator, "sessions", 0, 10, 30.0)
     assert [(t.group_id, t.staleness) for t in page.trajectories] == [("s-1", 0), ("s-2", 0)]
     assert (page.status.num_accepted, page.status.num_finished, page.status.is_done) == (2, 2, True)
@@ -611,16 +613,16 @@ async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator
 
 @service("a")
 async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
-    await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run"))
+    await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run")))
     with pytest.raises(Conflict):
-        await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run", reward=0.25))
+        await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run", reward=0.25)))
     with pytest.raises(Conflict):
         await coordinator.rollouts.submit(
             "run", (make_group("g", 1),)
         )  # as many as were recorded: no repeat of a submit
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     with pytest.raises(Conflict):
-        await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="r"))
+        await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="r")))
     assert (await read_page(coordinator, "r", 0, 1, 0.0)).status.num_finished == 0
 
 
@@ -640,7 +642,7 @@ async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_e
 async def test_terms_and_owners_outlive_a_restart(site, coordinator):
     await coordinator.rollouts.submit("done", (make_group("g", 1),), RolloutTerms(owner="alice"))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
-    await coordinator.rollouts.finish("w", record(assignment))
+    await hand_in(coordinator.rollouts, "w", record(assignment))
     await coordinator.rollouts.submit("train", (make_group("g", 4),), RolloutTerms(owner="alice"))
     await coordinator.rollouts.submit("eval", (make_group("g", 4),), RolloutTerms("bob", priority=1, max_running=2))
     await site.stop()
@@ -663,9 +665,9 @@ async def test_terms_and_owners_outlive_a_restart(site, coordinator):
 
 @service("a")
 async def test_sessions_records_belong_to_the_owner_of_the_first(site, coordinator):
-    await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run"), "alice")
+    await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run")), "alice")
     with pytest.raises(Conflict):
-        await coordinator.rollouts.record(make_trajectory("g", 1, rollout_id="run"), "bob")
+        await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 1, rollout_id="run")), "bob")
     with pytest.raises(NotFound):
         await coordinator.rollouts.read("run", 0, 1, 0.0, ("bob",))
     assert (await read_page(coordinator, "run", 0, 9, 0.0)).status.num_finished == 1
@@ -692,7 +694,7 @@ async def test_an_id_of_a_rollout_is_one_users_own(site, coordinator):
 async def test_sessions_of_no_rollout_are_their_owners(site, coordinator):
     rollouts = coordinator.rollouts
     for name in ("alice", "bob"):
-        await rollouts.record(make_trajectory("g", 0, rollout_id=f"{name}~sessions"))
+        await rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id=f"{name}~sessions")))
     page = (await rollouts.read("sessions", 0, 9, 0.0, ("alice",))).decoded()
     assert (page.status.owner, [one.rollout_id for one in page.trajectories]) == ("alice", ["alice~sessions"])
     await rollouts.acknowledge("sessions", page.cursor, ("alice",))
@@ -727,12 +729,12 @@ async def test_a_record_is_held_once_however_often_it_is_offered(site, coordinat
     assignments = (await coordinator.rollouts.take(report(), 1.0)).start
     site.store.stalled = asyncio.Event()
     for _ in range(19):  # as workers do, whose calls end after 30 s without an answer
-        offers = [asyncio.create_task(coordinator.rollouts.finish("w", record(one))) for one in assignments]
+        offers = [asyncio.create_task(hand_in(coordinator.rollouts, "w", record(one))) for one in assignments]
         await site.clock.sleep(30.0)
         for offer in offers:
             offer.cancel()
     assert site.store.num_commits == 8
-    last = [asyncio.create_task(coordinator.rollouts.finish("w", record(one))) for one in assignments]
+    last = [asyncio.create_task(hand_in(coordinator.rollouts, "w", record(one))) for one in assignments]
     await site.clock.sleep(1.0)
     site.store.stalled.set()
     assert await asyncio.gather(*last) == [True] * 8
@@ -747,14 +749,14 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
     await coordinator.rollouts.submit("r", (make_group("g", 4),))
     assignments = (await coordinator.rollouts.take(report(), 1.0)).start
     for one in assignments[:3]:
-        await coordinator.rollouts.finish("w", record(one))
+        await hand_in(coordinator.rollouts, "w", record(one))
     page = await read_page(coordinator, "r", 0, 2, 0.0)
     await coordinator.rollouts.acknowledge("r", page.cursor)
     await site.clock.sleep(8.0)
     left = await read_page(coordinator, "r", 0, 10, 0.0)
     assert (len(left.trajectories), left.status.num_finished) == (1, 3)
-    assert await coordinator.rollouts.finish("w", record(assignments[0]))  # its answer was lost
-    await coordinator.rollouts.finish("w", record(assignments[3]))
+    assert await hand_in(coordinator.rollouts, "w", record(assignments[0]))  # its answer was lost
+    await hand_in(coordinator.rollouts, "w", record(assignments[3]))
     page = await read_page(coordinator, "r", left.cursor, 10, 0.0)
     with pytest.raises(NotFound):
         await coordinator.rollouts.acknowledge("r", page.cursor, ("somebody",))
@@ -765,7 +767,7 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
             await call
     with pytest.raises(Gone):
         await coordinator.rollouts.submit("r", (make_group("g", 4),))
-    assert await coordinator.rollouts.finish("w", record(assignments[3]))
+    assert await hand_in(coordinator.rollouts, "w", record(assignments[3]))
 
 
 @service("a")
@@ -778,7 +780,7 @@ async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordina
     for is_done in (False, True):
         if is_done:
             for assignment in (await rollouts.take(report(), 1.0)).start:
-                await rollouts.finish("w", record(assignment))
+                await hand_in(rollouts, "w", record(assignment))
         assert (await rollouts.submit("r", work)).is_done == is_done
         assert (await rollouts.submit("r", work[::-1])).num_accepted == 3
         for changed in (other, (task, work[1]), (replace(work[0], keep=1), work[1])):
@@ -791,9 +793,9 @@ async def test_an_acknowledged_cursor_is_of_what_exists(site, coordinator):
     """B1: a cursor beyond the newest record deleted what finished later, unread."""
     await coordinator.rollouts.submit("r", (make_group("g", 2),))
     first, second = (await coordinator.rollouts.take(report(), 1.0)).start
-    await coordinator.rollouts.finish("w", record(first))
+    await hand_in(coordinator.rollouts, "w", record(first))
     await coordinator.rollouts.acknowledge("r", 2**60)
-    await coordinator.rollouts.finish("w", record(second))
+    await hand_in(coordinator.rollouts, "w", record(second))
     await site.clock.sleep(2 * CONFIG.retention_interval_s)
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert [one.sample_index for one in page.trajectories] == [1]
@@ -807,9 +809,9 @@ async def test_a_record_of_a_sample_that_does_not_exist_is_refused(site, coordin
     trajectory = record(assignment)
     for changed in (replace(trajectory, sample_index=1), replace(trajectory, group_id="other")):
         with pytest.raises(InvalidRequest, match="never accepted"):
-            await coordinator.rollouts.finish("w", changed)
-    assert await coordinator.rollouts.finish("w", trajectory)
-    assert await coordinator.rollouts.finish("w", trajectory)
+            await hand_in(coordinator.rollouts, "w", changed)
+    assert await hand_in(coordinator.rollouts, "w", trajectory)
+    assert await hand_in(coordinator.rollouts, "w", trajectory)
 
 
 @service("a")
@@ -819,14 +821,14 @@ async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinato
     await rollouts.submit("r", (make_group("g", 3),))
     assignments = (await rollouts.take(report(), 1.0)).start
     for assignment in assignments[:2]:
-        await rollouts.finish("w", record(assignment))
+        await hand_in(rollouts, "w", record(assignment))
     with sqlite3.connect(site.path / "trajectories.sqlite") as db:
         db.execute("UPDATE trajectories SET crc = crc + 1 WHERE sample_index = 0")
     page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert ([one.sample_index for one in page.trajectories], page.status.num_damaged) == ([1], 1)
     with pytest.raises(Conflict, match="when it has ended"):
         await rollouts.resubmit_damaged("r")
-    await rollouts.finish("w", record(assignments[2]))
+    await hand_in(rollouts, "w", record(assignments[2]))
     await site.stop()
     rollouts = (coordinator := await site.start()).rollouts
     await site.join("a")
@@ -835,7 +837,7 @@ async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinato
     assert (status.num_queued, status.num_finished, status.num_damaged) == (1, 2, 0)
     (again,) = (await rollouts.take(report(), 1.0)).start
     assert again.assignment_id == "r/g/0"
-    await rollouts.finish("w", record(again))
+    await hand_in(rollouts, "w", record(again))
     after = await read_page(coordinator, "r", page.cursor, 10, 0.0)
     assert ([one.sample_index for one in after.trajectories], after.status.is_done) == ([2, 0], True)
     assert await rollouts.resubmit_damaged("r") == after.status

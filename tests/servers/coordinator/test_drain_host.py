@@ -6,7 +6,7 @@ import pytest
 
 from agentloop.api.coordinator import HostDrain, LeaseReport, TurnBegun, TurnEnded
 from agentloop.errors import Conflict, NotFound, ServiceUnavailable
-from tests.support.fleet.service import CONFIG, assignment_ids, record, report, service
+from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report, service
 from tests.support.records.samples import make_group
 
 
@@ -46,7 +46,7 @@ async def test_what_runs_there_ends_or_goes_elsewhere_at_its_next_turn(site, coo
     assert {lease.replica_id for _, lease in orders.moves if lease is not None} == {"b"}
     assert await coordinator.drain_host("a") == HostDrain("a", 4, 0)
     for one in start:
-        await rollouts.finish("worker on a", record(one))
+        await hand_in(rollouts, "worker on a", record(one))
     assert (await coordinator.drain_host("a")).may_go
 
 

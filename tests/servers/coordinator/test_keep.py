@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from agentloop.clock import VirtualClock
-from agentloop.errors import Conflict, InvalidRequest
+from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
 from agentloop.storage.summary import summarize
 from agentloop.types import Assignment, RolloutGroup, StopReason, Trajectory
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.fleet.live_run import live_run, talk, write_checkpoint
-from tests.support.fleet.service import CONFIG, Service, read_page, record, report, service
-from tests.support.records.samples import make_task
+from tests.support.fleet.service import CONFIG, Service, hand_in, read_page, record, report, service
+from tests.support.records.samples import encoded, make_task
 
 
 def groups(num_samples: int, keep: int | None, num_groups: int = 1) -> tuple[RolloutGroup, ...]:
@@ -45,14 +44,14 @@ def complete(records: list[Trajectory]) -> list[int]:
 async def test_the_rest_is_cancelled_once_the_first_are_durable(site: Service, coordinator: Coordinator) -> None:
     one, two, three, four = await begun(coordinator, 4, 2)
     running = [one.assignment_id for one in (one, two, three, four)]
-    await coordinator.rollouts.finish("w", record(one))
+    await hand_in(coordinator.rollouts, "w", record(one))
     assert (await coordinator.rollouts.take(report("w", 0, *running[1:]), 0.0)).cancel == ()
-    await coordinator.rollouts.finish("w", record(three))
+    await hand_in(coordinator.rollouts, "w", record(three))
     orders = await coordinator.rollouts.take(report("w", 0, running[1], running[3]), 0.0)
     assert set(orders.cancel) == {running[1], running[3]}
     cancelled = replace(record(two), stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
-    assert await coordinator.rollouts.finish("w", cancelled)
-    assert await coordinator.rollouts.finish("w", record(four))  # it had ended before it heard
+    assert await hand_in(coordinator.rollouts, "w", cancelled)
+    assert await hand_in(coordinator.rollouts, "w", record(four))  # it had ended before it heard
     records = await stored(coordinator)
     assert complete(records) == [0, 2]
     late = next(record for record in records if record.sample_index == 3)
@@ -69,7 +68,7 @@ async def test_the_rest_is_cancelled_once_the_first_are_durable(site: Service, c
 async def test_what_is_queued_has_its_record_without_having_run(site: Service, coordinator: Coordinator) -> None:
     await coordinator.rollouts.submit("r", groups(5, 1))
     (one,) = (await coordinator.rollouts.take(report("w", 1), 1.0)).start
-    await coordinator.rollouts.finish("w", record(one))
+    await hand_in(coordinator.rollouts, "w", record(one))
     assert (await coordinator.rollouts.take(report("w", 4), 1.0)).start == ()
     await site.clock.sleep(2.0)
     records = await stored(coordinator)
@@ -83,7 +82,7 @@ async def test_of_many_that_end_at_once_no_more_than_wanted_are_complete(
 ) -> None:
     started = await begun(coordinator, 4, 2)
     site.store.stalled = asyncio.Event()
-    ending = [asyncio.create_task(coordinator.rollouts.finish("w", record(one))) for one in started]
+    ending = [asyncio.create_task(hand_in(coordinator.rollouts, "w", record(one))) for one in started]
     await site.clock.sleep(1.0)
     coordinator.rollouts.queue.check()
     site.store.stalled.set()
@@ -99,12 +98,12 @@ async def test_a_record_that_could_not_be_stored_gives_its_place_back(
 ) -> None:
     one, two, three = await begun(coordinator, 3, 1)
     site.store.is_broken = True
-    with pytest.raises(sqlite3.OperationalError):
-        await coordinator.rollouts.finish("w", record(one))
+    with pytest.raises(ServiceUnavailable):
+        await hand_in(coordinator.rollouts, "w", record(one))
     site.store.is_broken = False
-    await coordinator.rollouts.finish("w", record(two))
-    await coordinator.rollouts.finish("w", record(one))
-    await coordinator.rollouts.finish("w", record(three))
+    await hand_in(coordinator.rollouts, "w", record(two))
+    await hand_in(coordinator.rollouts, "w", record(one))
+    await hand_in(coordinator.rollouts, "w", record(three))
     assert complete(await stored(coordinator)) == [1]
 
 
@@ -113,7 +112,7 @@ async def test_what_failed_takes_no_place(site: Service, coordinator: Coordinato
     one, two, three = await begun(coordinator, 3, 2)
     failed = replace(record(one, StopReason.LOOP_FAILED), reward=None)
     for done in (failed, record(two), record(three)):
-        await coordinator.rollouts.finish("w", done)
+        await hand_in(coordinator.rollouts, "w", done)
     assert complete(await stored(coordinator)) == [1, 2]
 
 
@@ -129,7 +128,7 @@ def test_a_restart_counts_what_the_group_has(tmp_path: Path, num_before: int) ->
         started = await begun(site.coordinator, 4, 2)
         await site.coordinator.rollouts.submit("s", (replace(groups(2, 1)[0], rollout_id="s"),))
         for one in started[:num_before]:
-            await site.store.add_records([record(one)])
+            await site.store.add_records(encoded([record(one)]))
         await site.stop()
         coordinator = await site.start()
         await site.join("a")
@@ -137,7 +136,7 @@ def test_a_restart_counts_what_the_group_has(tmp_path: Path, num_before: int) ->
         orders = await coordinator.rollouts.take(report("w", 0, *running), 0.0)
         assert set(orders.cancel) == (set(running) if num_before == 2 else set())
         for one in started[num_before:]:
-            await coordinator.rollouts.finish("w", record(one))
+            await hand_in(coordinator.rollouts, "w", record(one))
         await clock.sleep(5.0)
         assert complete(await stored(coordinator)) == [0, 1]
         assert len(await stored(coordinator)) == 4

@@ -16,6 +16,7 @@ from agentloop.api.coordinator import (
     HeldLease,
     LeasePort,
     LeaseReport,
+    Refusal,
     ReplicaPort,
     ReplicaReport,
     RolloutPort,
@@ -24,6 +25,7 @@ from agentloop.api.coordinator import (
     WorkerPort,
     session_holder,
 )
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import WeightUpdate
@@ -38,8 +40,8 @@ from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
 from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer, worker_key
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.service import CONFIG, assignment_ids, record, report
-from tests.support.records.samples import make_group, make_trajectory
+from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report
+from tests.support.records.samples import encoded, make_group, make_trajectory
 
 PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
 
@@ -60,11 +62,11 @@ class Store(TrajectoryStore):
             raise ZeroDivisionError
         await super().accept(rollout_id, groups, *terms)
 
-    async def add_records(self, trajectories):
+    async def add_records(self, records):
         self.commits.set()
         self.num_commits += 1
         await self.may_commit.wait()
-        return await super().add_records(trajectories)
+        return await super().add_records(records)
 
 
 class PortSite:
@@ -140,8 +142,8 @@ async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
         for asked in (
             front.acknowledge("r", number),
             front.read("r", number, 10, 0.0),
-            front.record(make_trajectory("g", number, rollout_id="s"), "owner"),
-            site.client.workers.finish("w", make_trajectory("g", number, rollout_id="r")),
+            front.record(EncodedRecord.of(make_trajectory("g", number, rollout_id="s")), "owner"),
+            hand_in(site.client.workers, "w", make_trajectory("g", number, rollout_id="r")),
         ):
             with pytest.raises(InvalidRequest):
                 await asked
@@ -157,8 +159,11 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         moved = await worker.move("r/g/0", orders.start[0].lease, False)
         assert moved.replica_id == orders.start[0].lease.replica_id
         done = [record(assignment) for assignment in orders.start]
-        for trajectory in done:
-            await worker.finish("w", trajectory)
+        stranger = make_trajectory("g", 7, rollout_id="unknown")  # fails alone
+        answers = await worker.finish("w", tuple(encoded([done[0], stranger, done[1]])))
+        assert (answers[0], answers[2]) == (True, True)
+        assert isinstance(answers[1], Refusal)
+        assert isinstance(answers[1].raised(), NotFound)
         page = await site.coordinator.rollouts.read("r", 0, 10, 0.0)
         assert encode(await front.read("r", 0, 10, 0.0)) == encode(page)
         assert page.status.is_done
@@ -200,7 +205,7 @@ async def test_a_restarted_coordinator_is_found_at_its_new_port(tmp_path):
         await site.start()
         assert site.server.url != old
         (assignment,) = (await site.client.workers.take(report(), 5.0)).start
-        await site.client.workers.finish("w", record(assignment))
+        await hand_in(site.client.workers, "w", record(assignment))
         assert (await site.client.front.read("r", 0, 1, 0.0)).status.is_done
 
 
@@ -233,7 +238,7 @@ async def test_a_hand_in_goes_on_when_its_caller_leaves(tmp_path):
         await site.client.front.submit("r", (make_group("g", 1),))
         (assignment,) = (await site.client.workers.take(report(), 1.0)).start
         site.store.may_commit.clear()
-        handing_in = asyncio.create_task(site.client.workers.finish("w", record(assignment)))
+        handing_in = asyncio.create_task(hand_in(site.client.workers, "w", record(assignment)))
         await site.store.commits.wait()
         handing_in.cancel()
         await asyncio.gather(handing_in, return_exceptions=True)
@@ -250,7 +255,7 @@ def with_long_prompt(trajectory: Trajectory) -> Trajectory:
 
 async def offered_in_vain(site: PortSite, records: list[Trajectory], num_commits: int) -> None:
     """Offer records until so many wait for the disk, and leave."""
-    offers = [asyncio.create_task(site.client.workers.finish("w", one)) for one in records]
+    offers = [asyncio.create_task(hand_in(site.client.workers, "w", one)) for one in records]
     while site.store.num_commits < num_commits:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -282,7 +287,7 @@ async def test_a_stalled_disk_costs_the_memory_of_each_record_once(tmp_path):
         assert held > 3 * size, "the records wait for the disk"
         assert site.store.num_commits == 4
         site.store.may_commit.set()
-        assert await asyncio.gather(*(site.client.workers.finish("w", one) for one in records)) == [True] * 4
+        assert await asyncio.gather(*(hand_in(site.client.workers, "w", one) for one in records)) == [True] * 4
         assert len((await site.client.front.read("r", 0, 8, 10.0)).trajectories) == 4
 
 

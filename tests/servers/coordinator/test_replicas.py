@@ -22,7 +22,7 @@ from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from agentloop_servers.host import software_of_process
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
-from tests.support.fleet.service import CONFIG, record, report, service
+from tests.support.fleet.service import CONFIG, hand_in, record, report, service
 from tests.support.fleet.weights import push_source
 from tests.support.records.samples import make_group
 
@@ -46,7 +46,7 @@ async def test_a_lost_replicas_trajectories_move(site, coordinator):
     site.silent.clear()
     await site.clock.sleep(2.0)
     assert (await site.states())[lost] == "ready"
-    await coordinator.rollouts.finish("w", record(assignment))
+    await hand_in(coordinator.rollouts, "w", record(assignment))
 
 
 @service("a", "b")

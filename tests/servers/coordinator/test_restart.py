@@ -12,7 +12,7 @@ from agentloop.errors import ServiceUnavailable, StorageFull
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, PauseMode, StopReason
 from tests.support.engine.engines import SLEEPER
-from tests.support.fleet.service import CONFIG, Inline, read_page, record, report, service
+from tests.support.fleet.service import CONFIG, Inline, hand_in, read_page, record, report, service
 from tests.support.records.samples import make_group
 
 
@@ -139,7 +139,7 @@ async def test_a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_ne
     with pytest.raises(ServiceUnavailable, match="stopping"):
         await coordinator.rollouts.lease("new", 10, "ingress")
     assert await coordinator.rollouts.lease("s", 10, "ingress") == held
-    await coordinator.rollouts.finish("w", record(first))
+    await hand_in(coordinator.rollouts, "w", record(first))
     assert await coordinator.drain() == (0, 3)
     await site.stop()
     coordinator = await site.start()
@@ -168,7 +168,7 @@ async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coo
     assert {name: balancer.lease_of(name) for name in placed} == placed
     assert sum(one.num_leases for one in (await coordinator.status()).replicas) == balancer.num_holders == 4
     for one in started:
-        await coordinator.rollouts.finish("w", record(one))
+        await hand_in(coordinator.rollouts, "w", record(one))
     for sequence in range(9, 200):  # the worker is silent, and the other process is not
         await coordinator.rollouts.report_leases(LeaseReport("ingress", sequence))
         await site.clock.sleep(1.0)
@@ -203,7 +203,7 @@ async def test_a_cancel_holds_over_a_restart(site, coordinator):
     coordinator, _ = await restart(site)
     for assignment in running:
         ended = replace(record(assignment), stop_reason=StopReason.CANCELLED, is_complete=False, paths=())
-        await coordinator.rollouts.finish("w", ended)
+        await hand_in(coordinator.rollouts, "w", ended)
     await site.clock.sleep(CONFIG.restart_grace_s)
     status = await coordinator.rollouts.submit("r", (make_group("g", 4),))
     assert (status.num_finished, status.is_done) == (4, True)

@@ -10,7 +10,7 @@ from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, Turn
 from agentloop.errors import NoHealthyReplica
 from agentloop.scheduling.waiting import WaitingConfig
 from tests.support.engine.engines import INFO
-from tests.support.fleet.service import CONFIG, assignment_ids, record, report, service
+from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report, service
 from tests.support.records.samples import make_group
 
 SMALL = replace(INFO, kv_capacity_tokens=1000)  # the samples below are expected to grow by 100 tokens each
@@ -69,7 +69,7 @@ async def test_samples_wait_before_their_prefill_and_begin_as_soon_as_others_end
         " are predicted to be needed"
     )
     ended_at = site.clock.now()
-    await coordinator.rollouts.finish("w", record(begun[0]))
+    await hand_in(coordinator.rollouts, "w", record(begun[0]))
     assert len((await taking).start) == 1
     assert site.clock.now() == ended_at
 
@@ -194,7 +194,7 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
             await site.clock.sleep(0.01)  # far from the next look at the fleet, which wakes all
             assert not task.done()
             now = site.clock.now()
-            await coordinator.rollouts.finish("w", record(next(ends)))
+            await hand_in(coordinator.rollouts, "w", record(next(ends)))
             for _ in range(20):
                 await asyncio.sleep(0)
         assert site.clock.now() == now

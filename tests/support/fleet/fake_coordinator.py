@@ -14,6 +14,7 @@ from agentloop.api.coordinator import (
     LeaseOrders,
     LeaseReport,
     Orders,
+    Refusal,
     ReplicaStatus,
     ReplicaUpdate,
     RolloutStatus,
@@ -22,6 +23,7 @@ from agentloop.api.coordinator import (
     UpdateReport,
     WorkerReport,
 )
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
@@ -156,8 +158,9 @@ class FakeCoordinator:
         except NotFound:
             return own_id(owner, rollout_id)
 
-    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
         self._raise_next()
+        trajectory = record.decoded()
         rollout_id = trajectory.rollout_id
         place = (trajectory.group_id, trajectory.sample_index)
         if self.groups.get(rollout_id):
@@ -221,7 +224,15 @@ class FakeCoordinator:
     async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name not in self.records)
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+    async def finish(self, worker_id: str, records: tuple[EncodedRecord, ...]) -> tuple[bool | Refusal, ...]:
+        outcomes = [self.finish_one(worker_id, record.decoded()) for record in records]
+        found = await asyncio.gather(*outcomes, return_exceptions=True)
+        answers = [Refusal.of(one) if isinstance(one, AgentLoopError) else one for one in found]
+        if bugs := [one for one in answers if isinstance(one, BaseException)]:
+            raise bugs[0]
+        return tuple(answers)  # type: ignore[arg-type]
+
+    async def finish_one(self, worker_id: str, trajectory: Trajectory) -> bool:
         self._raise_next()
         key = f"{trajectory.group_id}/{trajectory.sample_index}"
         assert key not in self.records, f"{key} finished twice"

@@ -41,12 +41,12 @@ class Relay(FakeCoordinator):
         self.given = [replace(assignment, attempt=assignment.attempt + 1) for assignment in self.given]
         self._waiting.extend(one for one in self.given if f"{one.group_id}/{one.sample_index}" not in self.records)
 
-    async def finish(self, worker_id, trajectory):
+    async def finish_one(self, worker_id, trajectory):
         if trajectory.stop_reason in self.refuses:
             self.refused.append(trajectory.stop_reason)
             self.is_refused.set()
             return False
-        return await super().finish(worker_id, trajectory)
+        return await super().finish_one(worker_id, trajectory)
 
 
 def files(folder):

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api.coordinator import RolloutTerms, assignment_id_of
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.errors import Conflict, NotFound
 from agentloop.storage.trajectory_store import encoded_groups, groups_digest
 from agentloop.types import RolloutGroup, Trajectory
@@ -53,9 +54,9 @@ class MemoryStore:
     def num_damaged(self, rollout_id: str) -> int:
         return 0
 
-    async def has_record(self, trajectory: Trajectory) -> bool:
-        await self.counts(trajectory.rollout_id)
-        name = assignment_id_of(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+    async def has_record(self, record: EncodedRecord) -> bool:
+        await self.counts(record.rollout_id)
+        name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
         return name in self.records
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
@@ -65,19 +66,19 @@ class MemoryStore:
         await self._turn()
         return self.rollout_terms.get(rollout_id, RolloutTerms())
 
-    async def add_records(self, trajectories: Sequence[Trajectory]) -> int:
+    async def add_records(self, records: Sequence[EncodedRecord]) -> int:
         await self._disk()
         known = len(self.records)
-        for one in trajectories:
-            self.records.setdefault(assignment_id_of(one.rollout_id, one.group_id, one.sample_index), one)
+        for one in records:
+            self.records.setdefault(assignment_id_of(one.rollout_id, one.group_id, one.sample_index), one.decoded())
         return len(self.records) - known
 
-    async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
+    async def record(self, record: EncodedRecord, owner: str | None = None) -> bool:
         await self._turn()
-        if trajectory.rollout_id in self.groups:
-            raise Conflict(f"rollout {trajectory.rollout_id} was submitted")
-        self.sessions.add(trajectory.rollout_id)
-        return await self.add_records([trajectory]) > 0
+        if record.rollout_id in self.groups:
+            raise Conflict(f"rollout {record.rollout_id} was submitted")
+        self.sessions.add(record.rollout_id)
+        return await self.add_records([record]) > 0
 
     async def holds_sessions(self, rollout_id: str) -> bool:
         await self._turn()

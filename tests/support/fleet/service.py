@@ -6,7 +6,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import wraps
 
-from agentloop.api.coordinator import WorkerReport
+from agentloop.api.coordinator import Refusal, WorkerReport
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig
@@ -55,13 +56,13 @@ class FlakyStore(TrajectoryStore):
             await self.stalled.wait()
         await super().accept(*arguments)
 
-    async def add_records(self, trajectories):
+    async def add_records(self, records):
         self.num_commits += 1
         if self.is_broken:
             raise sqlite3.OperationalError("disk I/O error")
         if self.stalled is not None:
             await self.stalled.wait()
-        return await super().add_records(trajectories)
+        return await super().add_records(records)
 
     async def save_state(self, name, value):
         if self.is_broken:
@@ -145,6 +146,14 @@ def service(*replica_ids, config=CONFIG, info=INFO):
 async def read_page(coordinator, rollout_id, after, limit, wait_s):
     """The coordinator's answer, decoded."""
     return (await coordinator.rollouts.read(rollout_id, after, limit, wait_s)).decoded()
+
+
+async def hand_in(workers, worker_id, trajectory):
+    """Hand in one record. Raises the error that it meets."""
+    [answer] = await workers.finish(worker_id, (EncodedRecord.of(trajectory),))
+    if isinstance(answer, Refusal):
+        raise answer.raised()
+    return answer
 
 
 def report(worker_id="w", num_free=8, *running):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from agentloop.api.encoded_record import EncodedRecord
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,
@@ -84,6 +85,10 @@ def make_trajectory(
     )
 
 
+def encoded(trajectories: Iterable[Trajectory]) -> list[EncodedRecord]:
+    return [EncodedRecord.of(one) for one in trajectories]
+
+
 def fill_store(
     path: Path, groups: Mapping[str, Sequence[RolloutGroup]], records: Sequence[Trajectory] = ()
 ) -> None:
@@ -93,7 +98,7 @@ def fill_store(
         store = TrajectoryStore(path)
         for rollout_id, accepted in groups.items():
             await store.accept(rollout_id, accepted)
-        await store.add_records(records)
+        await store.add_records(encoded(records))
         await store.close()
 
     asyncio.run(fill())

@@ -1,0 +1,76 @@
+"""A terminal record on its way: encoded once by its maker, and opaque bytes behind a header from there on.
+
+The header has what a coordinator decides by. What it adds to a record, the staleness, is the value of the bytes'
+last field, which it appends. So a record is decoded by its readers alone. The CRC is the maker's, and is checked
+where the record is read from the disk.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from agentloop import codec
+from agentloop.types import StopReason, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRecord:
+    """A Trajectory as bytes, and the facts of it that its queue, its group and its store need."""
+
+    rollout_id: str
+    group_id: str
+    sample_index: int
+    attempt: int
+    stop_reason: StopReason
+    is_complete: bool
+    is_sound: bool
+    num_response_tokens: int  # over all paths
+    oldest_version: int | None  # of the tokens in its mask; None: it is empty
+    newest_version: int | None
+    max_staleness: int | None
+    staleness: int | None
+    data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
+    crc: int  # CRC-32 of `data`
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EncodedRecord:
+        """Encode a record. Raises what the codec raises for text or numbers that have no wire form."""
+        encoded, staleness = codec.encode(trajectory), codec.encode(trajectory.staleness)
+        data = memoryview(encoded)[: -len(staleness)]
+        versions = {version for path in trajectory.paths for version in path.trained_versions}
+        return cls(
+            rollout_id=trajectory.rollout_id,
+            group_id=trajectory.group_id,
+            sample_index=trajectory.sample_index,
+            attempt=trajectory.attempt,
+            stop_reason=trajectory.stop_reason,
+            is_complete=trajectory.is_complete,
+            is_sound=trajectory.is_sound,
+            num_response_tokens=sum(len(path.response_ids) for path in trajectory.paths),
+            oldest_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
+            max_staleness=trajectory.max_staleness,
+            staleness=trajectory.staleness,
+            data=data,
+            crc=zlib.crc32(data),
+        )
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the trainer consumes it, as `Trajectory.is_trained`."""
+        return self.is_sound and self.oldest_version is not None
+
+    @property
+    def value(self) -> bytes:
+        """The bytes of the whole record, as `codec.encode(Trajectory)` makes them."""
+        return b"".join((self.data, codec.encode(self.staleness)))
+
+    @property
+    def value_crc(self) -> int:
+        """The CRC-32 of `value`, made of that of `data`."""
+        return zlib.crc32(codec.encode(self.staleness), self.crc)
+
+    def decoded(self) -> Trajectory:
+        """Return the record. Raises InvalidRequest if the bytes hold none."""
+        return codec.decode(self.value, Trajectory)
