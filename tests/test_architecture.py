@@ -216,6 +216,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop.trainers",
         "agentloop_servers.chat_format",
+        "agentloop_servers.cluster",
         "agentloop_servers.config",
         "agentloop_servers.host",
         "agentloop_servers.local",

@@ -123,12 +123,20 @@ def prepare_engine_network(config: ServiceConfig) -> None:
     """Tell this process's engine, and the processes it starts, which address and interface lead to other nodes."""
     if config.cluster is None:
         return
-    address = node_address(config)
-    os.environ[ADDRESS_VARIABLE] = address
-    for name, its_address in _addresses():
-        if its_address == address:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ[ADDRESS_VARIABLE] = address = node_address(config)
+    if (name := interface_of(address)) is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface of this node that has an address."""
+    return next((name for name, its_address in _addresses() if its_address == address), None)
+
+
+def node_ports() -> dict[str, int]:
+    """Return a port of Ray's on each live node, by the node's address: what reaches it reaches the node."""
+    return {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in _nodes()}
 
 
 def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *arguments: object, **named: object) -> T:
