@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
@@ -61,7 +70,8 @@ _REMOVED: Mapping[str, str] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # An error's text would have the input, of which `store` may have a password.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class Mode(StrEnum):
@@ -322,6 +332,8 @@ class ServiceConfig(_Strict):
     """The run's log."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
+    store: Annotated[SecretStr | None, Field(exclude=True)] = None
+    """A database for the records, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite in the run directory."""
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0
     """The time that new requests wait for a resume; then they get 503."""
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
@@ -544,9 +556,13 @@ def located(path: str) -> Path:
     return (CHECKOUT / given).resolve()
 
 
+SECRET_NAME = "secret"
+"""The file of a run directory that holds its secret."""
+
+
 def run_secret(run_dir: Path) -> str:
     """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
-    path = run_dir / "secret"
+    path = run_dir / SECRET_NAME
     with suppress(FileExistsError):
         made_run_dir(run_dir)
         made = path.with_suffix(f".{secrets.token_hex(4)}")
