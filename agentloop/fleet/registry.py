@@ -431,7 +431,7 @@ class Fleet:
     # --- inside ---
 
     def _takes_traffic(self, replica: ReplicaRecord) -> bool:
-        is_free = not replica.is_held and replica.host not in self._drained
+        is_free = not replica.is_held and not (self._drained and replica.host in self._drained)
         return replica.state is ReplicaState.READY and self.is_current(replica) and is_free
 
     def _offer_version(self, version: int | None) -> None:

@@ -118,12 +118,11 @@ def _address(config: ServiceConfig) -> str:
 
 
 def _port(config: ServiceConfig) -> str:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host if ":" not in config.host else "", config.port))
-        except OSError as error:
-            return f"BROKEN: {config.port}: {error.strerror}"
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        socket.create_server((config.host, config.port), family=family).close()
+    except OSError as error:
+        return f"BROKEN: {config.port}: {error.strerror}"
     return f"{config.port} is free"
 
 
