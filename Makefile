@@ -18,6 +18,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
+	$(BIN)/python -m pytest -m hosts -k a_cut_a_join_and_a_kill $(ARGS) tests/hosts
 
 # The files that have such tests, as `tests/test_architecture.py` sees to: to import all others takes half a minute.
 MARKED = $(shell grep -rl "mark\.$(1)\b" tests --include="test_*.py")

@@ -22,6 +22,7 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
+from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import (
     Message,
@@ -148,7 +149,7 @@ Row = dict[str, Any]
 
 
 def export(
-    store_path: str | Path,
+    store_path: str | Path | Home,
     out_path: str | Path,
     format: ExportFormat,
     rollout_id: str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 from agentloop import aio
 from agentloop.logs import close_logging
+from agentloop.plugins import resolve
+from agentloop.storage.home import Home
+from tests.support.service.postgres_server import PostgresServer
 
 settings.register_profile("shared_cores", deadline=None)  # an example's wall time says nothing of the code
 settings.load_profile("shared_cores")
@@ -31,6 +35,21 @@ def pytest_collection_finish() -> None:
     """Take what the imports left out of the garbage collector's sight: it is a million objects that stay."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL server for all tests of this process."""
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def postgres_run(postgres_server: PostgresServer, tmp_path: Path) -> Home:
+    """The home of a run that no other test has."""
+    kind = resolve("agentloop.storage.postgres:PostgresRun", param="store")
+    return kind(postgres_server.url, postgres_server.new_name(), tmp_path)
 
 
 @pytest.fixture(autouse=True)

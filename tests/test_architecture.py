@@ -207,6 +207,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.serve_process",
         "agentloop_servers.tcp",
     },
+    "agentloop_servers.run_store": {"agentloop.storage", "agentloop_servers.config"},
     "agentloop_servers.app": {"*"},  # the wiring
     "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {
@@ -228,10 +229,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop.trainers",
         "agentloop_servers.chat_format",
+        "agentloop_servers.cluster",
         "agentloop_servers.config",
         "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",
+        "agentloop_servers.run_store",
     },
 }
 

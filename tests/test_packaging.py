@@ -61,7 +61,7 @@ def test_the_lock_pins_everything_exactly_and_names_no_local_version():
 
 def test_the_engines_are_extras():
     assert f"sglang=={SGLANG_VERSION}" in EXTRAS["sglang"]
-    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers", "mcp", "trl"}
+    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers", "mcp", "postgres", "trl"}
     assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
 
 

@@ -36,6 +36,8 @@ _FULL_CODES = frozenset(
     }
 )
 
+_SERVER_FULL = "53100"  # PostgreSQL's code
+
 PRIMARY_CODE = 0xFF
 """The bits of an extended result code of SQLite that name its kind."""
 
@@ -47,6 +49,8 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0)
         return code in _FULL_CODES or code & PRIMARY_CODE == sqlite3.SQLITE_READONLY
+    if getattr(error, "sqlstate", None) == _SERVER_FULL:
+        return True
     return isinstance(error, OSError) and error.errno in _FULL
 
 

@@ -14,9 +14,10 @@ their own. The time is the caller's, which never goes back.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+
+from agentloop.storage.home import Database
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS acknowledged (
@@ -33,7 +34,7 @@ MAX_EMPTIED = 64
 HAS_VALUE = "(crc != 0 OR length(value) > 0)"
 """True of a row of `trajectories` that was not emptied. A damaged one may claim to be a text of no length."""
 
-_VACUUM_PAGES = 256  # given back to the filesystem in one transaction
+_PAGE_ROWS = 1000  # looked at in one statement
 _MARKS_PER_AGE = 100  # so much finer than the greatest age are the times told apart
 
 
@@ -62,44 +63,47 @@ class Unfinished:
     counted: Collection[str] = field(default_factory=frozenset)
 
 
-def acknowledge(db: sqlite3.Connection, rollout_id: str, cursor: int) -> None:
+def acknowledge(db: Database, rollout_id: str, cursor: int) -> None:
     """Note the cursor up to which a trainer has a rollout's records. An earlier cursor changes nothing.
 
     A cursor beyond the last record counts up to that: a later record was not read.
     """
-    newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ?"
+    newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ? AND seq <= ?"
+    (last,) = db.execute(newest, (rollout_id, cursor)).fetchone()
     db.execute(
-        f"INSERT INTO acknowledged VALUES (?, MIN(?, ({newest})), 0)"
-        " ON CONFLICT DO UPDATE SET seq = MAX(seq, excluded.seq)",
-        (rollout_id, cursor, rollout_id),
+        "INSERT INTO acknowledged VALUES (?, ?, 0)"
+        " ON CONFLICT (rollout_id) DO UPDATE SET seq = excluded.seq WHERE excluded.seq > acknowledged.seq",
+        (rollout_id, last),
     )
 
 
-def last_mark(db: sqlite3.Connection) -> float:
+def last_mark(db: Database) -> float:
     """Return the time of the last mark; 0 if there is none."""
     return float(db.execute("SELECT COALESCE(MAX(at), 0) FROM record_times").fetchone()[0])
 
 
-def trim(db: sqlite3.Connection, policy: RetentionPolicy, now: float, unfinished: Unfinished) -> int:
+def trim(db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinished) -> int:
     """Delete one batch by the policy. Returns the freed rows and pages; 0: nothing is left to delete."""
     _mark(db, policy, now)
     rows = list(_rows_to_empty(db, policy, now, unfinished))
-    db.executemany("UPDATE trajectories SET value = x'', crc = 0 WHERE seq = ?", [(seq,) for seq, _ in rows])
+    db.executemany("UPDATE trajectories SET value = ?, crc = 0 WHERE seq = ?", [(b"", seq) for seq, _ in rows])
     for rollout_id in {rollout_id for _, rollout_id in rows} - set(unfinished.live):
         _delete_if_empty(db, rollout_id)
-    return len(rows) or _shrink(db)
+    return len(rows) or db.shrink()
 
 
-def _mark(db: sqlite3.Connection, policy: RetentionPolicy, now: float) -> None:
+def _mark(db: Database, policy: RetentionPolicy, now: float) -> None:
     if policy.max_age_s is None or now - last_mark(db) < policy.max_age_s / _MARKS_PER_AGE:
         return
     newest = db.execute("SELECT COALESCE(MAX(seq), 0) FROM trajectories").fetchone()[0]
-    db.execute("INSERT OR REPLACE INTO record_times VALUES (?, ?)", (now, newest))
+    db.execute(
+        "INSERT INTO record_times VALUES (?, ?) ON CONFLICT (at) DO UPDATE SET seq = excluded.seq", (now, newest)
+    )
     db.execute("DELETE FROM record_times WHERE at < ?", (now - 2 * policy.max_age_s,))
 
 
 def _rows_to_empty(
-    db: sqlite3.Connection, policy: RetentionPolicy, now: float, unfinished: Unfinished
+    db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinished
 ) -> Iterator[tuple[int, str]]:
     """Yield at most `MAX_EMPTIED` rows and their rollouts."""
     if policy.deletes_acknowledged:
@@ -111,20 +115,23 @@ def _rows_to_empty(
     if policy.max_age_s is not None:
         statement = "SELECT COALESCE(MAX(seq), 0) FROM record_times WHERE at <= ?"
         old = db.execute(statement, (now - policy.max_age_s,)).fetchone()[0]
-    if policy.max_bytes is not None and _num_bytes(db) > policy.max_bytes:
+    if policy.max_bytes is not None and db.num_bytes() > policy.max_bytes:
         old = db.execute("SELECT COALESCE(MAX(seq), 0) FROM trajectories").fetchone()[0]
-    num_found = 0
-    for seq, rollout_id in db.execute(
-        f"SELECT seq, rollout_id FROM trajectories WHERE seq <= ? AND {HAS_VALUE} ORDER BY seq", (old,)
-    ):
-        if rollout_id not in unfinished.live:
-            num_found += 1
-            yield seq, rollout_id
-        if num_found == MAX_EMPTIED:
-            break
+    statement = (
+        f"SELECT seq, rollout_id FROM trajectories WHERE seq > ? AND seq <= ? AND {HAS_VALUE} ORDER BY seq LIMIT ?"
+    )
+    num_found = last = 0
+    while rows := db.execute(statement, (last, old, _PAGE_ROWS)).fetchall():
+        for seq, rollout_id in rows:
+            if rollout_id not in unfinished.live:
+                num_found += 1
+                yield seq, rollout_id
+            if num_found == MAX_EMPTIED:
+                return
+        last = rows[-1][0]
 
 
-def _acknowledged(db: sqlite3.Connection, unfinished: Unfinished) -> list[tuple[int, str]]:
+def _acknowledged(db: Database, unfinished: Unfinished) -> list[tuple[int, str]]:
     waiting = db.execute("SELECT rollout_id, seq, emptied FROM acknowledged WHERE emptied < seq").fetchall()
     for rollout_id, cursor, emptied in waiting:
         if rollout_id in unfinished.counted:
@@ -144,7 +151,7 @@ def _acknowledged(db: sqlite3.Connection, unfinished: Unfinished) -> list[tuple[
     return []
 
 
-def _delete_if_empty(db: sqlite3.Connection, rollout_id: str) -> None:
+def _delete_if_empty(db: Database, rollout_id: str) -> None:
     """Delete a submitted rollout that is done, if none of its records is left."""
     is_submitted = db.execute("SELECT 1 FROM groups WHERE rollout_id = ? LIMIT 1", (rollout_id,)).fetchone()
     left = f"SELECT 1 FROM trajectories WHERE rollout_id = ? AND {HAS_VALUE} LIMIT 1"
@@ -152,22 +159,4 @@ def _delete_if_empty(db: sqlite3.Connection, rollout_id: str) -> None:
         return
     for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "damaged_records", "rollouts"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
-    db.execute("INSERT OR IGNORE INTO deleted_rollouts VALUES (?)", (rollout_id,))
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _num_bytes(db: sqlite3.Connection) -> int:
-    return (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * _pragma(db, "page_size")
-
-
-def _shrink(db: sqlite3.Connection) -> int:
-    """Give free pages back to the filesystem, if they are many. Returns how many went."""
-    num_free = _pragma(db, "freelist_count")
-    if num_free <= _VACUUM_PAGES or 4 * num_free < _pragma(db, "page_count"):
-        return 0
-    for _ in range(_VACUUM_PAGES):  # Python steps such a statement once, which moves one page
-        db.execute("PRAGMA incremental_vacuum(1)")
-    return num_free - _pragma(db, "freelist_count")
+    db.execute("INSERT INTO deleted_rollouts VALUES (?) ON CONFLICT DO NOTHING", (rollout_id,))

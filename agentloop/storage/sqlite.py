@@ -1,5 +1,7 @@
 """SQLite for an event loop: one thread a file, the work that waits as one transaction, rows under a checksum.
 
+The writer and the checksums are of any database (`home.py`).
+
 Invariants: no work returns before its transaction is committed; work is done in the order it came; where one piece
 spoils a transaction, each of it gets its own, so a bad piece fails alone. A row whose checksum or content is wrong
 is counted, named in the log and left out, never returned and never fatal to the others.
@@ -23,34 +25,45 @@ import structlog
 from agentloop import codec
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.storage.disk_room import PRIMARY_CODE, is_full
+from agentloop.storage.home import Database, Schema
 
 MAX_WAL_BYTES = 64 << 20
 """Size to which a write-ahead log is cut when it has been copied into its file."""
 
+_VACUUM_PAGES = 256  # given back to the filesystem in one transaction
 _CHECKPOINT_BYTES = 4 << 20  # of a write-ahead log, that are copied into its file
 
 T = TypeVar("T")
-Work: TypeAlias = Callable[[sqlite3.Connection], T]
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """The tables of one kind of store.
-
-    In WAL mode a commit with `synchronous` NORMAL survives a killed process, but the last ones may go with the
-    machine; with FULL each commit waits for the disk: one fsync a batch.
-    """
-
-    kind: str  # "trajectory store": as messages and logs name it
-    version: int
-    tables: str
-    synchronous: str
-    page_bytes: int = 4096  # of a new file
+Work: TypeAlias = Callable[[Any], T]
+"""Called with a `Database`, in its thread."""
 
 
-def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> sqlite3.Connection:
+class SqliteDatabase(sqlite3.Connection):
+    """A `Database` in a file."""
+
+    def begin(self, *, writes: bool) -> None:
+        self.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    def num_bytes(self) -> int:
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
+
+    def shrink(self) -> int:
+        num_free = self._pragma("freelist_count")
+        if num_free <= _VACUUM_PAGES or 4 * num_free < self._pragma("page_count"):
+            return 0
+        for _ in range(_VACUUM_PAGES):  # Python steps such a statement once, which moves one page
+            self.execute("PRAGMA incremental_vacuum(1)")
+        return num_free - self._pragma("freelist_count")
+
+    def _pragma(self, name: str) -> int:
+        return int(self.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> SqliteDatabase:
     """Open or make a store. Any one thread at a time may use the connection; transactions are explicit.
 
     Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist; and
@@ -64,7 +77,9 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             path.chmod(0o600)  # one of an older release
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
     try:
-        db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            uri, uri=True, timeout=30.0, isolation_level=None, check_same_thread=False, factory=SqliteDatabase
+        )
     except sqlite3.Error as error:
         if not is_read_only and _has_no_room(error, path.parent):
             raise _storage_full(f"{schema.kind} {path}") from error
@@ -176,12 +191,12 @@ class BatchWriter:
 
     def __init__(
         self,
-        db: sqlite3.Connection,
+        db: Database,
         kind: str,
         executor: Executor,
         *,
         max_batch: int,
-        guard: Callable[[sqlite3.Connection], None] = lambda db: None,
+        guard: Callable[[Database], None] = lambda db: None,
         is_read_only: bool = False,
     ) -> None:
         """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work.
@@ -205,9 +220,9 @@ class BatchWriter:
         """Run `work` in a transaction. Returns its result once it is committed.
 
         `on_committed` is called even if the caller has left. Work that raises an error of ours does so before it
-        writes anything. Raises that error, InvalidRequest for a number that SQLite does not hold, StorageFull when
-        the disk is full or read-only, `sqlite3.Error` as it comes when it fails otherwise, and ServiceUnavailable
-        after `close`: nothing was stored then.
+        writes anything. Raises that error, InvalidRequest for a number that is too large, StorageFull when the disk
+        is full or read-only, the database's own error as it comes when it fails otherwise, and ServiceUnavailable
+        after `close` and while the database is away: nothing was stored then.
         """
         if self._is_closed:
             raise ServiceUnavailable(f"the {self._kind} is closed")
@@ -261,16 +276,18 @@ class BatchWriter:
         try:
             num_changes = db.total_changes
             # Where nothing can be written, what only reads shall not ask for the right to write.
-            db.execute("BEGIN" if self._is_full or self._is_read_only else "BEGIN IMMEDIATE")
+            db.begin(writes=not (self._is_full or self._is_read_only))
             self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
-            db.execute("COMMIT")
+            db.commit()
             self._note_room(is_full=self._is_full and (is_part or db.total_changes == num_changes))
             return outcomes
         except Exception as error:
             problem = error
             if db.in_transaction:
-                db.execute("ROLLBACK")
+                db.rollback()
+            if isinstance(error, ConnectionError):  # of the others too
+                return [ServiceUnavailable(str(error))] * len(works)
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = _storage_full(self._kind)
@@ -278,7 +295,7 @@ class BatchWriter:
                 problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))
-            elif isinstance(error, sqlite3.Error):
+            elif not isinstance(error, AgentLoopError):
                 _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
         return [problem] if len(works) == 1 else [self._outcomes([work], is_part=True)[0] for work in works]
 
@@ -302,7 +319,7 @@ class BatchWriter:
         _log.error("store_damaged", store=self._kind, reason=reason, quick_check=found)
 
 
-def _outcome(work: Work[Any], db: sqlite3.Connection) -> Any:
+def _outcome(work: Work[Any], db: Database) -> Any:
     try:
         return work(db)
     except AgentLoopError as error:

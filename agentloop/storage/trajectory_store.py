@@ -1,7 +1,9 @@
-"""The trajectory store: what was accepted and what became of it, in one SQLite file of the run directory.
+"""The trajectory store: what was accepted and what became of it, in a SQLite file of the run directory, or in
+PostgreSQL.
 
 Ownership: one process writes (the coordinator); any process may read. A coordinator that takes the store over shuts
-out every earlier one: what that still writes is refused.
+out every earlier one: what that still writes is refused. In PostgreSQL it can do so once the earlier one's lease is
+over.
 Invariants: what `accept`, `commit` and `record` returned for has reached the disk, so an acknowledged record
 survives `kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; a
 rollout holds accepted groups or recorded sessions, never both. A record is stored as its maker encoded it, with its
@@ -10,9 +12,10 @@ staleness (`EncodedRecord.value`), and handed on as these bytes.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
-import sqlite3
+import time
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +35,8 @@ from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, Stora
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.storage import retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.storage.home import LEASE_S, Database, Home, Schema
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
@@ -42,6 +46,7 @@ STORE_NAME = "trajectories.sqlite"
 MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""
 
+_LEASE, _RENEW_S = "coordinator", 3.0
 _PAGE_TRAJECTORIES = 64
 _MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
@@ -80,19 +85,26 @@ WHERE t.rollout_id = ? AND t.sample_index < g.num_samples
 _KNOWN_ROLLOUT = "SELECT 1 FROM rollouts WHERE rollout_id = ?"
 _COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?"
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
-_ADD_ROLLOUT = "INSERT OR IGNORE INTO rollouts VALUES (?)"
-_ADD_TERMS = "INSERT OR IGNORE INTO rollout_terms VALUES (?, ?, ?)"
+_ADD_ROLLOUT = "INSERT INTO rollouts VALUES (?) ON CONFLICT DO NOTHING"
+_ADD_TERMS = "INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
 _ROWS_AFTER = (
     "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
     f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq"
 )
-_SET_TERMS = "INSERT OR REPLACE INTO rollout_terms VALUES (?, ?, ?)"
-_ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
-_SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
-_ADD_DAMAGED = "INSERT OR IGNORE INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ?"
+_REPLACES = "DO UPDATE SET value = excluded.value, crc = excluded.crc"
+_SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT (rollout_id) {_REPLACES}"
+_ADD_GROUP = (
+    "INSERT INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
+)
+_SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?, ?) ON CONFLICT (name) {_REPLACES}"
+_ADD_DAMAGED = (
+    "INSERT INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ? ON CONFLICT DO NOTHING"
+)
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
-    "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
+    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
 )
 
 
@@ -114,9 +126,9 @@ def groups_digest(encoded: Sequence[bytes]) -> str:
 class TrajectoryReader:
     """A reader of a store for any process, also while the service writes. Methods block."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises InvalidRequest if `path` does not exist or is not a trajectory store."""
-        self._db = open_database(Path(path), _SCHEMA, is_read_only=True)
+    def __init__(self, where: str | Path | Home) -> None:
+        """`where` is a file or a home. Raises InvalidRequest if it does not exist or is no trajectory store."""
+        self._db = _opener(where)(_SCHEMA, is_read_only=True)
         self._rows = RowChecker(_SCHEMA.kind)
 
     def rollouts(self) -> list[str]:
@@ -161,26 +173,34 @@ class TrajectoryReader:
 class TrajectoryStore:
     """Accepted groups and their terminal records, written by one process. End it with `await close()`.
 
-    A coroutine returns once its work is committed; it raises StorageFull when the disk is full, and `sqlite3.Error`
-    as it comes when it fails otherwise: nothing was stored then.
+    A coroutine returns once its work is committed; it raises StorageFull when the disk is full, ServiceUnavailable
+    while the database is away, and the database's error as it comes when it fails otherwise: nothing was stored
+    then.
     """
 
     def __init__(
-        self, path: str | Path, new_thread: Callable[[str], Executor] = one_thread, *, min_free_bytes: int = 0
+        self,
+        where: str | Path | Home,
+        new_thread: Callable[[str], Executor] = one_thread,
+        *,
+        min_free_bytes: int = 0,
     ) -> None:
-        """`new_thread` makes an executor that runs one call at a time. With fewer than `min_free_bytes` free on the
-        disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store, and StorageFull
-        if its disk is full or read-only."""
-        self._room = DiskRoom(Path(path).parent, min_free_bytes)
+        """`where` is a file or a home; `new_thread` makes an executor that runs one call at a time. With fewer than
+        `min_free_bytes` free on the disk nothing is accepted. Raises InvalidRequest if `where` is no trajectory
+        store, and StorageFull if its disk is full or read-only."""
+        folder, opened = folder_of(where), _opener(where)
+        self._home = None if isinstance(where, str | Path) else where
+        self._lease = None if self._home is None else self._home.lease(_LEASE)
+        self._room = DiskRoom(folder, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
-        self._reserve = Reserve(Path(path).with_suffix(".reserve"))
+        self._reserve = Reserve(Path(where).with_suffix(".reserve")) if isinstance(where, str | Path) else None
         try:
-            db = open_database(Path(path), _SCHEMA)
+            db = opened(_SCHEMA)
         except StorageFull:
-            if not self._reserve.give_up():
+            if self._reserve is None or not self._reserve.give_up():
                 raise
-            db = open_database(Path(path), _SCHEMA)
-        self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
+            db = opened(_SCHEMA)
+        self._images = ImageFiles(folder / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
         self._damaged: defaultdict[str, set[int]] = defaultdict(
             set
@@ -198,7 +218,7 @@ class TrajectoryStore:
         )
         # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
         self._reader = BatchWriter(
-            open_database(Path(path), _SCHEMA, is_read_only=True),
+            opened(_SCHEMA, is_read_only=True),
             _SCHEMA.kind,
             new_thread("trajectory-reads"),
             max_batch=MAX_RECORD_BATCH,
@@ -209,7 +229,7 @@ class TrajectoryStore:
     @property
     def is_full(self) -> bool:
         """Tell if the disk has no room for records."""
-        return not self._reserve.take_back()
+        return self._reserve is not None and not self._reserve.take_back()
 
     @property
     def successor(self) -> int | None:
@@ -233,7 +253,7 @@ class TrajectoryStore:
         rows = encoded_groups(groups) if encoded is None else encoded
         digest = groups_digest(rows)
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Database) -> None:
             if _holds_sessions(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             db.execute(_ADD_ROLLOUT, (rollout_id,))
@@ -262,7 +282,7 @@ class TrajectoryStore:
         """Store terminal records together. Returns the number of new ones: the first of a sample stays."""
         self._require_room()
 
-        def work(db: sqlite3.Connection) -> int:
+        def work(db: Database) -> int:
             return max(db.executemany(_ADD_RECORD, map(_row, records)).rowcount, 0)
 
         return await self._writer.run(work)
@@ -270,7 +290,7 @@ class TrajectoryStore:
     async def claim(self, rollout_id: str, owner: str) -> None:
         """Reserve a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Database) -> None:
             _check_sessions(db, rollout_id)
             db.execute(_ADD_ROLLOUT, (rollout_id,))
             db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
@@ -286,7 +306,7 @@ class TrajectoryStore:
         rollout_id = record.rollout_id
         terms = RolloutTerms(owner_of(rollout_id) if owner is None else owner)
 
-        def work(db: sqlite3.Connection) -> bool:
+        def work(db: Database) -> bool:
             _check_sessions(db, rollout_id)
             first = self._terms(db, rollout_id).owner
             if owner not in (None, first) and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
@@ -319,7 +339,7 @@ class TrajectoryStore:
     async def cancel(self, rollout_id: str) -> None:
         """Note that a rollout was cancelled: the records that it lacks will be CANCELLED ones."""
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Database) -> None:
             terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
             db.execute(_SET_TERMS, (rollout_id, *packed(terms)))
 
@@ -333,7 +353,7 @@ class TrajectoryStore:
         """Tell if a record's sample has one, or had one. Raises NotFound, Gone, of its rollout."""
         place = (record.rollout_id, record.group_id, record.sample_index)
 
-        def work(db: sqlite3.Connection) -> bool:
+        def work(db: Database) -> bool:
             _counts(db, record.rollout_id)
             statement = "SELECT 1 FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?"
             return db.execute(statement, place).fetchone() is not None
@@ -406,7 +426,7 @@ class TrajectoryStore:
     async def drop_damaged(self, rollout_id: str) -> int:
         """Delete a rollout's damaged records, so that their samples are unfinished again. Returns how many."""
 
-        def work(db: sqlite3.Connection) -> int:
+        def work(db: Database) -> int:
             rows = db.execute(_ROWS_AFTER, (rollout_id, 0)).fetchall()
             met = {seq for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None}
             damaged = [(rollout_id, seq) for seq in met | self._damaged.get(rollout_id, set())]
@@ -425,7 +445,7 @@ class TrajectoryStore:
         of_one = "" if rollout_id is None else " WHERE rollout_id = ?"
         names = () if rollout_id is None else (rollout_id,)
 
-        def work(db: sqlite3.Connection) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+        def work(db: Database) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
             done: dict[tuple[str, str], set[int]] = {}
             for rollout_id, group_id, sample in db.execute(
                 f"SELECT rollout_id, group_id, sample_index FROM trajectories{of_one}", names
@@ -447,14 +467,42 @@ class TrajectoryStore:
 
     async def take_over(self, above: int = 0) -> int:
         """Become the store's only writer, under an epoch greater than any before and than `above`. From now on the
-        writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater epoch."""
+        writes of every earlier owner raise ServiceUnavailable. A repeat gives the owner a greater epoch.
 
-        def work(db: sqlite3.Connection) -> int:
-            epoch = self._epoch = max(self._stored_epoch(db) or 0, above) + 1
-            db.execute(_SAVE_STATE, (_EPOCH, *packed(epoch)))
-            return epoch
+        Raises Conflict, naming the owner, while another one has its lease.
+        """
+
+        def work(db: Database) -> int:
+            if self._lease is not None:
+                self._epoch = self._lease.take(db, self._epoch, above)
+            else:
+                self._epoch = max(self._state(db, _EPOCH, int) or 0, above) + 1
+                db.execute(_SAVE_STATE, (_EPOCH, *packed(self._epoch)))
+            return self._epoch
 
         return await self._order(work)
+
+    async def keep_lease(self) -> None:
+        """Renew the lease, whatever else is written. Returns once this owner must end: another one has the lease,
+        or may have it, because nothing was heard of the database's host for as long as it lasts.
+
+        A host that refuses connections gives the lease to none.
+        """
+        assert self._home is not None
+        renewed_at = time.monotonic()
+        while self._successor is None:
+            asked_at = time.monotonic()
+            try:
+                async with asyncio.timeout(LEASE_S):
+                    await self._writer.run(lambda db: None)
+                renewed_at = asked_at
+            except Exception as error:
+                _log.debug("lease_not_renewed", error=repr(error))
+                is_over = time.monotonic() - renewed_at >= LEASE_S
+                if is_over and not await asyncio.to_thread(self._home.is_reachable):
+                    _log.error("lease_is_over", reason=str(error), epoch=self._epoch)
+                    return
+            await asyncio.sleep(_RENEW_S)
 
     async def save_state(self, name: str, value: object) -> None:
         """Save a named value of the service's state, in place of the one before."""
@@ -465,7 +513,10 @@ class TrajectoryStore:
         return await self._writer.run(lambda db: self._state(db, name, kind))
 
     async def close(self) -> None:
-        """Finish what waits, then let go of the file. Idempotent."""
+        """Finish what waits, then let go of the database. Idempotent."""
+        if (lease := self._lease) is not None and (own := self._epoch) is not None:
+            with suppress(ServiceUnavailable):
+                await self._writer.run(lambda db: lease.release(db, own))
         await self._reader.close()
         await self._writer.close()
 
@@ -479,33 +530,47 @@ class TrajectoryStore:
         try:
             return await self._writer.run(work, on_committed)
         except StorageFull:
-            if not self._reserve.give_up():
+            if self._reserve is None or not self._reserve.give_up():
                 raise
             return await self._writer.run(work, on_committed)
 
-    def _terms(self, db: sqlite3.Connection, rollout_id: str) -> RolloutTerms:
+    def _terms(self, db: Database, rollout_id: str) -> RolloutTerms:
         statement = "SELECT CAST(value AS BLOB), crc FROM rollout_terms WHERE rollout_id = ?"
         row = db.execute(statement, (rollout_id,)).fetchone()
         terms = None if row is None else self._rows.value("rollout_terms", RolloutTerms, rollout_id, *row)
         return RolloutTerms() if terms is None else terms
 
-    def _state(self, db: sqlite3.Connection, name: str, kind: type[T]) -> T | None:
+    def _state(self, db: Database, name: str, kind: type[T]) -> T | None:
         row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()
         return None if row is None else self._rows.value("service_state", kind, name, *row)
 
-    def _stored_epoch(self, db: sqlite3.Connection) -> int | None:
-        return self._state(db, _EPOCH, int)
-
-    def _check_owner(self, db: sqlite3.Connection) -> None:
-        """Raises ServiceUnavailable once another process has taken the store over."""
-        if self._epoch is not None and (stored := self._stored_epoch(db)) is not None and stored > self._epoch:
+    def _check_owner(self, db: Database) -> None:
+        """Raises ServiceUnavailable once another process has taken the store over. Renews the lease."""
+        if (own := self._epoch) is None:
+            return
+        stored = self._state(db, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
+        if stored is not None and stored > own:
             if self._successor is None:
-                _log.error("store_taken_over", epoch=stored, own_epoch=self._epoch)
+                _log.error("store_taken_over", epoch=stored, own_epoch=own)
             self._successor = stored
             raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {stored})")
 
 
-def _holds_sessions(db: sqlite3.Connection, rollout_id: str) -> bool:
+def _opener(where: str | Path | Home) -> Callable[..., Database]:
+    return partial(open_database, Path(where)) if isinstance(where, str | Path) else where.open
+
+
+def check_home(home: Home) -> None:
+    """Make a store's tables if it is new. Raises InvalidRequest if it cannot be written, or is none of ours."""
+    home.open(_SCHEMA).close()
+
+
+def folder_of(where: str | Path | Home) -> Path:
+    """Return the run directory of a store."""
+    return Path(where).parent if isinstance(where, str | Path) else where.folder
+
+
+def _holds_sessions(db: Database, rollout_id: str) -> bool:
     if db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is None:
         return False
     (num_accepted,) = db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()
@@ -513,17 +578,17 @@ def _holds_sessions(db: sqlite3.Connection, rollout_id: str) -> bool:
     return bool(num_accepted == 0 and num_recorded > 0)
 
 
-def _check_sessions(db: sqlite3.Connection, rollout_id: str) -> None:
+def _check_sessions(db: Database, rollout_id: str) -> None:
     """Raises Conflict for a rollout that is not for sessions."""
     if _is_submitted(db, rollout_id):
         raise Conflict(f"rollout {shown_id(rollout_id)} was submitted: sessions need another", param="rollout_id")
 
 
-def _is_submitted(db: sqlite3.Connection, rollout_id: str) -> bool:
+def _is_submitted(db: Database, rollout_id: str) -> bool:
     return db.execute("SELECT 1 FROM groups WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None
 
 
-def _counts(db: sqlite3.Connection, rollout_id: str) -> tuple[int, int]:
+def _counts(db: Database, rollout_id: str) -> tuple[int, int]:
     if db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is None:
         if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
             raise Gone(f"rollout {rollout_id} was deleted, as the run's retention asks for", param="rollout_id")
@@ -536,16 +601,16 @@ def _counts(db: sqlite3.Connection, rollout_id: str) -> tuple[int, int]:
 
 
 def _read(
-    db: sqlite3.Connection, rollout_id: str, after: int, limit: int, checked: Callable[[int, bytes, int], T | None]
+    db: Database, rollout_id: str, after: int, limit: int, checked: Callable[[int, bytes, int], T | None]
 ) -> list[tuple[int, T]]:
     """Return the first `limit` rows after a cursor of which `checked` (seq, data, crc) makes something."""
-    rows = db.execute(_ROWS_AFTER, (rollout_id, after))
     found: list[tuple[int, T]] = []
-    while len(found) < limit and (row := rows.fetchone()) is not None:
-        value = checked(*row)
-        if value is not None:
-            found.append((row[0], value))
-    rows.close()
+    while len(found) < limit:
+        rows = db.execute(f"{_ROWS_AFTER} LIMIT ?", (rollout_id, after, limit - len(found))).fetchall()
+        if not rows:
+            break
+        after = rows[-1][0]
+        found += [(row[0], value) for row in rows if (value := checked(*row)) is not None]
     return found
 
 

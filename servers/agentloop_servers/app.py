@@ -8,8 +8,10 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +32,7 @@ from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
-from agentloop.errors import EngineLost, InvalidRequest, NotFound
+from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound
 from agentloop.fleet.registry import FleetConfig
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
@@ -45,7 +47,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     ON_HEAD,
@@ -58,6 +60,7 @@ from agentloop_servers.cluster import (
     for_nodes,
     node_address,
     node_resources,
+    nodes_without,
     num_nodes,
     prepare_engine_network,
     run_trust,
@@ -97,12 +100,13 @@ from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
-from agentloop_servers.locks import take_run_lock
+from agentloop_servers.locks import RUN_LOCK, take_run_lock
 from agentloop_servers.placement import on_each_node, processes, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
+from agentloop_servers.run_store import check_store, keep_url, open_store
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
@@ -112,6 +116,7 @@ APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
+LEASE_RETRY_S = 0.5
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 _log = structlog.get_logger("app")
@@ -128,11 +133,15 @@ class CoordinatorDeployment:
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, trust: Trust) -> None:  # type: ignore[misc]
         self._closing = _begin(config, run_dir)
-        lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
-        self._closing.callback(lock.release)
-        store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
+        if config.store is None:
+            self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
+        else:  # an earlier one, here or elsewhere, has its lease for a while
+            (run_dir / RUN_LOCK).write_text(str(os.getpid()))
+        store = open_store(config, run_dir, trust.key)
         self._closing.push_async_callback(store.close)
-        clients = EngineClients(trust, await store.take_over(), store.take_over)
+        clients = EngineClients(trust, await taken_over(store), store.take_over)
+        if config.store is not None:
+            self._closing.callback(asyncio.create_task(end_with_lease(store), name="store-lease").cancel)
         self._closing.push_async_callback(clients.close)
         self._coordinator = Coordinator(
             store=store,
@@ -173,6 +182,24 @@ class CoordinatorDeployment:
 
     async def __del__(self) -> None:
         await self._closing.aclose()
+
+
+async def taken_over(store: TrajectoryStore) -> int:
+    """Become the owner of a store once an earlier one's lease is over. Raises Conflict if that takes too long."""
+    deadline_at = time.monotonic() + RUN_LOCK_TIMEOUT_S
+    while True:
+        try:
+            return await store.take_over()
+        except Conflict:
+            if time.monotonic() >= deadline_at:
+                raise
+        await asyncio.sleep(LEASE_RETRY_S)
+
+
+async def end_with_lease(store: TrajectoryStore) -> None:
+    """Keep the store's lease, and end this process with it."""
+    await store.keep_lease()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def coordinator_client(trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S) -> CoordinatorClient:
@@ -404,6 +431,7 @@ def build_app(
         rules=mode_rules(config),
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
+        nodes_without=None if config.cluster is None else nodes_without,
     )
 
 
@@ -510,8 +538,9 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     for entry in config.entries:
         check_entry(config, entry)
     check_hosts(config, node_resources())
-    where = (config, run_dir.resolve())  # replicas have working directories of their own
-    trust = where_the_run_is(config, begun_run, *where)
+    run_dir = run_dir.resolve()  # replicas have working directories of their own
+    trust = where_the_run_is(config, begun_run, config, run_dir)
+    where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
     common = (*where, trust)
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
@@ -520,7 +549,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         actor=home,
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
-    ).bind(*common)
+    ).bind(config, run_dir, trust)
     engines = [
         processes(
             EngineReplicaDeployment,
@@ -549,8 +578,10 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
+    check_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
+    keep_url(config, run_dir)
     return trust
 
 

@@ -125,29 +125,42 @@ def prepare_engine_network(config: ServiceConfig) -> None:
     """Tell this process's engine, and what it starts, the address and interface that lead to other nodes."""
     if config.cluster is None:
         return
-    address = node_address(config)
-    os.environ[ADDRESS_VARIABLE] = address
+    os.environ[ADDRESS_VARIABLE] = address = node_address(config)
     if config.cluster.tls is not None:
         os.environ[ENCRYPT_VARIABLE] = "1"
-    for name, its_address in _addresses():
-        if its_address == address:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if (name := interface_of(address)) is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface of this node that has an address."""
+    return next((name for name, its_address in _addresses() if its_address == address), None)
+
+
+def node_ports() -> dict[str, int]:
+    """Return a port of Ray's on each live node, by the node's address: what reaches it reaches the node."""
+    return {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in _nodes()}
 
 
 def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *arguments: object, **named: object) -> T:
     """Call a function on the node that has the run's directory. Raises what it raises."""
     if config.cluster is None:
         return function(*arguments, **named)
-    head = NodeAffinitySchedulingStrategy(_head()["NodeID"], soft=False)
-    called = ray.remote(function).options(num_cpus=0, scheduling_strategy=head).remote(*arguments, **named)
-    try:
-        result: T = ray.get(called, timeout=_CALL_TIMEOUT_S)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.RayError as error:
-        raise ServiceUnavailable(f"the head of the cluster does not answer ({type(error).__name__})") from error
-    return result
+    head = next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
+    return _called(function, [head], *arguments, **named)[0]
+
+
+def on_each_node(function: Callable[..., T], *arguments: object) -> dict[str, T]:
+    """Call a function on each live node; returns what it returned by the node's address. Raises what it raises."""
+    nodes = _nodes()
+    answers = _called(function, nodes, *arguments)
+    return {node["NodeManagerAddress"]: answer for node, answer in zip(nodes, answers, strict=True)}
+
+
+def nodes_without(directory: str) -> tuple[str, ...]:
+    """Return the addresses of the nodes that do not see a directory."""
+    return tuple(address for address, is_there in on_each_node(os.path.isdir, directory).items() if not is_there)
 
 
 def run_trust(config: ServiceConfig, run_dir: Path) -> Trust:
@@ -206,12 +219,23 @@ async def _listens(url: str) -> bool:
     return True
 
 
+def _called(
+    function: Callable[..., T], nodes: list[dict[str, Any]], *arguments: object, **named: object
+) -> list[T]:
+    task = ray.remote(function)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    calls = [task.options(num_cpus=0, scheduling_strategy=place).remote(*arguments, **named) for place in places]
+    try:
+        found: list[T] = ray.get(calls, timeout=_CALL_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise ServiceUnavailable(f"a node of the cluster does not answer ({type(error).__name__})") from error
+    return found
+
+
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
-
-
-def _head() -> dict[str, Any]:
-    return next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
 
 
 def _addresses() -> list[tuple[str, str]]:

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
@@ -61,7 +70,8 @@ _REMOVED: Mapping[str, str] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # An error's text would have the input, of which `store` may have a password.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class Mode(StrEnum):
@@ -333,6 +343,8 @@ class ServiceConfig(_Strict):
     """The run's log."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
+    store: Annotated[SecretStr | None, Field(exclude=True)] = None
+    """A database for the records, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite in the run directory."""
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0
     """The time that new requests wait for a resume; then they get 503."""
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
@@ -555,9 +567,13 @@ def located(path: str) -> Path:
     return (CHECKOUT / given).resolve()
 
 
+SECRET_NAME = "secret"
+"""The file of a run directory that holds its secret."""
+
+
 def run_secret(run_dir: Path) -> str:
     """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
-    return kept_secret(run_dir, "secret", lambda: secrets.token_hex(16))
+    return kept_secret(run_dir, SECRET_NAME, lambda: secrets.token_hex(16))
 
 
 def kept_secret(run_dir: Path, name: str, make: Callable[[], str]) -> str:

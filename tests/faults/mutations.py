@@ -59,16 +59,17 @@ MUTATIONS = (
     Mutation(
         "later_record_wins",
         _STORE,
-        '"INSERT OR IGNORE INTO trajectories',
-        '"INSERT OR REPLACE INTO trajectories',
+        'sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"\n    " ON CONFLICT DO NOTHING"',
+        'sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"\n'
+        '    f" ON CONFLICT (rollout_id, group_id, sample_index) {_REPLACES}"',
         _STORE_TESTS,
     ),
     Mutation("settled_counts_kept", _STORE, "self._settled.pop(rollout_id, None)", "pass", _COORDINATOR_TESTS),
     Mutation(
         "damage_not_told", _STORE, "                damaged.add(seq)", "                pass", _COORDINATOR_TESTS
     ),
-    Mutation("acknowledge_not_clamped", _RETENTION, "MIN(?, ({newest}))", "MAX(?, ({newest}))", _STORE_TESTS),
-    Mutation("acknowledge_goes_back", _RETENTION, "MAX(seq, excluded.seq)", "excluded.seq", _STORE_TESTS),
+    Mutation("acknowledge_not_clamped", _RETENTION, "(rollout_id, last),", "(rollout_id, cursor),", _STORE_TESTS),
+    Mutation("acknowledge_goes_back", _RETENTION, " WHERE excluded.seq > acknowledged.seq", "", _STORE_TESTS),
     Mutation(
         "deletes_live_rollouts",
         _RETENTION,
@@ -77,9 +78,7 @@ MUTATIONS = (
         _STORE_TESTS,
     ),
     Mutation("checksum_not_compared", _SQLITE, "if zlib.crc32(data) == crc:", "if True:", _STORE_TESTS),
-    Mutation(
-        "failed_batch_not_rolled_back", _SQLITE, 'db.execute("ROLLBACK")', 'db.execute("COMMIT")', _STORE_TESTS
-    ),
+    Mutation("failed_batch_not_rolled_back", _SQLITE, "db.rollback()", "db.commit()", _STORE_TESTS),
     Mutation(
         "batch_fails_together",
         _SQLITE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -75,6 +76,11 @@ class Cluster:
         """Drain a host by its command, until it may go. Raises CalledProcessError."""
         command = [sys.executable, "-m", "agentloop_servers.cli", "drain", host.address]
         return self.head.run([*command, "--url", f"http://{self.head.address}:{PORT}"], 120.0)
+
+    def doctor(self, config: str = "servers/cluster.yaml") -> str:
+        """The doctor's words on the cluster, well or not."""
+        command = [sys.executable, "-m", "agentloop_servers.cli", "doctor", "--cluster", "--config", config]
+        return self.head.run(["sh", "-c", f"COLUMNS=200 {shlex.join(command)} 2>&1; echo exit $?"], 120.0)
 
     @contextlib.contextmanager
     def service(self, base: str = "servers/simulated.yaml", **args: object) -> Iterator[None]:

@@ -34,20 +34,26 @@ LOAD_S = 400.0
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def head(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster that is a head alone."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Bed() as bed:
-        cluster = Cluster(bed, tmp_path)
-        for _ in range(1, NUM_HOSTS):
-            cluster.add()
-        yield cluster
+        yield Cluster(bed, tmp_path)
+
+
+@pytest.fixture
+def cluster(head: Cluster) -> Cluster:
+    for _ in range(1, NUM_HOSTS):
+        head.add()
+    return head
 
 
 class Load:
     """A load under way on the head."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self._output = folder / "load.jsonl"
         url = f"http://{cluster.head.address}:{PORT}"
         command = [cluster.python, "-m", "tests.hosts.load", url, str(NUM_TASKS), str(NUM_SAMPLES)]
@@ -109,7 +115,10 @@ def report(event: str, arrivals: list[Arrival], since: float) -> None:
     print(f"\n{event}: {len(arrivals)} records, {again} begun again, gap {longest_gap_s(arrivals, since):.1f} s")
 
 
-ARGS = {"workers": {"replicas": NUM_HOSTS, "capacity": 64, "allowed_imports": ["tests"]}, "replicas": NUM_HOSTS}
+ARGS: dict[str, Any] = {
+    "workers": {"replicas": NUM_HOSTS, "capacity": 64, "allowed_imports": ["tests"]},
+    "replicas": NUM_HOSTS,
+}
 
 
 def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path) -> None:
@@ -147,6 +156,18 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
             until_ready(cluster, NUM_HOSTS)
 
 
+def test_the_doctor_shows_what_differs_between_hosts(cluster: Cluster) -> None:
+    said = cluster.doctor()
+    print(f"\n{said}")
+    assert "exit 0" in said
+    assert all(host.address in said for host in cluster.hosts)
+    struck = cluster.hosts[-1]
+    struck.run(["mount", "-t", "tmpfs", "none", "examples/tiny_policy/v0"])
+    said = cluster.doctor()
+    assert f"{struck.address}: " in said
+    assert "exit 1" in said
+
+
 def running(host: Host, kind: str) -> int:
     """The processes of a kind on a host."""
     return host.run(["ps", "ax", "-o", "args"]).count(f"ray::ServeReplica:agentloop:{kind}")
@@ -171,6 +192,36 @@ def test_a_host_joins_under_load_and_another_is_drained(cluster: Cluster, tmp_pa
         arrivals = load.ended()
         assert all(one.attempt == 0 for one in arrivals)
         assert f"{drained.address} is drained: it gets no work" in cluster.status()["degraded"]
+
+
+def test_a_cut_a_join_and_a_kill_in_one_run(head: Cluster, tmp_path: Path) -> None:
+    """The short form, which `make test` runs: two hosts, and a third that joins."""
+    cluster, struck = head, head.add()
+    with cluster.service(workers={**ARGS["workers"], "replicas": 2}, replicas=2):
+        first = Load(cluster, tmp_path / "first")
+        first.wait_for(NUM_TASKS)
+        since = time.time()
+        struck.order("cut")
+        time.sleep(5.0)
+        struck.order("heal")
+        arrivals = first.ended()
+        report("cut for 5 s", arrivals, since)
+        assert all(one.attempt == 0 for one in arrivals)
+        joined = cluster.add()
+        second = Load(cluster, tmp_path / "second")
+        second.wait_for(NUM_TASKS)
+        since = time.time()
+        struck.kill()
+        arrivals = second.ended()
+        report("killed", arrivals, since)
+        assert longest_gap_s(arrivals, since) < 60.0
+        deadline_at = time.monotonic() + 120.0
+        while not all(running(joined, kind) for kind in ("AgentLoopWorker", "Ingress")) or struck.address in {
+            one["host"] for one in cluster.status()["replicas"]
+        }:
+            assert time.monotonic() < deadline_at, (joined.run(["ps", "ax", "-o", "args"]), cluster.status())
+            time.sleep(0.5)
+        until_ready(cluster, 2)
 
 
 def test_sessions_are_on_every_host_and_lost_with_theirs_alone(cluster: Cluster, tmp_path: Path) -> None:

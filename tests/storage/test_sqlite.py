@@ -14,7 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentloop.errors import InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, open_database, packed
+from agentloop.storage.home import Schema
+from agentloop.storage.sqlite import BatchWriter, RowChecker, open_database, packed
 
 SCHEMA = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS numbers (n INTEGER PRIMARY KEY);", "NORMAL")
 

@@ -28,6 +28,7 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.sampling import LogprobsMode, TurnSampling
+from agentloop.storage.home import Home
 from agentloop.storage.summary import MIXED, version_key
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.trainers.mismatch import MAX_K3, Mismatch, mismatch
@@ -144,7 +145,7 @@ def versions_in(folder: Path) -> dict[int, Path]:
 
 
 def check_logprobs(
-    store: Path,
+    store: Path | Home,
     model: Path,
     by_version: Mapping[int, Path],
     load: LoadReference,
@@ -183,7 +184,7 @@ def check_logprobs(
     )
 
 
-def _chosen(store: Path, max_trajectories: int) -> tuple[list[Trajectory], int]:
+def _chosen(store: Path | Home, max_trajectories: int) -> tuple[list[Trajectory], int]:
     """Return the trajectories to look at, by reservoir sampling, and how many with sampled tokens there are."""
     rng, chosen, num_seen = random.Random(_SEED), list[Trajectory](), 0
     reader = TrajectoryReader(store)

@@ -1,6 +1,7 @@
 """`agentloop doctor`: what this machine has of what the service needs, and what the service makes of a model.
 
-Imports neither Ray nor an engine: it starts nothing, and its verdict on a model folder takes a second.
+Imports neither Ray nor an engine, but for a cluster: it starts nothing, and its verdict on a model folder takes a
+second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
+from agentloop_servers.cli import load
 from agentloop_servers.config import ServiceConfig, located, model_sizes
 from agentloop_servers.host import NICENESS
 
@@ -65,10 +67,15 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="A Serve config: its model, with its chat settings.")] = None,
     parser: Annotated[str | None, typer.Option(help="A parser, as `chat.parser` of a config.")] = None,
     renderer: Annotated[str | None, typer.Option(help="A renderer, as `chat.renderer` of a config.")] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Each node of this host's Ray cluster, for the service of --config.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Check this machine, or a model folder. Exits with 1 if something needed is broken or would be refused."""
-    if model is None and config is None:
+    if cluster:
+        checks = _clustered(config, as_json=as_json)
+    elif model is None and config is None:
         if parser is not None or renderer is not None:
             raise typer.BadParameter("--parser and --renderer need --model or --config")
         checks = examine()
@@ -98,7 +105,23 @@ def _examined(model: Path | None, config: Path | None, chat: dict[str, str | Non
         return [Check("config", False, error.message)]
 
 
+def _clustered(config: Path | None, *, as_json: bool) -> list[Check]:
+    """Examine the nodes of a cluster, and show them side by side."""
+    if config is None:
+        raise typer.BadParameter("--cluster needs --config")
+    examine_cluster = load("doctor_cluster").examine_cluster  # with Ray
+    try:
+        checks, table = examine_cluster(ServiceConfig.load(located(str(config))), "auto")
+    except AgentLoopError as error:
+        return [Check("cluster", False, error.message)]
+    if not as_json:
+        Console().print(table)
+    return [check for check in cast(list[Check], checks) if as_json or not check.is_ok]
+
+
 def _show(checks: Sequence[Check]) -> None:
+    if not checks:
+        return
     table = Table("check", "", "found", box=None)
     for check in checks:
         mark = "ok" if check.is_ok else "BROKEN" if check.is_needed else "-"
@@ -109,11 +132,11 @@ def _show(checks: Sequence[Check]) -> None:
 def examine() -> list[Check]:
     """Every check, in the order a reader wants them. Takes a second or two; starts nothing."""
     gpu = _probed("gpu", _gpu, is_needed=False)
-    engines = [_package("vllm", is_needed=False), _sglang(has_gpu=gpu.is_ok)]
+    engines = [package("vllm", is_needed=False), _sglang(has_gpu=gpu.is_ok)]
     return [
         _python(),
-        _package("ray"),
-        _package("torch", is_needed=False),
+        package("ray"),
+        package("torch", is_needed=False),
         *engines,
         Check("an engine", any(engine.is_ok for engine in engines), "vllm or sglang; simulated runs need none"),
         Check("cpu", True, f"{os.cpu_count()} cores, {platform.machine()}"),
@@ -157,7 +180,7 @@ def _ray_niceness() -> Check:
     return Check("ray's priority", nice == "0", f"{NICENESS} is {nice}; engines on GPUs want 0", is_needed=False)
 
 
-def _package(name: str, *, is_needed: bool = True) -> Check:
+def package(name: str, *, is_needed: bool = True) -> Check:
     """Look for a package without importing it: an engine takes long, and may claim a GPU."""
     if importlib.util.find_spec(name) is None:
         return Check(name, False, "not installed", is_needed)
@@ -168,14 +191,14 @@ def _package(name: str, *, is_needed: bool = True) -> Check:
 
 def _sglang(*, has_gpu: bool) -> Check:
     """Look for SGLang in the adapter's version, and for what its wheel needs: a GPU, and kernels in a package."""
-    check = _package("sglang", is_needed=False)
+    check = package("sglang", is_needed=False)
     if not check.is_ok:
         return check
     if check.detail.split()[-1] != SGLANG_VERSION:
         return Check("sglang", False, f"{check.detail}; the adapter drives {SGLANG_VERSION}", False)
     if not has_gpu:
         return Check("sglang", False, f"{check.detail}; its wheels run on NVIDIA GPUs only", False)
-    kernels = _package("sgl_kernel", is_needed=False)
+    kernels = package("sgl_kernel", is_needed=False)
     return Check("sglang", kernels.is_ok, f"{check.detail}, its kernels: {kernels.detail}", False)
 
 

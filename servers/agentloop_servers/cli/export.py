@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from agentloop.export import export
+from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
 app = typer.Typer()
@@ -35,6 +36,6 @@ def export_records(
     """Write a run's trajectories, also while it is running."""
     with clear_errors():
         store = store_of(run)
-        target = out if out is not None else store.parent / f"trajectories.{format.value}"
+        target = out if out is not None else folder_of(store) / f"trajectories.{format.value}"
         num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
     Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)

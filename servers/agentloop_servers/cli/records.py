@@ -14,6 +14,7 @@ from rich.text import Text
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
+from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, Trajectory, Turn
 from agentloop_servers.cli.terminal import clear_errors, store_of
@@ -59,7 +60,7 @@ def _names(trajectory: Trajectory) -> Iterator[str]:
     yield from (place, f"{trajectory.task_id}/{trajectory.sample_index}", trajectory.group_id, trajectory.task_id)
 
 
-def _named(store: Path, name: str) -> Trajectory:
+def _named(store: Path | Home, name: str) -> Trajectory:
     """Return the trajectory that a word means. Raises InvalidRequest if it means none, or several."""
     reader, found, others = TrajectoryReader(store), list[Trajectory](), list[str]()
     try:

@@ -39,6 +39,7 @@ from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
+from agentloop_servers.run_store import store_in
 
 EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
@@ -346,8 +347,8 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     except InvalidRequest as error:
         _log.warning("not_exported", reason=error.message, install=install_hint("export"))
     else:
-        export(run_dir / STORE_NAME, run_dir / PARQUET_NAME, "parquet")
-    store = TrajectoryReader(run_dir / STORE_NAME)
+        export(store_in(run_dir), run_dir / PARQUET_NAME, "parquet")
+    store = TrajectoryReader(store_in(run_dir))
     try:
         summary = summarize(
             store.trajectories(),

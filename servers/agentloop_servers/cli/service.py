@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.storage.trajectory_store import STORE_NAME
+from agentloop.storage.trajectory_store import folder_of
 from agentloop.types import OnStale, StalenessLimit
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
@@ -25,9 +25,10 @@ from agentloop_servers.cli.run import (
     run_rollout,
 )
 from agentloop_servers.cli.terminal import AdminKey, ApiKey, clear_errors, given, run_to_end, store_of
-from agentloop_servers.config import ServiceConfig, run_dir_in, saved_config
+from agentloop_servers.config import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.locks import take_run_lock
+from agentloop_servers.run_store import has_store, resumed_config
 
 Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
 Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
@@ -57,12 +58,12 @@ def serve(
 ) -> None:
     """Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM: what runs then ends first."""
     with clear_errors():
-        run_dir = None if resume is None else store_of(resume).parent
-        saved = None if run_dir is None or config is not None else saved_config(run_dir)
+        run_dir = None if resume is None else folder_of(store_of(resume))
+        saved = None if run_dir is None or config is not None else resumed_config(run_dir)
         settings = saved or ServiceConfig.load(given("the config", "--config", config or DEFAULT_CONFIG))
         if run_dir is None:
             run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
-        run_to_end(_serve(settings, run_dir, address, grace_s, is_resumed=(run_dir / STORE_NAME).is_file()))
+        run_to_end(_serve(settings, run_dir, address, grace_s, is_resumed=has_store(run_dir)))
 
 
 @app.command()

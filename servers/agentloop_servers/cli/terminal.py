@@ -13,8 +13,10 @@ import typer
 from rich.console import Console
 
 from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop_servers.config import CHECKOUT, located
+from agentloop_servers.run_store import has_store, store_in
 
 T = TypeVar("T")
 
@@ -33,11 +35,11 @@ def given(what: str, option: str, path: Path) -> Path:
     return found
 
 
-def store_of(run: str) -> Path:
+def store_of(run: str) -> Path | Home:
     """Return the store of a run: a folder, an id, or the file itself. Raises InvalidRequest."""
     for path in (Path(run), Path("runs") / run):
-        if (path / STORE_NAME).is_file():
-            return path / STORE_NAME
+        if has_store(path):
+            return store_in(path)
         if path.is_file():
             return path
     raise InvalidRequest(f"no run {run!r}: no {STORE_NAME} there, nor in runs/{run}")

@@ -25,7 +25,8 @@ from typing import TypeVar
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.sessions.journal import SessionRecord, SessionState
 from agentloop.storage.disk_room import DiskRoom
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.storage.home import Schema
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 

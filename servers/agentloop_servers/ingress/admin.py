@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -92,12 +92,14 @@ class AdminRoutes:
         weight_roots: tuple[Path, ...],
         rules: ModeRules,
         endpoint: Endpoint | None = None,
+        nodes_without: Callable[[str], tuple[str, ...]] | None = None,
     ) -> None:
         self._users = None if endpoint is None else endpoint.users
         self._coordinator = coordinator
         self._weight_roots = weight_roots
         self._limits = limits
         self._rules = rules
+        self._nodes_without = nodes_without
 
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes, each behind the admin key."""
@@ -161,14 +163,19 @@ class AdminRoutes:
         return json_response(SleepState(status.asleep))
 
     def _located(self, update: WeightUpdate) -> WeightUpdate:
-        """The update with real paths. Raises InvalidRequest for what lies outside the weight roots."""
+        """The update with real paths. Raises InvalidRequest for what lies outside the weight roots, or is not on
+        every host."""
         if update.directory is not None:
-            directory = resolve_weights(update.directory, self._weight_roots, param="directory")
-            return replace(update, directory=str(directory))
+            return replace(update, directory=self._found(update.directory, "directory"))
         if update.adapter is not None:
-            adapter = resolve_weights(update.adapter, self._weight_roots, param="adapter")
-            return replace(update, adapter=str(adapter))
+            return replace(update, adapter=self._found(update.adapter, "adapter"))
         return update
+
+    def _found(self, given: str, param: str) -> str:
+        directory = str(resolve_weights(given, self._weight_roots, param=param))
+        if self._nodes_without is not None and (missing := self._nodes_without(directory)):
+            raise InvalidRequest(f"not there on {', '.join(missing)}: every host reads it", param=param)
+        return directory
 
     async def _ask(self, question: Awaitable[T]) -> T:
         message = "the fleet did not answer in time; ask for its status"

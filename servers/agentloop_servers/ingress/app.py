@@ -43,14 +43,16 @@ def create_app(
     rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
+    nodes_without: Callable[[str], tuple[str, ...]] | None = None,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
     Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
-    files within `image_roots`. With an `endpoint`, agents are served and recorded too, and trainers that speak to
-    vLLM's server; starting and closing its sessions is the caller's.
+    files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
+    With an `endpoint`, agents are served and recorded too, and trainers that speak to vLLM's server; starting and
+    closing its sessions is the caller's.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -58,10 +60,9 @@ def create_app(
     else:
         reporter = endpoint.sessions.reporter  # theirs to close
     leases = CallLeases(coordinator, connect, reporter, config=config)
-    rollouts = RolloutRoutes(
-        coordinator, keys, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports
-    )
-    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint)
+    images = tuple(image_roots)
+    rollouts = RolloutRoutes(coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports)
+    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -86,8 +87,7 @@ def create_app(
         # First: most requests are its.
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
-    own = (rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys))
-    for router in own:
+    for router in (rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)):
         app.include_router(router)
     describe(app)
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,10 @@ class opened:
         keys: Keys,
         rules: ModeRules = RULES,
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
+        nodes_without: Callable[[str], tuple[str, ...]] | None = None,
     ) -> None:
         self._allowed_imports = allowed_imports
+        self._nodes_without = nodes_without
         self._root = tmp_path / "weights"
         self._root.mkdir(exist_ok=True)
         self._keys = keys
@@ -108,6 +110,7 @@ class opened:
             tool_names=frozenset({"calculator"}),
             rules=self._rules,
             allowed_imports=self._allowed_imports,
+            nodes_without=self._nodes_without,
         )
         self._serving = serving(app)
         url = await self._serving.__aenter__()
@@ -698,6 +701,26 @@ async def test_weights_come_from_under_the_roots_only(door: Door, directory: str
     assert (status, answer["error"]["param"]) == (400, "directory")
     assert str(door.root) not in answer["error"]["message"]
     assert door.coordinator.updates == []
+
+
+async def test_weights_that_a_host_does_not_see_touch_no_replica(tmp_path: Path) -> None:
+    seen = []
+
+    def nodes_without(directory: str) -> tuple[str, ...]:
+        seen.append(directory)
+        return ("10.0.0.2", "10.0.0.3") if directory.endswith("v1") else ()
+
+    async with opened(tmp_path, Keys(), nodes_without=nodes_without) as door:
+        for version in (1, 2):
+            (door.root / f"v{version}").mkdir()
+        body = {"version": 1, "directory": str(door.root / "v1")}
+        status, answer, _ = await door.call("POST", "/admin/weights", json=body)
+        assert (status, answer["error"]["param"]) == (400, "directory")
+        assert answer["error"]["message"] == "not there on 10.0.0.2, 10.0.0.3: every host reads it"
+        assert door.coordinator.updates == []
+        body = {"version": 2, "directory": str(door.root / "v2")}
+        assert (await door.call("POST", "/admin/weights", json=body))[0] == 200
+    assert seen == [str(door.root / "v1"), str(door.root / "v2")]
 
 
 async def test_a_link_that_stays_under_the_root_is_followed(door: Door) -> None:

@@ -17,7 +17,6 @@ from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
-from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import (
     IngressProcess,
     tool_names,
@@ -33,6 +32,7 @@ from agentloop_servers.engine_parts import build_engine, initial_weights
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
+from agentloop_servers.run_store import open_store
 from agentloop_servers.settings import balancer_config, replica_config
 from agentloop_servers.tcp import listening_socket, url_of
 
@@ -78,10 +78,11 @@ async def whole_site(
 ) -> AsyncIterator[ServiceSite]:
     """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
     async with AsyncExitStack() as closing:
-        clients = EngineClients(SECRET)
+        store = open_store(config, run_dir, SECRET)
+        clients = EngineClients(SECRET, await store.take_over(), store.take_over)
         closing.push_async_callback(clients.close)
         coordinator = Coordinator(
-            TrajectoryStore(run_dir / "trajectories.sqlite"),
+            store,
             clients.connect,
             CoordinatorConfig(
                 kv_policy=config.kv_policy,

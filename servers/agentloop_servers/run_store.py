@@ -1,0 +1,99 @@
+"""The home of a run's trajectory store: SQLite in its directory, or the database that the config names.
+
+The database's URL may have a password. It is in the run's directory, in a file that its owner alone reads, and in
+the coordinator: no other process is told, and no message has more than `shown_url` leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from pydantic import SecretStr
+
+from agentloop.errors import InvalidRequest
+from agentloop.plugins import install_hint, resolve
+from agentloop.storage.home import Home, shown_url
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore, check_home
+from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
+
+URL_NAME = "store"
+"""The file of a run directory that holds the URL of its database."""
+
+_POSTGRES = "agentloop.storage.postgres:PostgresRun"  # an optional part
+_MAX_NAME_BYTES = 63  # of a schema
+
+
+def store_in(run_dir: Path) -> Path | Home:
+    """Return where a run's store is, for readers. Raises InvalidRequest without what the database needs."""
+    url = _kept_url(run_dir)
+    return run_dir / STORE_NAME if url is None else _home(url, run_dir, None)
+
+
+def has_store(run_dir: Path) -> bool:
+    """Tell if a directory is a run's, with a store."""
+    return (run_dir / STORE_NAME).is_file() or (run_dir / URL_NAME).is_file()
+
+
+def open_store(config: ServiceConfig, run_dir: Path, secret: str) -> TrajectoryStore:
+    """Open a run's store for its coordinator. Raises as TrajectoryStore."""
+    url = _url(config)
+    where = run_dir / STORE_NAME if url is None else _home(url, run_dir, _owner(secret))
+    return TrajectoryStore(where, min_free_bytes=config.min_free_mib << 20)
+
+
+def check_store(config: ServiceConfig, run_dir: Path) -> None:
+    """Raise InvalidRequest if a run cannot have the home of its config. Makes the tables of a new one there."""
+    url, kept = _url(config), _kept_url(run_dir)
+    if has_store(run_dir) and _shown(kept) != _shown(url):
+        raise InvalidRequest(f"the records of {run_dir} are in {_shown(kept)}, not in {_shown(url)}", param="store")
+    if url is not None:
+        secret = run_dir / SECRET_NAME
+        check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))
+
+
+def keep_url(config: ServiceConfig, run_dir: Path) -> None:
+    """Keep the URL of a run's database in its directory."""
+    if (url := _url(config)) is not None:
+        path = run_dir / URL_NAME
+        path.touch(mode=0o600)
+        path.write_text(url)
+
+
+def resumed_config(run_dir: Path) -> ServiceConfig | None:
+    """Return what `saved_config` does, with the store's URL."""
+    config, url = saved_config(run_dir), _kept_url(run_dir)
+    return config if config is None or url is None else config.model_copy(update={"store": SecretStr(url)})
+
+
+def _home(url: str, run_dir: Path, owner: str | None) -> Home:
+    if url.partition("://")[0] not in ("postgresql", "postgres"):
+        raise InvalidRequest(
+            f"store {shown_url(url)}: it is none; postgresql://USER@HOST:PORT/DATABASE is, or left out SQLite",
+            param="store",
+        )
+    try:
+        made = cast(Callable[..., Home], resolve(_POSTGRES, param="store"))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"store {shown_url(url)}: {error.message}: {install_hint('postgres')}") from error
+    name = run_dir.name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+    return made(url, name, run_dir, owner)
+
+
+def _url(config: ServiceConfig) -> str | None:
+    return None if config.store is None else config.store.get_secret_value()
+
+
+def _kept_url(run_dir: Path) -> str | None:
+    path = run_dir / URL_NAME
+    return path.read_text() if path.is_file() else None
+
+
+def _shown(url: str | None) -> str:
+    return "SQLite" if url is None else shown_url(url)
+
+
+def _owner(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

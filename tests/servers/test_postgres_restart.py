@@ -1,0 +1,69 @@
+"""The real service with its records in PostgreSQL: its coordinator is killed, and the next one has the run."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentloop.client.client import RolloutClient
+from agentloop.errors import AgentLoopError
+from agentloop.types import Message, RolloutTask
+from agentloop_servers.local import running_service
+from agentloop_servers.locks import RUN_LOCK
+from tests.support.service.postgres_server import PASSWORD, PostgresServer
+from tests.support.service.whole_service import simulated_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, postgres_server: PostgresServer) -> Path:
+    return tmp_path / postgres_server.new_name()
+
+
+def told(run_dir: Path) -> list[str]:
+    """The places where the password can be read, beside the run's own file for it."""
+    files = [path for path in run_dir.glob("*") if path.is_file() and path.name != "store"]
+    children = psutil.Process().children(recursive=True)
+    files += [Path(f"/proc/{child.pid}/{file}") for child in children for file in ("cmdline", "environ")]
+    found = []
+    for path in files:
+        with suppress(OSError):  # a process that has ended
+            found += [str(path)] if PASSWORD.encode() in path.read_bytes() else []
+    assert len(children) > 4
+    return found
+
+
+async def test_the_next_coordinator_has_the_run_once_the_lease_of_a_killed_one_is_over(
+    run_dir: Path, postgres_server: PostgresServer
+) -> None:
+    config = simulated_config(store=postgres_server.url, port=0)
+    tasks = [RolloutTask(f"t{number}", (Message("user", "What is 2 + 3?"),)) for number in range(100)]
+    async with running_service(config, run_dir) as url, RolloutClient(url) as client:
+        await client.wait_until_ready()
+        rollout = await client.submit(tasks, num_samples=4)
+        number = "SELECT number FROM leases"
+        [(first,)] = postgres_server.execute(number, run_dir.name)
+        pid = int(await asyncio.to_thread((run_dir / RUN_LOCK).read_text))
+        os.kill(pid, signal.SIGKILL)
+        records = [record async for record in rollout]
+        assert len({(record.group_id, record.sample_index) for record in records}) == len(records) == 400
+        [(second,)] = postgres_server.execute(number, run_dir.name)
+        assert second == first + 1
+        assert told(run_dir) == []
+        # One that was shut out ends by itself, and the one that Serve starts in its place takes over again.
+        postgres_server.execute("UPDATE leases SET number = number + 10, until = clock_timestamp()", run_dir.name)
+        async with asyncio.timeout(120.0):
+            while postgres_server.execute(number, run_dir.name) != [(second + 11,)]:
+                await asyncio.sleep(0.2)
+            while True:
+                try:
+                    again = await client.submit(tasks[:1])
+                    break
+                except AgentLoopError:
+                    await asyncio.sleep(0.5)
+        assert len([record async for record in again]) == 1

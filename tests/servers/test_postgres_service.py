@@ -1,0 +1,150 @@
+"""A service whose records are in PostgreSQL: its start, a server that goes away, and what reads the records."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from agentloop.client.client import RolloutClient
+from agentloop.errors import InvalidRequest
+from agentloop.storage.home import Home
+from agentloop.types import Message, RolloutTask
+from agentloop_servers.app import begun_run
+from agentloop_servers.cli.commands import app
+from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
+from agentloop_servers.isolation.frames import Setup
+from agentloop_servers.run_store import resumed_config
+from tests.support.service.postgres_server import PASSWORD, PostgresServer
+from tests.support.service.whole_service import SECRET, SIMULATED, simulated_config, whole_service
+
+runner = CliRunner()
+
+
+def config_of(server: PostgresServer, **changed: Any) -> ServiceConfig:
+    return simulated_config(store=server.url, **changed)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, postgres_server: PostgresServer) -> Path:
+    folder = tmp_path / postgres_server.new_name()
+    folder.mkdir()
+    (folder / SECRET_NAME).write_text(SECRET)
+    return folder
+
+
+async def test_while_the_server_is_away_nothing_is_accepted_and_what_runs_is_finished(
+    run_dir: Path, postgres_server: PostgresServer
+) -> None:
+    config = config_of(postgres_server)
+    begun_run(config, run_dir)
+    tasks = [RolloutTask(f"t{number}", (Message("user", "What is 2 + 3?"),)) for number in range(8)]
+    async with whole_service(config, run_dir) as url, RolloutClient(url) as client, aiohttp.ClientSession() as http:
+        running = await client.submit(tasks, num_samples=4)
+        with capture_logs() as logs:
+            postgres_server.stop()
+            try:
+                for method, path, body in (
+                    (
+                        "POST",
+                        "/rollouts",
+                        {"tasks": [{"task_id": "t", "messages": [{"role": "user", "content": "?"}]}]},
+                    ),
+                    ("GET", f"/rollouts/{running.rollout_ids[0]}/trajectories", None),
+                ):
+                    async with http.request(method, url + path, json=body) as answer:
+                        refused = await answer.json()
+                        assert (answer.status, answer.headers["retry-after"]) == (503, "1"), refused
+                        assert PASSWORD not in str(refused)
+                async with http.get(f"{url}/health") as answer:
+                    assert answer.status == 200
+                await asyncio.sleep(1.0)  # they run, and end
+            finally:
+                postgres_server.start()
+        records = [record async for record in running]
+        assert len({(record.group_id, record.sample_index) for record in records}) == len(records) == 32
+        assert [record.is_complete for record in records] == [True] * 32
+    assert PASSWORD not in str(logs)
+
+
+async def test_a_run_is_exported_shown_and_gone_on_with_from_its_database(
+    run_dir: Path, postgres_server: PostgresServer
+) -> None:
+    config = config_of(postgres_server)
+    secret = begun_run(config, run_dir)
+    async with whole_service(config, run_dir) as url, RolloutClient(url) as client:
+        rollout = await client.submit([RolloutTask("t", (Message("user", "What is 2 + 3?"),))], num_samples=2)
+        assert len([record async for record in rollout]) == 2
+    read_and_go_on(config, secret, run_dir, rollout.rollout_ids[0])
+
+
+def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id: str) -> None:
+    assert not list(run_dir.glob("trajectories*"))
+    out = run_dir / "out.jsonl"
+    exported = runner.invoke(app, ["export", str(run_dir), "--format", "jsonl", "--out", str(out)])
+    assert exported.exit_code == 0, exported.output
+    assert len(out.read_text().splitlines()) == 2
+    shown = runner.invoke(app, ["show", f"{rollout_id}/{rollout_id}-000000/0", "--run", str(run_dir)])
+    assert "reward" in shown.output, shown.output
+    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir) == secret
+    for other in (simulated_config(), simulated_config(store="postgresql://127.0.0.1:1/elsewhere")):
+        with pytest.raises(InvalidRequest, match=r"are in postgresql://127.0.0.1:\d+/postgres, not in"):
+            begun_run(other, run_dir)
+    shutil.rmtree(run_dir)  # another run of this name
+    with pytest.raises(InvalidRequest, match="is of another run"):
+        begun_run(config, run_dir)
+    assert not run_dir.exists()
+
+
+def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
+    run_dir: Path, postgres_server: PostgresServer
+) -> None:
+    config = config_of(postgres_server)
+    begun_run(config, run_dir)
+    assert [path.name for path in run_dir.iterdir() if PASSWORD in path.read_text()] == ["store"]
+    assert (run_dir / "store").stat().st_mode & 0o777 == 0o600
+    assert saved_config(run_dir) == config.model_copy(update={"store": None})
+    setup = Setup.of(config, run_dir, None, takes_images=False)
+    assert PASSWORD not in f"{setup} {config!r} {config.model_dump()} {config.model_dump_json()}"
+    url = f"postgresql://db/x?password={PASSWORD}"
+    engine = {"kind": "simulated", "device": "cpu", "load_format": "dummy"}
+    with pytest.raises(ValueError, match="nobody pushes weights") as refused:
+        ServiceConfig.model_validate({"model": "m", "mode": "debug", "engine": engine, "store": url})
+    assert PASSWORD not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["serve", "rollout"])
+def test_a_store_that_cannot_be_is_told_in_one_line_before_anything_is_started(
+    command: str, tmp_path: Path, postgres_run: Home
+) -> None:
+    out, file = tmp_path / "runs", tmp_path / "config.yaml"
+    document = yaml.safe_load(SIMULATED.read_text())
+    document["applications"][0]["args"]["port"] = 0
+    for store, message in (
+        (f"mysql://me:{PASSWORD}@db/x", "error: store mysql://db/x: it is none; postgresql://"),
+        (f"postgresql://me:{PASSWORD}@127.0.0.1:9/x", "error: store postgresql://127.0.0.1:9/x: tried to connect"),
+    ):
+        document["applications"][0]["args"]["store"] = store
+        file.write_text(yaml.safe_dump(document))
+        result = runner.invoke(app, [command, "--config", str(file), "--out", str(out)])
+        assert (result.exit_code, result.output.splitlines()[-1][: len(message)]) == (1, message), result.output
+        assert PASSWORD not in result.output
+        assert not out.exists()
+
+
+def test_without_the_driver_the_extra_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "agentloop.storage.postgres", raising=False)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    config = simulated_config(store=f"postgresql://me:{PASSWORD}@127.0.0.1/x")
+    with pytest.raises(InvalidRequest, match=r"^store postgresql://127.0.0.1/x: .*agentloop-rollouts\[postgres\]"):
+        begun_run(config, run_dir)

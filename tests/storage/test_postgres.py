@@ -1,0 +1,314 @@
+"""PostgreSQL as a home: what is refused, who may write, and a server that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from structlog.testing import capture_logs
+
+from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
+from agentloop.storage.home import LEASE_S, Home, shown_url
+from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
+from tests.support.records.samples import encoded, make_group, make_trajectory
+from tests.support.service.postgres_server import PASSWORD, PostgresServer
+
+
+@pytest.fixture
+async def store(postgres_run: Home) -> AsyncIterator[TrajectoryStore]:
+    store = TrajectoryStore(postgres_run)
+    yield store
+    await store.close()
+
+
+def end_lease(server: PostgresServer, run: Home) -> None:
+    """Let the lease of a run's owner be over, as after a silence."""
+    server.execute("UPDATE leases SET until = clock_timestamp()", run.name)
+
+
+# --- what is refused ---
+
+
+def refusal(run: Home, **changed: object) -> str:
+    """The message by which a home is refused."""
+    with pytest.raises(InvalidRequest) as refused:
+        TrajectoryStore(dataclasses.replace(run, **changed))
+    assert refused.value.param == "store"
+    assert PASSWORD not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_cannot_be_a_home_is_refused_without_its_password(
+    postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    at = f"store postgresql://127.0.0.1:{postgres_server.port}/postgres"
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"postgresql://me:{PASSWORD}@127.0.0.1:{closed.getsockname()[1]}/db"
+        message = refusal(postgres_run, url=url)
+    assert message.startswith(f"store {shown_url(url)}: tried to connect")
+    assert "refused" in message
+    postgres_server.execute("CREATE ROLE reader LOGIN")
+    url = postgres_server.url.replace("agentloop:", "reader:")
+    assert refusal(postgres_run, url=url).startswith(f"{at}: tried to make schema {postgres_run.name!r}: Insuf")
+    assert "not a URL as" in refusal(postgres_run, url=f"postgresql://me:{PASSWORD}@x@127.0.0.1/db")
+    assert "not a URL as" in refusal(postgres_run, url=f"postgresql://me@127.0.0.1:{PASSWORD}/db")
+
+
+async def test_a_run_of_another_owner_or_a_later_format_is_refused(
+    postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    with pytest.raises(InvalidRequest, match="has no run"):
+        TrajectoryReader(postgres_run)
+    ours = dataclasses.replace(postgres_run, owner="a")
+    await TrajectoryStore(ours).close()
+    await TrajectoryStore(ours).close()
+    TrajectoryReader(postgres_run).close()
+    for other in ("b", ""):
+        assert "is of another run" in refusal(postgres_run, owner=other)
+    postgres_server.execute("UPDATE about SET value = '99' WHERE name = 'trajectory store'", postgres_run.name)
+    assert "has a trajectory store of format 99, not 1" in refusal(ours)
+
+
+def test_a_shown_url_has_no_secret_whatever_is_odd_in_it() -> None:
+    good = "postgresql://host:5432/db"
+    assert shown_url("postgresql://me:secret@host:5432/db") == good
+    assert shown_url(f"{good}?password=secret&sslmode=require") == good
+    for odd in ("sec@ret", "sec/ret", "sec?ret", "s/e@c?r@et", "a?b@c"):
+        for url in (f"postgresql://me:{odd}@host/db", f"postgresql://host/db?password={odd}"):
+            shown = shown_url(url)
+            assert not any(part in shown for part in ("sec", "ret", "s/e", "et")), (url, shown)
+
+
+# --- who may write ---
+
+
+async def test_a_second_owner_waits_for_the_lease_and_shuts_the_first_out(
+    store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    first = await store.take_over()
+    await store.accept("r", [make_group(num_samples=2)])
+    second = TrajectoryStore(postgres_run)
+    with pytest.raises(Conflict, match=r"a service still runs on this run: process \d+ on "):
+        await second.take_over()
+    assert await store.take_over(above=first + 5) == first + 6  # its own
+    end_lease(postgres_server, postgres_run)
+    await store.add_records(encoded([make_trajectory()]))  # nobody else came: it has the lease again
+    with pytest.raises(Conflict):
+        await second.take_over()
+    end_lease(postgres_server, postgres_run)
+    assert await second.take_over() == first + 7
+    late = store.add_records(encoded([make_trajectory(sample_index=1)]))
+    for write in (late, store.check_owner(), store.cancel("r")):
+        with pytest.raises(ServiceUnavailable, match=f"has taken this run over .epoch {first + 7}"):
+            await write
+    assert store.successor == first + 7
+    assert await second.counts("r") == (2, 1)
+    await asyncio.wait_for(store.keep_lease(), 30.0)  # it is to end
+    await second.close()
+    third = TrajectoryStore(postgres_run)
+    assert await third.take_over() == first + 8  # an owner that ends leaves the lease at once
+    await third.close()
+
+
+async def test_a_lease_is_renewed_by_whatever_is_written(
+    store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    await store.take_over()
+    left = f"SELECT until > clock_timestamp() + interval '{LEASE_S / 2} s' FROM leases"
+    end_lease(postgres_server, postgres_run)
+    assert postgres_server.execute(left, postgres_run.name) == [(False,)]
+    await store.check_owner()  # reads alone
+    assert postgres_server.execute(left, postgres_run.name) == [(False,)]
+    await store.accept("r", [])
+    assert postgres_server.execute(left, postgres_run.name) == [(True,)]
+
+
+async def test_what_an_owner_writes_and_its_end_are_one_after_the_other(
+    store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    """A lease that runs out in the middle of a transaction is taken when that has ended, and not before."""
+    await store.take_over()
+    await store.accept("r", [make_group(num_samples=2)])
+    other = TrajectoryStore(postgres_run)
+    is_begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(db: object) -> int:
+        is_begun.set()
+        may_go_on.wait(60.0)
+        return 1
+
+    end_lease(postgres_server, postgres_run)
+    writing = asyncio.create_task(store._writer.run(slow))
+    assert await asyncio.to_thread(is_begun.wait, 60.0)
+    taking = asyncio.create_task(other.take_over())
+    await asyncio.sleep(0.3)
+    assert not taking.done()
+    may_go_on.set()
+    assert await writing == 1
+    with pytest.raises(Conflict):  # the transaction has renewed it
+        await taking
+    await other.close()
+
+
+# --- a server that goes away ---
+
+
+async def test_a_server_that_stops_is_waited_for_without_a_restart(
+    store: TrajectoryStore, postgres_server: PostgresServer
+) -> None:
+    await store.take_over()
+    await store.accept("r", [make_group(num_samples=40)])
+    keeping = asyncio.create_task(store.keep_lease())
+    acknowledged = []
+
+    async def hand_in(sample: int) -> None:
+        while True:
+            with suppress(ServiceUnavailable):
+                acknowledged.append(
+                    (sample, await store.add_records(encoded([make_trajectory(sample_index=sample)])))
+                )
+                return
+            await asyncio.sleep(0.05)
+
+    await hand_in(0)
+    with capture_logs() as logs:
+        postgres_server.stop()
+        late = store.add_records(encoded([make_trajectory(sample_index=1)]))
+        for call in (store.counts("r"), store.accept("s", []), late):
+            with pytest.raises(ServiceUnavailable, match=r"^store postgresql://127.0.0.1:\d+/postgres: tried"):
+                await call
+        waiting = [asyncio.create_task(hand_in(sample)) for sample in range(1, 40)]
+        await asyncio.sleep(0.5)
+        assert acknowledged == [(0, 1)]
+        postgres_server.start()
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*waiting)
+        assert await store.counts("r") == (40, 40)
+    assert sorted(acknowledged) == [(sample, 1) for sample in range(40)]
+    assert [entry["event"] for entry in logs].count("store_is_away") == 2  # of each connection once
+    assert [entry["event"] for entry in logs].count("store_is_back") == 2
+    assert PASSWORD not in str(logs)
+    assert not keeping.done()
+    keeping.cancel()
+
+
+async def test_connections_that_are_ended_are_made_again(
+    store: TrajectoryStore, postgres_server: PostgresServer
+) -> None:
+    await store.take_over()
+    await store.accept("r", [make_group(num_samples=3)])
+    for sample in range(3):
+        assert postgres_server.end_connections() >= 2
+        assert await store.add_records(encoded([make_trajectory(sample_index=sample)])) == 1
+        assert await store.counts("r") == (3, sample + 1)
+
+
+class Relay:
+    """A way to a server on which the next COMMIT, or its answer, is lost."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.loses: str | None = None
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                self._ends += (client, server)
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        is_order = target.getpeername()[1] == self._port
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if b"COMMIT" in data and self.loses == ("order" if is_order else "answer"):
+                    self.loses = None
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in (self._listening, *self._ends):
+            end.close()
+
+
+@contextmanager
+def relay(server: PostgresServer) -> Iterator[Relay]:
+    one = Relay(server.port)
+    yield one
+    one.close()
+
+
+async def test_a_commit_whose_answer_was_lost_is_asked_for(
+    postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    with relay(postgres_server) as way:
+        url = postgres_server.url.replace(str(postgres_server.port), str(way.port))
+        store = TrajectoryStore(dataclasses.replace(postgres_run, url=url))
+        await store.take_over()
+        await store.accept("r", [make_group(num_samples=2)])
+        way.loses = "answer"
+        assert await store.add_records(encoded([make_trajectory()])) == 1
+        way.loses = "order"
+        with pytest.raises(ServiceUnavailable, match="the connection was lost"):
+            await store.add_records(encoded([make_trajectory(sample_index=1)]))
+        assert way.loses is None
+        assert await store.counts("r") == (2, 1)
+        assert await store.add_records(encoded([make_trajectory(sample_index=1)])) == 1
+        await store.close()
+
+
+class SilentHome:
+    """A home on a host of which nothing is heard."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._home, name)
+
+    def is_reachable(self) -> bool:
+        return False
+
+
+@pytest.mark.slow
+async def test_an_owner_that_hears_nothing_for_as_long_as_its_lease_is_to_end(
+    postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    store = TrajectoryStore(SilentHome(postgres_run))
+    await store.take_over()
+    keeping = asyncio.create_task(store.keep_lease())
+    await asyncio.sleep(0)
+    began_at = asyncio.get_running_loop().time()
+    postgres_server.stop()
+    try:
+        await asyncio.wait_for(keeping, 60.0)
+        assert asyncio.get_running_loop().time() - began_at >= LEASE_S - 4.0  # of which up to 3 had passed
+    finally:
+        postgres_server.start()
+    await store.close()
+
+
+def test_a_host_that_refuses_answers_and_one_that_is_not_there_does_not(
+    postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    assert postgres_run.is_reachable()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"postgresql://127.0.0.1:{closed.getsockname()[1]}/db"
+        assert dataclasses.replace(postgres_run, url=url).is_reachable()
+    assert not dataclasses.replace(postgres_run, url="postgresql://no.such.host.invalid/db").is_reachable()

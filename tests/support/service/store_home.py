@@ -1,0 +1,32 @@
+"""A store's home for tests that are of either."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentloop.storage.home import Home
+from tests.support.service.postgres_server import PostgresServer
+
+
+@dataclass(frozen=True)
+class StoreHome:
+    """A store's home, and a way to it that is not the store's."""
+
+    where: Path | Home
+    folder: Path
+    server: PostgresServer | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return self.server is None
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement beside the store."""
+        if self.server is not None:
+            self.server.execute(statement, self.where.name)
+            return
+        with sqlite3.connect(self.where) as db:
+            db.execute(statement)
+        db.close()
