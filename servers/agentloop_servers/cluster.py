@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,13 +40,23 @@ ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__"
 """What an actor asks of Ray that runs on the head alone."""
 
 _CALL_TIMEOUT_S = 60.0
+_NODES_WAIT_S = 1800.0
 _LISTENS_WITHIN_S = 5.0
 _FIND_RETRY_S = 0.2
 _KV_NAMESPACE = b"agentloop"
 
 
 def for_nodes(config: ServiceConfig) -> ServiceConfig:
-    """Return the config as the nodes there are ask for: with `cluster` on several, without it on one."""
+    """Return the config as the nodes there are ask for: with `cluster` on several, without it on one.
+
+    Blocks until there are `cluster.min_nodes`. Raises InvalidRequest if they do not come.
+    """
+    least = 1 if config.cluster is None else config.cluster.min_nodes
+    deadline_at = time.monotonic() + (_NODES_WAIT_S if ray.is_initialized() else 0.0)
+    while (found := num_nodes()) < least:
+        if time.monotonic() > deadline_at:
+            raise InvalidRequest(f"this Ray has {found} of {least} nodes", param="cluster.min_nodes")
+        time.sleep(1.0)
     settings = (config.cluster or ClusterSettings()) if num_nodes() > 1 else None
     return config.model_copy(update={"cluster": settings})
 

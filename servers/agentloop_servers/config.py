@@ -287,6 +287,8 @@ class ClusterSettings(_Strict):
     """The network of the nodes' private ports, as `10.0.0.0/8`; left out: each node's address in Ray."""
     tls: Literal["run"] | ClusterTlsSettings | None = None
     """TLS between nodes: `run`, by an authority that each run has for itself, or files; left out: none."""
+    min_nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes to wait for before the service is placed: one that is placed on a single node stays on it."""
 
     @field_validator("network")
     @classmethod

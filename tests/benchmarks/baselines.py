@@ -21,7 +21,7 @@ from tests.benchmarks.streams import Flight, Piece
 from tests.benchmarks.trainer import Call, NativeConnect, NativeSend, SetVersion, TrainerProcess
 
 NATIVE_TIMEOUT_S = 60.0
-MIN_AGREEMENT = 0.75  # of greedy continuations: bf16 may flip a near tie, zeros flip nearly all
+MIN_AGREEMENT = 0.5  # of greedy tokens: bf16 may flip a near tie, zeros flip nearly all
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ from tests.benchmarks.streams import Flight, Gaps
 from tests.benchmarks.trainer import TrainerConfig, TrainerProcess
 from tests.benchmarks.update_results import Consecutive, Failed, Plain, Staged, Staging, Updates, is_bad, tables
 
-PROBE_PROMPTS, PROBE_TOKENS, PROBE_VERSION = 16, 4, 1  # every variant's first version
+PROBE_PROMPTS, PROBE_VERSION = 32, 1  # every variant's first version
+PROBE_TOKENS = 1  # what follows a near tie that fell otherwise says nothing
 WARM_TOKENS = 16
 NUM_STREAMS = 12  # more would be given out in larger pieces (`StreamPace`), and a gap be that between these
 SPACING_S = 0.7  # between single updates: the streams are steady again

@@ -5,9 +5,11 @@
     python -m tests.gpu.hybrid_cycle --device cpu --shape tiny [--ranks 2]     # simulated engine
 
 A cycle: 64 requests start; `client.sleep(level)` in their middle; one AdamW step of the same model in this process;
-`client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Three
+`client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Some
 cycles for each level. With `--ranks` FSDP2 shards the model over as many processes, of which this one is rank 0;
-all step and push together. Memory is what all processes together have in use on the first GPU.
+all step and push together. Before the requests go on, every rank's device is idle: a rank that waited within a
+collective would take turns with the engine on its GPU. Memory is what all processes together have in use on the
+first GPU.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, Shape, random_prompts, set_version
 from tests.gpu.policy import service_config, write_policy
 
-NUM_CYCLES = 3  # of each level
 LEVELS = (1, 2)
 CONTEXT_TOKENS = 2048
 PROMPT_TOKENS = 128
 BATCH = (4, 512)  # sequences and tokens of a training step
 SLEEP_AFTER_S = 0.5  # of generation
-END_S = 30.0  # of another rank
+END_S = 30.0  # of another rank, and for its device to be idle after an update
+STARTED_AT = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,10 @@ class Trainer:
 
 @contextmanager
 def other_ranks(options: argparse.Namespace) -> Iterator[Sequence[Connection]]:
-    """Start the ranks beside this one; each takes the service's URL, then a version a cycle, and ends at None."""
+    """Start the ranks beside this one; each takes the service's URL, then a version a cycle, and ends at None.
+
+    It answers a version once the update is over and its device is idle.
+    """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -147,6 +152,21 @@ def tell(ranks: Sequence[Connection], what: object) -> None:
         rank.send(what)
 
 
+def await_idle(ranks: Sequence[Connection]) -> None:
+    """Wait until this rank's device is idle and each of the others says so of its own. Raises TimeoutError."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for number, rank in enumerate(ranks, start=1):
+        if not rank.poll(END_S):
+            raise TimeoutError(f"rank {number} is not through the update after {END_S:.0f} s")
+        rank.recv()
+
+
+def say(what: str) -> None:
+    """Progress on stderr, with the seconds since the script began."""
+    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+
 def _follow(options: argparse.Namespace, rank: int, pipe: Connection) -> None:
     asyncio.run(_take_part(options, rank, pipe))
 
@@ -159,6 +179,8 @@ async def _take_part(options: argparse.Namespace, rank: int, pipe: Connection) -
         while (version := await asyncio.to_thread(pipe.recv)) is not None:
             trainer.step()  # in this thread, whose device is this rank's
             await client.update_weights(trainer.model.named_parameters(), version=version)
+            await_idle(())
+            pipe.send(version)
     dist.destroy_process_group()
 
 
@@ -179,14 +201,19 @@ async def cycle(
         times = [time.perf_counter()]
         await client.sleep(level)
         times.append(time.perf_counter())
+        say(f"asleep, level {level}")
         used_asleep = used_gb()
         tell(ranks, version)
         await asyncio.to_thread(trainer.step)
         used_training = used_gb()
         times.append(time.perf_counter())
+        say("one training step")
         update = await _update(client, trainer, version)
         times.append(time.perf_counter())
         used_again = used_gb()
+        say(f"updated over {update.transport}")
+        await asyncio.to_thread(await_idle, ranks)
+        say("all ranks are idle")
         answers = await asyncio.gather(*calls, return_exceptions=True)
     finally:
         for call in calls:
@@ -263,11 +290,7 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
     run_dir = options.work / "run"
     run_dir.mkdir()
     cycles: list[Cycle] = []
-    began_at = time.perf_counter()
-
-    def say(what: str) -> None:
-        print(f"{time.perf_counter() - began_at:6.1f} s  {what}", file=sys.stderr, flush=True)
-
+    say("the trainer is ready")
     async with (
         asyncio.timeout(options.deadline_s),
         running_service(config, run_dir) as url,
@@ -276,7 +299,7 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
         say("the service is ready")
         tell(ranks, url)
         for level in LEVELS:
-            for _ in range(NUM_CYCLES):
+            for _ in range(options.cycles):
                 cycles.append(await cycle(client, trainer, ranks, options, level, version=len(cycles) + 1))
                 say(str(cycles[-1]))
     say("the service has ended")
@@ -300,6 +323,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="the engine's tensor-parallel size")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--cycles", type=int, default=3, help="of each level")
     parser.add_argument("--kv-gib", type=float, default=40.0)
     parser.add_argument("--deadline-s", type=float, default=480.0)
     parser.add_argument("--out", type=Path)

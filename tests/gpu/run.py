@@ -63,6 +63,7 @@ class Run:
     device: str
     out: Path
     num_gpus: int
+    tests: str = ""  # pytest's expression for those to run, of suites; empty: all
 
     def folder(self, part: str) -> Path:
         """The part's own, under `--out`."""
@@ -126,7 +127,8 @@ def suite(*paths: str) -> Callable[[Run], list[str]]:
     """Contract tests of the lane's engine alone."""
 
     def command(run: Run) -> list[str]:
-        options = ["-q", "-m", "engine", "-k", run.lane, "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
+        chosen = f"{run.lane} and ({run.tests})" if run.tests else run.lane
+        options = ["-q", "-m", "engine", "-k", chosen, "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
         return [
             sys.executable,
             "-m",
@@ -464,13 +466,12 @@ PARTS = (
         "sleep, a step of two FSDP2 ranks, new weights and wake of an engine over the same two GPUs, 4B shape",
         module(
             "tests.gpu.hybrid_cycle",
-            *("--engine", "{lane}", "--device", "{device}", "--shape", "qwen3-4b", "--kv-gib", "24"),
-            *("--ranks", "2", "--tp", "2"),
+            *("--engine", "{lane}", "--device", "{device}", "--shape", "qwen3-4b", "--kv-gib", "8"),
+            *("--ranks", "2", "--tp", "2", "--cycles", "2", "--tokens", "192"),
             out="hybrid-2",
         ),
-        300,
+        360,
         cycled,
-        is_alone=True,
         min_gpus=2,
         is_default=False,
     ),
@@ -504,12 +505,11 @@ PARTS = (
         "bytes arrive over NCCL as between two hosts",
         module(
             "tests.gpu.push_transports",
-            *("--transports", "nccl,auto", "--gib", "2", "--updates", "5"),
+            *("--transports", "nccl,auto", "--gib", "1", "--updates", "5", "--shared"),
             out="transports-sockets",
         ),
         200,
         last_line,
-        is_alone=True,
         min_gpus=2,
         is_default=False,
         env=NO_SHARED_MEMORY,
@@ -732,6 +732,9 @@ def main() -> None:
     parser.add_argument("lane", choices=LANES)
     parser.add_argument("--only", metavar="PART[,PART]")
     parser.add_argument("--skip", metavar="PART[,PART]")
+    parser.add_argument(
+        "--tests", default="", metavar="EXPRESSION", help="of suites, only those that pytest's -k takes"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="the time limit of all parts together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -741,7 +744,7 @@ def main() -> None:
     name = f"gpu-{options.lane}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
     out = (options.out or CHECKOUT / "runs" / name).resolve()
     is_shown = options.list or options.dry  # as on a host with a GPU
-    run = Run(options.lane, options.device, out, max(count_gpus(), is_shown))
+    run = Run(options.lane, options.device, out, max(count_gpus(), is_shown), options.tests)
     if options.list:
         print(describe(run))
         return

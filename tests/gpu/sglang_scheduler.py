@@ -28,7 +28,7 @@ from agentloop.engine import CommitReport
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.sglang_worker import run_scheduler
 from agentloop_servers.weight_transfer.worker_calls import (
-    SCHEDULER_METHOD,
+    CALL,
     CheckedFolder,
     RequestCounts,
     SchedulerAnswers,
@@ -68,7 +68,7 @@ class Site:
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send  # noqa: PLC0415
 
         call = SchedulerCall(next(self.numbers), method, arguments)
-        sock_send(self.engine.send_to_rpc, RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": to_text(call)}))
+        sock_send(self.engine.send_to_rpc, RpcReqInput(method=CALL, parameters={"call": to_text(call)}))
         output = sock_recv(self.engine.send_to_rpc)
         if not output.success:
             raise RuntimeError(output.message)

@@ -259,6 +259,10 @@ def test_tensors_of_a_cpu_reach_the_replicas_of_every_host(cluster: Cluster, tmp
         report = pushed(cluster, 2, 1)
         assert sum(one["error"] is None for one in report["replicas"]) == NUM_HOSTS - 1
         struck.order("heal")
+        deadline_at = time.monotonic() + 120.0
+        while sorted(states := replicas_of(cluster).values()) != ["joining", "ready", "ready"]:
+            assert time.monotonic() < deadline_at, states
+            time.sleep(0.5)
         pushed(cluster, 3, 1)  # a simulated engine gives nothing on, so it waits for the next push
         until_ready(cluster, NUM_HOSTS)
         assert versions_of(cluster) == {3}

@@ -182,3 +182,14 @@ async def test_a_config_that_is_refused_leaves_a_clusters_running_service_alone(
         async with local.running_service(service(model="nowhere", port=0), tmp_path, address="auto"):
             pass
     assert deleted == []
+
+
+def test_a_service_waits_for_its_nodes_and_says_what_there_is(monkeypatch):
+    config = service(cluster={"min_nodes": 3})
+    with pytest.raises(InvalidRequest, match="this Ray has 1 of 3 nodes"):
+        cluster.for_nodes(config)
+    seen = iter([1, 2, 3, 3])
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster, "num_nodes", lambda: next(seen))
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    assert cluster.for_nodes(config).cluster is not None

@@ -126,7 +126,7 @@ def test_a_signal_within_a_start_ends_in_our_own_words_with_nothing_left(
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_that_fails_is_started_once_more_in_a_fresh_session(starting: Callable[..., Start]) -> None:
     start = starting()
     start.wait_for("starting Ray")

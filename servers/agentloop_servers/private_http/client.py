@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -182,8 +182,7 @@ class Connector(aiohttp.TCPConnector):
 
     @staticmethod
     async def _prove(trust: Trust, protocol: ResponseHandler, request: aiohttp.ClientRequest) -> None:
-        transport = protocol.transport
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, protocol.transport)  # uvloop's is none by its class
         try:
             await prove(transport, trust, request.url.raw_authority)
         except BaseException as error:

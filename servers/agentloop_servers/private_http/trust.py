@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import cast
 
 import orjson
 
@@ -163,8 +164,7 @@ class _Arrival(asyncio.Protocol):
         self._nonces = b"", b""  # the caller's and our own
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, transport.abort)
         self._gate.entered(self)
 

@@ -41,7 +41,7 @@ from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
 from agentloop_servers.weight_transfer.worker_calls import (
-    SCHEDULER_METHOD,
+    CALL,
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
@@ -110,7 +110,7 @@ class SchedulerExtension(StagingCalls):
 
     def handle_rpc_request(self, recv_req: Any) -> Any:
         """Answer our calls, and pass SGLang's own on."""
-        if recv_req.method != SCHEDULER_METHOD:
+        if recv_req.method != CALL:
             return super().handle_rpc_request(recv_req)  # type: ignore[misc]
         from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: PLC0415
 
@@ -122,8 +122,10 @@ class SchedulerExtension(StagingCalls):
 
     def answer_call(self, call: SchedulerCall) -> SchedulerAnswers:
         """Run a call in this rank, and gather the answers of all ranks."""
-        answer, error = self._run_call(call)
-        gathered = self._gather((answer, error))
+        own: tuple[Any, str] = None, f"the scheduler has no call {call.method}"
+        if call.method in frozenset(WorkerMethod):
+            own = self.agentloop_call(call.method, *call.arguments)
+        gathered = self._gather(own)
         return SchedulerAnswers(
             call.call_id, tuple(one for one, _ in gathered), tuple(sentence for _, sentence in gathered)
         )
@@ -293,23 +295,6 @@ class SchedulerExtension(StagingCalls):
         )
 
     # --- inside -------------------------------------------------------------------------------------------
-
-    def _run_call(self, call: SchedulerCall) -> tuple[bytes | int | None, str]:
-        """Run a call. Returns its answer, and the sentence of its error."""
-        if call.method not in frozenset(WorkerMethod):
-            return None, f"the scheduler has no call {call.method}"
-        try:
-            with contextlib.ExitStack() as stack:
-                if call.method.startswith("weights_"):
-                    # The loop runs in inference mode, whose tensors the stager's thread could not write.
-                    stack.enter_context(torch.inference_mode(False))
-                    stack.enter_context(torch.no_grad())
-                return getattr(self, call.method)(*call.arguments), ""
-        except AgentLoopError as error:
-            return None, error.message
-        except Exception as error:  # the call's failure: the scheduler goes on
-            _log.exception("scheduler_call_failed", method=call.method)
-            return None, f"{type(error).__name__}: {error}"
 
     def _gather(self, own: tuple[bytes | int | None, str]) -> list[tuple[bytes | int | None, str]]:
         if self.ps.tp_size == 1:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from agentloop import codec
@@ -59,6 +60,8 @@ OFFER_TIMEOUT_S = 300.0
 RESERVE_BYTES = 2**30
 HOST_SHARE = 2 / 3
 THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end, which it checks every 50 ms
+
+_log = structlog.stdlib.get_logger(__name__)
 
 Form = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -372,10 +375,29 @@ class WeightStager:
 class StagingCalls:
     """The `weights_...` methods of `WorkerMethod`, mixed into the engine's own worker class.
 
-    Arguments and results are numbers and codec bytes. Names must not collide with the engine's.
+    Arguments and results are strings, numbers and codec bytes. Names must not collide with the engine's.
     """
 
     _stager: WeightStager
+
+    def agentloop_call(self, method: str, *arguments: Any) -> tuple[Any, str]:
+        """Run a method by its name. Returns its answer, and the sentence of its error.
+
+        It raises nothing, so that every rank of an engine answers every call. SGLang's loop would end, and vLLM
+        would give its next call the answers of the ranks after the failed one.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                if method.startswith("weights_"):
+                    # SGLang's loop runs in inference mode, whose tensors the stager's thread could not write.
+                    stack.enter_context(torch.inference_mode(False))
+                    stack.enter_context(torch.no_grad())
+                return getattr(self, method)(*arguments), ""
+        except AgentLoopError as error:
+            return None, error.message
+        except Exception as error:  # the call's failure: the worker goes on
+            _log.exception("worker_call_failed", method=method)
+            return None, f"{type(error).__name__}: {error}"
 
     def weights_stager(self, setup: StagingSetup) -> WeightStager:
         """Make this worker's stager."""
@@ -406,8 +428,7 @@ class StagingCalls:
 
     def weights_commit(self, number: int) -> bytes:
         """Bring a stage into the model, while generation is paused. Returns a `CommitReport`."""
-        with torch.no_grad():
-            return codec.encode(self._stager.commit(number))
+        return codec.encode(self._stager.commit(number))
 
     def weights_offer(self, token: str) -> bytes | None:
         """Offer the served weights to another engine's worker: a `PushSource`, None if they cannot be read."""

@@ -183,6 +183,7 @@ def compare_layers(
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight")
         if weight is None:
+            num_skipped += bool(layer._parameters)
             continue
         parts = _checkpoint_names(name, packed)
         if parts[0] not in names:  # a tied head is stored once, under its twin's name
@@ -239,7 +240,8 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
     # Rows beyond the stored ones are the vocabulary's padding.
     if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == stored.width:
         yield weight[:num_rows, stored.first : stored.first + num_columns]
-    width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+    widths = ("input_size_per_partition", "input_size", "embedding_dim")  # a shard's; a whole layer's; a head's
+    width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
     if hasattr(layer, "cpu_linear") and width == stored.width:
         unit = torch.zeros(num_columns, width, dtype=weight.dtype)
         unit[torch.arange(num_columns), stored.first + torch.arange(num_columns)] = 1

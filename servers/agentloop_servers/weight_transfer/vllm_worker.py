@@ -4,10 +4,12 @@ vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the en
 `collective_rpc`, between two steps. Values cross the process border as codec bytes
 (`worker_calls.py`). The calls and the work itself are in `staging.py`.
 
-Two things stock reloading does not do, both silent:
+Three things stock reloading does not do, all silent:
 
 - On the CPU build a linear layer computes with a packed copy of its weight. The output head of a model with tied
   embeddings shares its parameter, so the reload never packs it again and it goes on with the old weights.
+- On the CPU build the experts of a mixture are packed into their kernel's layout when the kernel is made, at the
+  first load only. A reload leaves them as they were loaded, and the kernel reads noise.
 - A reload that raises half-way leaves layers without storage, and buffers that the next reload would count twice.
 
 For LoRA, vLLM copies an adapter into a slot of stacked tensors, one pair for every slice of every layer: A padded
@@ -18,6 +20,7 @@ with the files, and that layers the adapter does not have add nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -27,6 +30,7 @@ from safetensors import safe_open
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.lora import (
     ADAPTER_ID,
+    ADAPTER_NAME,
     WEIGHTS_FILE,
     Adapter,
     is_expert,
@@ -67,6 +71,13 @@ class WeightWorker(StagingCalls):
         """Return the worker's model as commits use it."""
         return RunningModel(self)
 
+    def adapter_load(self, directory: str) -> None:
+        """Read the files of this worker's adapter, also if it has one."""
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+        if not self.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, directory, load_inplace=True)):  # type: ignore[attr-defined]
+            raise RuntimeError("vLLM did not load the adapter")
+
     def weights_verify_adapter(self, directory: str) -> int:
         """Compare this worker's adapter with its folder; see `verify_adapter`."""
         return verify_adapter(self.model_runner, directory)
@@ -85,7 +96,8 @@ class RunningModel:
 
     def reload(self, tensors: Tensors) -> None:
         try:
-            self._worker.reload_weights(weights_iterator=tensors)
+            with self._packing_experts():
+                self._worker.reload_weights(weights_iterator=tensors)
         except Exception as error:
             self._close_reload()
             # vLLM passes on the message only, and some of its own assertions have none.
@@ -104,6 +116,25 @@ class RunningModel:
         head = getattr(self._module, "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
+
+    @contextmanager
+    def _packing_experts(self) -> Iterator[None]:
+        """Let a reload pack experts as the first load did; a no-op where kernels take them as loaded (CUDA).
+
+        vLLM packs for a layer that has no kernel yet, and copies the result into the old kernel's tensors. The old
+        kernel stays.
+        """
+        kernels: dict[Any, Any] = {}
+        if self._worker.device.type == "cpu":
+            methods: list[Any] = [getattr(module, "quant_method", None) for module in self._module.modules()]
+            kernels = {method: method.moe_kernel for method in methods if hasattr(method, "moe_kernel")}
+        try:
+            for method in kernels:
+                method.moe_kernel = None
+            yield
+        finally:
+            for method, kernel in kernels.items():
+                method.moe_kernel = kernel
 
     def _close_reload(self) -> None:
         """Give every layer its storage back and drop half-collected buffers, so that another reload can start."""

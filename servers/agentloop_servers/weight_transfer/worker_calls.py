@@ -17,11 +17,15 @@ from typing import Any, TypeVar
 
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
+from agentloop.errors import EngineError
 
 T = TypeVar("T")
 
-SCHEDULER_METHOD = "agentloop_call"
-"""The name under which SGLang's scheduler takes a `SchedulerCall`, its only parameter being `call`."""
+CALL = "agentloop_call"
+"""The method by which a worker runs a `WorkerMethod`: see `StagingCalls`.
+
+SGLang's scheduler takes a `SchedulerCall` by this name, its only parameter being `call`.
+"""
 
 
 class WorkerMethod(StrEnum):
@@ -40,7 +44,8 @@ class WorkerMethod(StrEnum):
     END_REQUESTS = "requests_end"
     RELEASE_MEMORY = "memory_release"
     RESUME_MEMORY = "memory_resume"
-    EXTEND_RUNNER = "extend_runner"  # this and the next: of vLLM's `WeightWorker`
+    EXTEND_RUNNER = "extend_runner"  # this and the next two: of vLLM's `WeightWorker`
+    LOAD_ADAPTER = "adapter_load"
     VERIFY_ADAPTER = "weights_verify_adapter"
 
 
@@ -139,6 +144,14 @@ def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
         num_unverified=sum(report.num_unverified for report in reports),
         transfer_ms=max(report.transfer_ms for report in reports),
     )
+
+
+def answers_of(answers: Sequence[T], errors: Sequence[str]) -> list[T]:
+    """Return the answers of all ranks, in the order of ranks. Raises EngineError for the first rank that failed."""
+    for rank, error in enumerate(errors):
+        if error:
+            raise EngineError(f"rank {rank}: {error}")
+    return list(answers)
 
 
 def to_text(value: SchedulerCall | SchedulerAnswers) -> str:

@@ -20,7 +20,7 @@ HERE = "tests.servers.isolation.looks_for_keys"
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["none", "process"])
+@pytest.mark.parametrize("isolation", [pytest.param("none", marks=pytest.mark.long), "process"])
 def test_no_process_shows_user_code_a_key(tmp_path: Path, isolation: str) -> None:
     """A whole run with keys in its environment: its own client uses them, and its workers do not see them."""
     document = yaml.safe_load((ROOT / "servers" / "simulated.yaml").read_text())

@@ -23,7 +23,7 @@ from agentloop.engine import CommitReport, TensorInfo
 from agentloop_servers.weight_transfer.sglang_worker import SchedulerExtension
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import (
-    SCHEDULER_METHOD,
+    CALL,
     CheckedFolder,
     RequestCounts,
     SchedulerAnswers,
@@ -244,9 +244,7 @@ class Scheduler(SchedulerExtension, Loop):  # type: ignore[misc]
 
     def ask(self, method: str, *arguments: Any) -> Any:
         output = self.handle_rpc_request(
-            SimpleNamespace(
-                method=SCHEDULER_METHOD, parameters={"call": to_text(SchedulerCall(7, method, arguments))}
-            )
+            SimpleNamespace(method=CALL, parameters={"call": to_text(SchedulerCall(7, method, arguments))})
         )
         assert output.success
         answers = from_text(output.message, SchedulerAnswers)
@@ -337,7 +335,7 @@ def test_what_is_no_call_and_what_fails_is_answered(scheduler: Scheduler) -> Non
         scheduler.ask("__init__")
     with pytest.raises(RuntimeError, match="AttributeError"):
         scheduler.ask("weights_poll", 1)  # before it was prepared
-    assert not scheduler.handle_rpc_request(SimpleNamespace(method=SCHEDULER_METHOD, parameters={})).success
+    assert not scheduler.handle_rpc_request(SimpleNamespace(method=CALL, parameters={})).success
     assert scheduler.handle_rpc_request(SimpleNamespace(method="save_remote_model")) == "SGLang's own"
 
 

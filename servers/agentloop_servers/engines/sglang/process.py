@@ -40,11 +40,12 @@ from agentloop_servers.engines.sglang.config import SglangConfig, prepare_enviro
 from agentloop_servers.engines.sglang.convert import translate
 from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
 from agentloop_servers.weight_transfer.worker_calls import (
-    SCHEDULER_METHOD,
+    CALL,
     RequestCounts,
     SchedulerAnswers,
     SchedulerCall,
     WorkerMethod,
+    answers_of,
     from_text,
     to_text,
 )
@@ -222,10 +223,7 @@ class SglangProcess:
         _ = self.manager
         async with sglang_call(method):
             answers = await self._calls.call(method, *arguments)
-        for rank, error in enumerate(answers.errors):
-            if error:
-                raise EngineError(f"rank {rank}: {error}")
-        return list(answers.answers)
+        return answers_of(answers.answers, answers.errors)
 
     @property
     def num_output_ids(self) -> Mapping[str, int]:
@@ -359,7 +357,7 @@ class SchedulerCalls:
     async def _exchange(self, call: SchedulerCall) -> SchedulerAnswers:
         from sglang.srt.managers.io_struct import RpcReqInput, async_sock_recv
 
-        request = RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": to_text(call)})
+        request = RpcReqInput(method=CALL, parameters={"call": to_text(call)})
         self._manager._dispatch_to_scheduler(request)
         while True:
             output = await async_sock_recv(self._socket)

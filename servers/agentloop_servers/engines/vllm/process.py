@@ -21,7 +21,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
-from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
+from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, answers_of
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 
@@ -145,8 +145,9 @@ class VllmProcess:
         """
         async with vllm_call(method):
             call = self.llm.engine_core.call_utility_all_async
-            engines = await call("collective_rpc", method, None, arguments, None)
-        return [result for engine in engines for result in engine]
+            engines = await call("collective_rpc", CALL, None, (method, *arguments), None)
+        results = [result for engine in engines for result in engine]
+        return answers_of([answer for answer, _ in results], [error for _, error in results])
 
     @property
     def is_up(self) -> bool:

@@ -7,8 +7,8 @@ and requests that are frozen meanwhile continue under the new ones, as new reque
 - vLLM loads an adapter again wherever a worker does not have it (after it has reloaded base weights, say), from the
   path that some request carries. That path is a link here, switched before the adapter is loaded: it can only ever
   lead to the adapter of the last commit. That folder must stay in place while it is served.
-- `load_inplace` makes vLLM read the files at every step of a request that carries it: the commit's request has it,
-  the others have not.
+- `load_inplace` makes vLLM read the files at every step of a request that carries it: the load has it, requests
+  have not.
 - A prefix-cache key holds the adapter's name and path, which never change: only the salt that carries the weight
   version keeps KV of two adapters apart.
 """
@@ -19,22 +19,12 @@ import time
 from typing import Any
 
 from agentloop.engine import CommitReport
-from agentloop.errors import EngineError
 from agentloop_servers.engines.common.adapters import AdapterFolder
 from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
-from agentloop_servers.weight_transfer.lora import ADAPTER_ID
+from agentloop_servers.weight_transfer.lora import ADAPTER_ID, ADAPTER_NAME
 from agentloop_servers.weight_transfer.worker_calls import WorkerMethod
-
-ADAPTER_NAME = "adapter"
-
-
-def lora_request(path: str, *, is_reload: bool = False) -> Any:
-    """Make vLLM's LoRARequest for the adapter at `path`; `is_reload` reads its files although the id is known."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, path, load_inplace=is_reload)
 
 
 class LoraAdapters:
@@ -49,8 +39,10 @@ class LoraAdapters:
 
     async def start(self) -> None:
         """Serve an adapter of zeros. Call once, before the first request. Raises EngineError."""
+        from vllm.lora.request import LoRARequest
+
         await self._folder.start()
-        self.request = lora_request(self._folder.path)
+        self.request = LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._folder.path)
         await self._load()
 
     def check(self, directory: str) -> int:
@@ -78,8 +70,7 @@ class LoraAdapters:
         self._folder.close()
 
     async def _load(self) -> None:
-        if not await self._process.llm.add_lora(lora_request(self._folder.path, is_reload=True)):
-            raise EngineError("vLLM did not load the adapter")
+        await self._process.on_workers(WorkerMethod.LOAD_ADAPTER, self._folder.path)
 
 
 def vllm_weights(config: VllmConfig, process: VllmProcess, adapters: LoraAdapters | None = None) -> EngineWeights:

@@ -22,7 +22,7 @@ from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.engines.vllm.weights import LoraAdapters
 from tests.support.transfer.adapters import POLICY, merged_model, write_adapter
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SAME, DIFFERENT = 0.001, 0.03  # mean absolute difference of logprobs
 PROMPT = [1, 5, 9, 20, 33, 40, 41, 42]

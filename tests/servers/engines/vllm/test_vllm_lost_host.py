@@ -54,6 +54,7 @@ class OneOtherHost:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_a_lost_host_ends_the_engine_and_its_requests_at_once() -> None:
     other = OneOtherHost()
     engine = VllmEngine(vllm_config(Path(POLICY) / "v0"), other)
@@ -87,6 +88,7 @@ async def start_and_lose() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_start_without_the_other_host_is_given_up() -> None:
     """In a process of its own: a vLLM that does not come up leaves sockets open."""
     code = f"import asyncio; from {__name__} import start_and_lose; asyncio.run(start_and_lose())"

@@ -43,7 +43,7 @@ from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_tools import SHIPPED_TOOLS
 from tests.servers.recompute import POLICY, logprobs
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TASKS = Path(__file__).parents[4] / "examples" / "data" / "tasks.jsonl"
 NUM_GROUPS, NUM_SAMPLES = 32, 2

@@ -41,6 +41,7 @@ from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.receiver import Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
+from tests.benchmarks.shapes import SHAPES, make_tensors, write_checkpoint, write_model_folder
 
 pytestmark = pytest.mark.engine
 
@@ -162,6 +163,33 @@ async def test_a_tied_model_computes_with_the_committed_weights(tied_engine: Vll
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of a mixture whose experts are of a size that the CPU build pads."""
+    shape, folders = replace(SHAPES["tiny-moe"], intermediate=48), []
+    for version in (0, 1):
+        folder = tmp_path_factory.mktemp("experts") / f"v{version}"
+        write_model_folder(shape, folder, max_context_tokens=512, dtype="float32")
+        folders.append(
+            write_checkpoint(make_tensors(shape, torch.device("cpu"), torch.float32, 1000 * version), folder)
+        )
+    return folders[0], folders[1]
+
+
+async def test_experts_compute_with_the_committed_weights(experts: tuple[Path, Path], sender: WeightSender) -> None:
+    engine = VllmEngine(config(experts[0], dtype="float32"))
+    await engine.start()
+    try:
+        await assert_holds(engine, experts[0], experts[1])
+        await update(engine, 1, experts[1])
+        await assert_holds(engine, experts[1], experts[0])
+        _, committed = await push(engine, 2, experts[0], sender)
+        await assert_holds(engine, experts[0], experts[1])
+        assert (committed.num_verified, committed.num_unverified) == (17, 2)  # all but the experts of two layers
+    finally:
+        await engine.close()
+
+
 def write_wrong_shape(source: Path, target: Path) -> Path:
     """A checkpoint one of whose matrices is too small, in the middle of its layer's parts."""
     for path in source.glob("*.safetensors"):
@@ -211,6 +239,24 @@ async def test_a_folder_that_changes_after_its_stage_is_not_committed(
     assert not dummy_engine.is_usable
     await update(dummy_engine, 10, untied[0])
     await assert_holds(dummy_engine, untied[0], untied[1])
+
+
+async def test_after_a_failed_commit_all_ranks_take_a_good_one(tmp_path: Path) -> None:
+    """vLLM leaves what later ranks answered to a failed call in their queues, and its next call would read them."""
+    engine = VllmEngine(config(POLICY / "v0", dtype="float32", tensor_parallel_size=2))
+    await engine.start()
+    try:
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes((POLICY / "v1" / weights.name).read_bytes())
+        await engine.stage(WeightUpdate(1, str(tmp_path)))
+        weights.unlink()
+        await engine.pause(PauseMode.KEEP)
+        with pytest.raises(WeightUpdateFailed, match=r"rank 0: .* has no safetensors file"):
+            await engine.commit(1)
+        await update(engine, 2, POLICY / "v1")
+        await assert_holds(engine, POLICY / "v1", POLICY / "v0")
+    finally:
+        await engine.close()
 
 
 async def test_a_checkpoint_of_another_model_is_refused(dummy_engine: VllmEngine, tmp_path: Path) -> None:
