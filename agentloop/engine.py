@@ -85,13 +85,15 @@ class TensorNames(StrEnum):
 class PushSource:
     """A process that holds weights and listens for the engines' workers (`weight_transfer/protocol.py`).
 
-    `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks.
+    `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks. Where
+    connections are encrypted, `certificates` has that of each address, in PEM.
     """
 
     addresses: tuple[str, ...]
     token: str
     tensors: tuple[TensorInfo, ...]
     names: TensorNames = TensorNames.CHECKPOINT
+    certificates: tuple[str, ...] = ()
     num_receivers: int = 0  # workers that it waits for; this and what follows is filled in by `ReplicaSync`
     num_optional: int = 0  # workers that may come beside these, and are not waited for
     is_optional: bool = False  # the receiver of this value is one of those

@@ -102,13 +102,20 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.users": {"agentloop.api", "agentloop_servers.config", "agentloop_servers.http"},
     "agentloop_servers.locks": set(),
     "agentloop_servers.host": set(),
-    "agentloop_servers.private_http": {"agentloop_servers.tcp"},
+    "agentloop_servers.tls": set(),
+    "agentloop_servers.certificates": set(),
+    "agentloop_servers.private_http": {"agentloop_servers.tcp", "agentloop_servers.tls"},
     "agentloop_servers.replica": {
         "agentloop.api",
         "agentloop_servers.host",
         "agentloop_servers.private_http",
     },
-    "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
+    "agentloop_servers.weight_transfer": {
+        "agentloop.api",
+        "agentloop.client",
+        "agentloop_servers.tcp",
+        "agentloop_servers.tls",
+    },
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.engines.vllm": {
@@ -167,7 +174,13 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
     "agentloop_servers.serve_process": {"agentloop_servers.config"},
-    "agentloop_servers.cluster": {"agentloop_servers.config", "agentloop_servers.http", "agentloop_servers.tcp"},
+    "agentloop_servers.cluster": {
+        "agentloop_servers.config",
+        "agentloop_servers.http",
+        "agentloop_servers.private_http",
+        "agentloop_servers.tcp",
+        "agentloop_servers.tls",
+    },
     "agentloop_servers.placement": {"agentloop_servers.cluster", "agentloop_servers.config"},
     "agentloop_servers.settings": {
         "agentloop.fleet",

@@ -69,6 +69,7 @@ class ReplicaReport:
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
+    num_refused: int = 0  # calls to its port, and connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +350,8 @@ class ServiceStatus:
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
     public_urls: tuple[str, ...] = ()  # of each host with an ingress process; of several hosts alone
+    is_encrypted: bool = False  # private connections; so are weights by sockets
+    num_refused: int = 0  # calls and connections to private ports: no key or another one, late, copies, misdirected
 
 
 @dataclass(frozen=True, slots=True)

@@ -504,6 +504,7 @@ class PushBody(Body):
     token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
     tensors: Annotated[list[TensorBody], FailFast()] = Field(min_length=1, max_length=MAX_TENSORS)
     names: Literal["checkpoint", "runtime"] = TensorNames.CHECKPOINT.value
+    certificates: list[Annotated[str, Field(max_length=4096)]] = Field([], max_length=MAX_ADDRESSES)
 
     def to_source(self) -> PushSource:
         """Return the source as engines take it."""

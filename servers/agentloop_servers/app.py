@@ -52,6 +52,7 @@ from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
+    check_certificates,
     check_trust,
     dead_nodes,
     disk_of,
@@ -62,6 +63,7 @@ from agentloop_servers.cluster import (
     nodes_without,
     num_nodes,
     prepare_engine_network,
+    run_trust,
     where_the_run_is,
 )
 from agentloop_servers.config import (
@@ -70,7 +72,6 @@ from agentloop_servers.config import (
     located,
     model_sizes,
     run_dir_in,
-    run_secret,
 )
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -101,7 +102,7 @@ from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
 from agentloop_servers.placement import on_each_node, processes, share_of_node
-from agentloop_servers.private_http.server import worker_key
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
@@ -130,15 +131,15 @@ def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
-    async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServiceConfig, run_dir: Path, trust: Trust) -> None:  # type: ignore[misc]
         self._closing = _begin(config, run_dir)
         if config.store is None:
             self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
         else:  # an earlier one, here or elsewhere, has its lease for a while
             (run_dir / RUN_LOCK).write_text(str(os.getpid()))
-        store = open_store(config, run_dir, secret)
+        store = open_store(config, run_dir, trust.key)
         self._closing.push_async_callback(store.close)
-        clients = EngineClients(secret, await taken_over(store), store.take_over)
+        clients = EngineClients(trust, await taken_over(store), store.take_over)
         if config.store is not None:
             self._closing.callback(asyncio.create_task(end_with_lease(store), name="store-lease").cancel)
         self._closing.push_async_callback(clients.close)
@@ -156,6 +157,7 @@ class CoordinatorDeployment:
                 host=node_address(config),
                 disk=disk_of(run_dir),
                 num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
+                is_encrypted=trust.certificates is not None,
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
                 balancer=balancer_config(config),
@@ -169,7 +171,7 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
-        self._server = CoordinatorServer(self._coordinator, secret, node_address(config))
+        self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
         await asyncio.to_thread(announce_coordinator, serve.get_replica_context().app_name, self._server.url)
@@ -200,30 +202,30 @@ async def end_with_lease(store: TrajectoryStore) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def coordinator_client(secret: str, command_timeout_s: float = COMMAND_TIMEOUT_S) -> CoordinatorClient:
+def coordinator_client(trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S) -> CoordinatorClient:
     """Return the coordinator of this process's application, wherever it is now."""
     app_name = serve.get_replica_context().app_name
-    return CoordinatorClient(partial(find_coordinator, app_name), secret, command_timeout_s=command_timeout_s)
+    return CoordinatorClient(partial(find_coordinator, app_name), trust, command_timeout_s=command_timeout_s)
 
 
 class EngineReplicaDeployment:
     """One engine and its private port; the Serve handle is never called with tokens."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, secret: str, entry_index: int
+        self, config: ServiceConfig, run_dir: Path, trust: Trust, entry_index: int
     ) -> None:
         self._closing = _begin(config, run_dir)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
         prepare_engine_network(config)
-        client = coordinator_client(secret)
+        client = coordinator_client(trust)
         self._closing.push_async_callback(client.close)
         self._replica = Replica(
             f"{entry.name}-{context.replica_id.unique_id}",
             build_engine(config, entry, EngineHosts(config, run_dir, entry) if entry.hosts > 1 else None),
             client.replicas,
-            secret,
+            trust,
             node_address(config),
             config=replace(replica_config(config, entry), node_id=ray.get_runtime_context().get_node_id()),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
@@ -242,12 +244,12 @@ class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, key: str
+        self, config: ServiceConfig, run_dir: Path, trust: Trust
     ) -> None:
         self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
-        clients, client = EngineClients(key), coordinator_client(key)
+        clients, client = EngineClients(trust), coordinator_client(trust)
         self._closing.push_async_callback(clients.close)
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
@@ -301,18 +303,18 @@ class IngressDeployment:
         self,
         config: ServiceConfig,
         run_dir: Path,
-        secret: str,
+        trust: Trust,
         keys: Keys,
         *deployed_with: DeploymentHandle,
     ) -> None:
         self._closing = _begin(config, run_dir)
-        client = coordinator_client(secret, config.updates.timeout_s + CALL_MARGIN_S)
+        client = coordinator_client(trust, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
         self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
-        self._process = IngressProcess(config, run_dir, secret, client.front, keys=keys)
+        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
         if (notice := keys.notice) is not None:
@@ -342,7 +344,7 @@ class IngressProcess:
         self,
         config: ServiceConfig,
         run_dir: Path,
-        secret: str,
+        trust: Trust,
         coordinator: FrontPort,
         holder_wait_s: float = HOLDER_WAIT_S,
         keys: Keys | None = None,
@@ -352,7 +354,7 @@ class IngressProcess:
         self._holder_wait_s = holder_wait_s
         self._config = config
         self._run_dir = run_dir
-        self._secret = secret
+        self._trust = trust
         self._coordinator = coordinator
         self._closing = AsyncExitStack()
         self._health_checks: list[Callable[[], None]] = []
@@ -366,11 +368,12 @@ class IngressProcess:
         numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
         shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
-        clients = EngineClients(self._secret)
+        clients = EngineClients(self._trust)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s)
+        trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
+        router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s, trust)
         store_path = self._run_dir / sessions_name(shard)
-        sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
+        sessions, endpoint = build_endpoint(config, store_path, self._trust.key, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
         keys = self._keys or keys_of(config)
@@ -380,7 +383,7 @@ class IngressProcess:
         closing.push_async_callback(users.close)
         await users.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys)
-        server = DirectServer(app, address := node_address(config), tls=config.tls_files)
+        server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(int(lock.text or 0), public)
@@ -530,14 +533,15 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     weight_config(config)
     if config.tls is not None:
         config.tls.check()
+    check_certificates(config)
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)
     check_hosts(config, node_resources())
     run_dir = run_dir.resolve()  # replicas have working directories of their own
-    secret = where_the_run_is(config, begun_run, config, run_dir)
+    trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
-    common = (*where, secret)
+    common = (*where, trust)
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
         CoordinatorDeployment,
@@ -545,7 +549,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         actor=home,
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
-    ).bind(config, run_dir, secret)
+    ).bind(config, run_dir, trust)
     engines = [
         processes(
             EngineReplicaDeployment,
@@ -569,16 +573,16 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret)))
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers))
 
 
-def begun_run(config: ServiceConfig, run_dir: Path) -> str:
-    """Begin a run in its directory, or go on with it; returns its secret. Raises InvalidRequest."""
+def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
+    """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
     check_store(config, run_dir)
-    secret = run_secret(run_dir)
+    trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
     keep_url(config, run_dir)
-    return secret
+    return trust
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

@@ -26,9 +26,11 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.config import ClusterSettings, ServiceConfig
+from agentloop_servers.config import ClusterSettings, ServiceConfig, kept_secret, run_secret
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.tcp import ADDRESS_VARIABLE
+from agentloop_servers.private_http.trust import Trust
+from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
+from agentloop_servers.tls import FileCertificates, RunAuthority, certificate
 
 T = TypeVar("T")
 
@@ -131,10 +133,12 @@ def disk_of(run_dir: Path) -> str:
 
 
 def prepare_engine_network(config: ServiceConfig) -> None:
-    """Tell this process's engine, and the processes it starts, which address and interface lead to other nodes."""
+    """Tell this process's engine, and what it starts, the address and interface that lead to other nodes."""
     if config.cluster is None:
         return
     os.environ[ADDRESS_VARIABLE] = address = node_address(config)
+    if config.cluster.tls is not None:
+        os.environ[ENCRYPT_VARIABLE] = "1"
     if (name := interface_of(address)) is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -168,6 +172,26 @@ def on_each_node(function: Callable[..., T], *arguments: object) -> dict[str, T]
 def nodes_without(directory: str) -> tuple[str, ...]:
     """Return the addresses of the nodes that do not see a directory."""
     return tuple(address for address, is_there in on_each_node(os.path.isdir, directory).items() if not is_there)
+
+
+def run_trust(config: ServiceConfig, run_dir: Path) -> Trust:
+    """Return what the processes of a run know each other by, made at its first start. Raises InvalidRequest."""
+    settings = None if config.cluster is None else config.cluster.tls
+    if settings == "run":
+        return Trust(run_secret(run_dir), RunAuthority.of(kept_secret(run_dir, "authority", certificate)))
+    files = None if settings is None else FileCertificates(**settings.model_dump())
+    return Trust(run_secret(run_dir), files)
+
+
+def check_certificates(config: ServiceConfig) -> None:
+    """Raise InvalidRequest if the files of `cluster.tls` cannot be used here, or none can be made."""
+    settings = None if config.cluster is None else config.cluster.tls
+    if settings == "run":
+        certificate()
+    elif settings is not None:
+        files = FileCertificates(**settings.model_dump())
+        files.server("")
+        files.client()
 
 
 def announce_coordinator(app_name: str, url: str) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -195,6 +195,15 @@ class TlsSettings(_Strict):
             raise InvalidRequest(f"tls: {self.cert} with {self.key}: {error}", param="tls") from error
 
 
+class ClusterTlsSettings(TlsSettings):
+    """The certificates of private connections, in PEM files at the same paths on every node."""
+
+    cert: str
+    """The certificate chain of the node, which names its address."""
+    ca: str
+    """The authority that has signed the certificates of all nodes."""
+
+
 class EndpointSettings(_Strict):
     """The chat endpoint of each ingress process."""
 
@@ -276,6 +285,8 @@ class ClusterSettings(_Strict):
 
     network: str | None = None
     """The network of the nodes' private ports, as `10.0.0.0/8`; left out: each node's address in Ray."""
+    tls: Literal["run"] | ClusterTlsSettings | None = None
+    """TLS between nodes: `run`, by an authority that each run has for itself, or files; left out: none."""
     min_nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes to wait for before the service is placed: one that is placed on a single node stays on it."""
 
@@ -564,12 +575,19 @@ SECRET_NAME = "secret"
 
 def run_secret(run_dir: Path) -> str:
     """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
-    path = run_dir / SECRET_NAME
+    return kept_secret(run_dir, SECRET_NAME, lambda: secrets.token_hex(16))
+
+
+def kept_secret(run_dir: Path, name: str, make: Callable[[], str]) -> str:
+    """Return what a run's directory keeps under a name, for its owner alone; made at its first use."""
+    path = run_dir / name
+    if path.exists():
+        return path.read_text()
     with suppress(FileExistsError):
         made_run_dir(run_dir)
         made = path.with_suffix(f".{secrets.token_hex(4)}")
         made.touch(mode=0o600)
-        made.write_text(secrets.token_hex(16))
+        made.write_text(make())
         try:
             os.link(made, path)  # never half-written, and the first of two wins
         finally:

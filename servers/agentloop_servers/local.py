@@ -26,8 +26,8 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
 from agentloop_servers.app import APP_NAME, application, check_hosts, check_resources
-from agentloop_servers.cluster import find_coordinator, node_resources
-from agentloop_servers.config import ServiceConfig, run_secret
+from agentloop_servers.cluster import find_coordinator, for_nodes, node_resources, run_trust
+from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
 from agentloop_servers.locks import pass_on_signal
@@ -159,13 +159,13 @@ def _deploy(app: serve.Application) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-async def drain(run_dir: Path, grace_s: float) -> int:
+async def drain(config: ServiceConfig, run_dir: Path, grace_s: float) -> int:
     """Have the service begin nothing more, and wait for what runs, at most `grace_s`.
 
     Returns the trajectories that are unfinished then: a resumed service goes on with them.
     """
 
-    client = CoordinatorClient(partial(find_coordinator, APP_NAME), run_secret(run_dir))
+    client = CoordinatorClient(partial(find_coordinator, APP_NAME), run_trust(for_nodes(config), run_dir))
     loop = asyncio.get_running_loop()
     deadline_at = loop.time() + grace_s
     try:

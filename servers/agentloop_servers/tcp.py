@@ -17,6 +17,9 @@ BACKLOG = 2048
 ADDRESS_VARIABLE = "AGENTLOOP_NODE_ADDRESS"
 """The environment variable by which an engine's own processes know the address at which other nodes reach them."""
 
+ENCRYPT_VARIABLE = "AGENTLOOP_ENCRYPT_WEIGHTS"
+"""The environment variable by which they know that weights between hosts are encrypted, if it is set."""
+
 
 def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket.socket:
     """Return a socket that listens; port 0 is one that the system chooses. What it accepts inherits its options."""

@@ -39,11 +39,12 @@ from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
+from agentloop_servers.private_http.trust import Trust
 from tests.benchmarks import report
 from tests.support.engine.engines import FakeEngine
 from tests.support.records.samples import make_task, make_trajectory
 
-SECRET = "bench"
+SECRET = Trust("bench")
 GROUP_SIZE = 8
 NUM_REPLICAS = 64
 TURN_TOKENS = 500

@@ -31,6 +31,7 @@ from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import Keys
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
@@ -39,7 +40,7 @@ from tests.support.engine.scripted import POLICY, RENDERER, ids
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import simulated_config
 
-SECRET = "bench"
+SECRET = Trust("bench")
 LAG_PROBE_S = 0.005
 MAX_CONTEXT_TOKENS = 1 << 20  # a message of a megabyte is answered, not refused
 _BLOCK_SIZE = 32
@@ -114,7 +115,7 @@ async def run_endpoint(
         coordinator = _OneReplica(engine_url or "sim://")
         store_path = run_dir / sessions_name(0)
         router = ShardRouter(coordinator)
-        sessions, endpoint = build_endpoint(config, store_path, SECRET, coordinator, clients, router)
+        sessions, endpoint = build_endpoint(config, store_path, SECRET.key, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
         server = DirectServer(build_app(config, coordinator, clients, endpoint, Keys()), "127.0.0.1")

@@ -32,6 +32,7 @@ from rich.table import Table
 from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
 from agentloop.rollout.turn_journal import TurnJournal
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.engine.scripted import call, scripted_engine
@@ -40,7 +41,7 @@ from tests.support.fleet.worker import running_worker, task
 
 NUM_TURNS = 5
 REPLIES = (*[call("calculator", expression="12 * 34 + 5")] * (NUM_TURNS - 1), "The answer is 413.")
-SECRET = "bench"
+SECRET = Trust("bench")
 LAG_PROBE_S = 0.005
 
 

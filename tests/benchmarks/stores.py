@@ -25,6 +25,7 @@ from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from tests.support.records.samples import make_group, make_trajectory
 from tests.support.service.postgres_server import PostgresServer
@@ -66,7 +67,7 @@ async def restart(where: Path | Home, num: int) -> float:
         await store.add_records(batch)
     await store.close()
     began = time.perf_counter()
-    store, clients = TrajectoryStore(where), EngineClients("bench")
+    store, clients = TrajectoryStore(where), EngineClients(Trust("bench"))
     await store.take_over()
     coordinator = Coordinator(store, clients.connect, CoordinatorConfig(), RealClock(), probe=clients.probe)
     await coordinator.start()

@@ -188,7 +188,7 @@ async def _serve(
         say(f"ready at {url}   (Ctrl-C stops it)")
         say(f"chat     {url}/v1")
         await stopping.wait()
-        num_left = await drain(run_dir, grace_s)
+        num_left = await drain(config, run_dir, grace_s)
     if num_left > 0:
         say(f"stopped; {num_left} trajectories go on with: agentloop serve --resume {run_dir}")
 

@@ -21,10 +21,11 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 from agentloop.api.coordinator import FrontPort, ReplicaPort, WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.errors import AgentLoopError, ServiceUnavailable
-from agentloop_servers.coordinator.server import COMMANDS, SERVER_NAME, CallType, calls_of
+from agentloop_servers.coordinator.server import COMMANDS, CallType, calls_of
 from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
 from agentloop_servers.private_http.fencing import NumberedCommands
-from agentloop_servers.private_http.server import SERVER_HEADER, Misdirected
+from agentloop_servers.private_http.server import Misdirected
+from agentloop_servers.private_http.trust import Trust
 
 CALL_TIMEOUT_S = 30.0
 COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the steps of an update together
@@ -35,13 +36,13 @@ class CoordinatorClient:
     `server.py` names: `front.submit` by `Rollouts.submit`."""
 
     def __init__(
-        self, find: Callable[[], Awaitable[str]], secret: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S
+        self, find: Callable[[], Awaitable[str]], trust: Trust, *, command_timeout_s: float = COMMAND_TIMEOUT_S
     ) -> None:
         """`find` returns the coordinator's URL, or raises ServiceUnavailable. `command_timeout_s` is of commands to
         the fleet."""
         self._find = find
         self._command_timeout_s = command_timeout_s
-        self._http = PrivateHttp(secret, lost=ServiceUnavailable, late=ServiceUnavailable)
+        self._http = PrivateHttp(trust, lost=ServiceUnavailable, late=ServiceUnavailable)
         self._commands = NumberedCommands(secrets.randbits(63))  # the caller's name, not its place among others
         self._url: str | None = None
         self._finding = asyncio.Lock()
@@ -72,15 +73,10 @@ class CoordinatorClient:
             raise ServiceUnavailable(
                 f"the coordinator did not answer {call.name} within {timeout_s:g} s"
             ) from error
-        except Misdirected as error:
-            raise ServiceUnavailable(f"the coordinator is not there ({error})") from error
 
     async def _send(self, call: CallType, body: bytes) -> Any:
         url = await self._found_url()
-        headers = {
-            **(self._commands.next_headers() if call.name in COMMANDS else NO_HEADERS),
-            SERVER_HEADER: SERVER_NAME,
-        }
+        headers = self._commands.next_headers() if call.name in COMMANDS else NO_HEADERS
         try:
             async with self._http.open("POST", f"{url}/{call.name}", body, headers=headers) as opened:
                 return decode(await opened.read(), call.answer)
@@ -108,7 +104,7 @@ class _Port:
 
 
 def _was_not_received(error: BaseException) -> bool:
-    return isinstance(error, Misdirected) or isinstance(error.__cause__, aiohttp.ClientConnectorError)
+    return isinstance(error.__cause__, Misdirected | aiohttp.ClientConnectorError)
 
 
 def _was_cut(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -59,6 +60,7 @@ class Coordinator:
         self._probe = probe
         self._config = config
         self._clock = clock
+        self._is_encrypted = config.is_encrypted
         self._log = log = structlog.get_logger("coordinator") if log is None else log
         self._store = store
         self._tasks = OwnedTasks("coordinator")
@@ -71,6 +73,7 @@ class Coordinator:
         save_places = partial(store.save_state, ENDPOINT_PLACES)
         self._places = EndpointPlaces(config.disk, config.num_endpoint_processes, clock.now, save_places, log)
         self._is_closed = False
+        self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
 
     async def start(self) -> None:
         """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
@@ -129,6 +132,8 @@ class Coordinator:
             queue=replicas.waiting.status(self.rollouts.queue.num_queued),
             users=replicas.users.usage(*self.rollouts.queue.by_user()),
             public_urls=self._places.public_urls,
+            is_encrypted=self._is_encrypted,
+            num_refused=self.refused.total() + replicas.num_refused,
         )
         shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
         drained = (f"{host} is drained: it gets no work" for host in sorted(orders.drained))

@@ -75,6 +75,7 @@ class CoordinatorConfig:
     host: str = ""  # the coordinator's own address
     disk: str = ""  # the one that has the run
     num_endpoint_processes: int = 0  # over several hosts
+    is_encrypted: bool = False  # private connections
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest unless the deadlines nest."""
@@ -216,6 +217,11 @@ class Replicas:
             )
             for replica in self.fleet.replicas
         )
+
+    @property
+    def num_refused(self) -> int:
+        """The private calls and connections that the replicas there are have refused."""
+        return sum(replica.report.num_refused for replica in self.fleet.replicas)
 
     def lost(self) -> tuple[LostReplica, ...]:
         """Return the replicas that left last, oldest first."""

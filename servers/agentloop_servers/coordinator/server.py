@@ -31,6 +31,7 @@ from agentloop.codec import decode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, body_of, token_of
+from agentloop_servers.private_http.trust import Trust
 
 SERVER_NAME = "coordinator"
 _NONE = inspect.Parameter.empty
@@ -74,7 +75,7 @@ COMMANDS = frozenset(calls_of(FleetPort))
 class CoordinatorServer(PrivateServer):
     """Serves a coordinator's ports."""
 
-    def __init__(self, coordinator: Coordinator, secret: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, coordinator: Coordinator, trust: Trust, host: str = "127.0.0.1") -> None:
         self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # by the caller's epoch
         replicas, rollouts = coordinator.replicas, coordinator.rollouts
         ports: tuple[ReplicaPort, FleetPort, WorkerPort, RolloutPort, LeasePort, Coordinator] = (
@@ -88,7 +89,8 @@ class CoordinatorServer(PrivateServer):
             method = next(getattr(port, name) for port in ports if hasattr(port, name))  # by the table above
             routes.append(web.post(f"/{name}", self._handler(call, method)))
         worker_paths = frozenset(f"/{name}" for name in calls_of(WorkerPort))
-        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
+        super().__init__(SERVER_NAME, routes, trust, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
+        coordinator.refused = self.refused
 
     def _handler(
         self, call: CallType, method: Callable[..., Awaitable[Any]]

@@ -1,7 +1,8 @@
 """The server of one ingress process: its app on the public port, which the processes share, and on one of its own.
 
 Agents on this host, and the endpoint's other processes, reach the process by its own port; all others, by the
-public one. Every connection is bounded (`http/connections.py`).
+public one. Over several hosts a gate keeps the own port for the other processes. Every connection is bounded
+(`http/connections.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.http.connections import BoundedHttp, ConnectionLimits, Connections
+from agentloop_servers.private_http.trust import Gate, Trust
 from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 START_TIMEOUT_S = 30.0
@@ -35,11 +38,13 @@ class DirectServer:
         host: str,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
         tls: tuple[str, str] | None = None,
+        trust: Trust | None = None,
     ) -> None:
-        """`tls`, the files of a certificate chain and its key, is of the public port; its own serves this host."""
+        """`tls`, the files of a certificate chain and its key, is of the public port; `trust`, of its own."""
         self._app = app
         self._host = host
         self._tls = tls
+        self._trust = trust
         self._connections = Connections(limits)
         self._servers: list[_Server] = []
         self._serving: list[asyncio.Task[None]] = []
@@ -56,15 +61,31 @@ class DirectServer:
         port = listener.getsockname()[1]
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of what strangers send
         self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
-        if public is None or self._tls is None:
-            await self._start_server([listener] if public is None else [listener, public], lifespan="on")
-        else:
-            await self._start_server([listener], lifespan="on")
+        secured: dict[str, Any] = {}
+        if self._tls is not None:
             secured = {"ssl_certfile": self._tls[0], "ssl_keyfile": self._tls[1]}
-            await self._start_server([public], lifespan="off", **secured)
-        return url_of(self._host, port)
+        url, http = url_of(self._host, port), partial(BoundedHttp, table=self._connections)
+        if self._trust is not None:
+            url, gate = url_of(self._host, port, self._trust.scheme), Gate([self._trust])
+            gate.address = url.partition("//")[2]
+            own = partial(_gated, gate, http)
+            await self._start_server([listener], own, self._trust.server_tls(self._host), lifespan="on")
+        elif public is None or secured:
+            await self._start_server([listener], http, lifespan="on")
+        else:
+            await self._start_server([listener, public], http, lifespan="on")
+            public = None
+        if public is not None:
+            await self._start_server([public], http, lifespan="off", **secured)
+        return url
 
-    async def _start_server(self, sockets: list[socket.socket], **options: Any) -> None:
+    async def _start_server(
+        self,
+        sockets: list[socket.socket],
+        http: Callable[..., asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
+    ) -> None:
         config = uvicorn.Config(
             self._serve,
             log_config=None,
@@ -74,10 +95,13 @@ class DirectServer:
             timeout_keep_alive=math.ceil(self._connections.limits.idle_timeout_s),
             backlog=BACKLOG,
             interface="asgi3",  # uvicorn takes a bound method for an older one
-            http=partial(BoundedHttp, table=self._connections),  # type: ignore[arg-type]
+            http=http,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             **options,
         )
+        if tls is not None:
+            config.load()
+            config.ssl = tls
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
         self._servers.append(server)
@@ -126,6 +150,10 @@ class DirectServer:
             if port == 0:
                 raise
             return listening_socket(self._host, 0, BACKLOG)
+
+
+def _gated(gate: Gate, http: Callable[..., asyncio.Protocol], **options: Any) -> asyncio.Protocol:
+    return gate.arrival(lambda _: http(**options))
 
 
 class _Server(uvicorn.Server):

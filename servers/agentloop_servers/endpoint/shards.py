@@ -43,6 +43,7 @@ from agentloop_servers.http.guard import envelope_of, error_response
 from agentloop_servers.http.responses import send_in_time, unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
 from agentloop_servers.private_http.client import Connector
+from agentloop_servers.private_http.trust import Trust
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
@@ -111,14 +112,17 @@ class ShardRouter:
         rank: int = 0,
         num_processes: int | None = 1,
         holder_wait_s: float = HOLDER_WAIT_S,
+        trust: Trust | None = None,
     ) -> None:
-        """`rank` is the process's number; `num_processes` those of one host, and None over several."""
+        """`rank` is the process's number; `num_processes` those of one host, and None over several. With `trust`
+        the others have to know it before a client's keys are sent to them."""
         if num_processes is not None and not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
         self._coordinator = coordinator
         self._rank = rank
         self._num_processes = num_processes
         self._holder_wait_s = holder_wait_s
+        self._trust = trust
         self._table = EndpointTable({}, tuple(range(num_processes or 0)))
         self._joined_at: float | None = None  # when the call began that brought the table
         self._announcing: asyncio.Task[None] | None = None
@@ -173,7 +177,7 @@ class ShardRouter:
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
-            connector=Connector(),
+            connector=Connector(self._trust),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S),
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -20,7 +20,8 @@ from aiohttp.tracing import Trace
 
 from agentloop.aio import awake_timeout
 from agentloop.errors import AgentLoopError, from_wire
-from agentloop_servers.private_http.server import SECRET_HEADER
+from agentloop_servers.private_http.server import Misdirected
+from agentloop_servers.private_http.trust import Trust, prove
 from agentloop_servers.tcp import keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
@@ -36,7 +37,7 @@ class PrivateHttp:
 
     def __init__(
         self,
-        secret: str,
+        trust: Trust,
         *,
         lost: type[AgentLoopError],
         late: type[AgentLoopError],
@@ -45,7 +46,7 @@ class PrivateHttp:
     ) -> None:
         """`lost` is raised for a peer that hangs up or falls silent, `late` for one that does not answer in time.
         Without a connection `unreachable` is, else `lost`: the request was not received."""
-        self._headers = {SECRET_HEADER: secret}
+        self._trust = trust
         self._raised = _Raised(lost, late, lost if unreachable is None else unreachable)
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -65,13 +66,12 @@ class PrivateHttp:
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=Connector(self._connect_timeout_s),
+                connector=Connector(self._trust, self._connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_NOT_SENT,
                 auto_decompress=False,
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_read=silence_s)
-        headers = {**self._headers, **headers}
         data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
         request = self._session.request(method, url, data=data, headers=headers, timeout=timeout)
         return OpenAnswer(request, url, self._raised)
@@ -113,7 +113,10 @@ class OpenAnswer:
         if envelope is None:
             foreign = aiohttp.ClientError(f"HTTP {answer.status} of a server that is not ours")
             raise self._raised.lost(f"{self._url}: {foreign}") from foreign
-        raise from_wire(envelope, answer.status)
+        refusal = from_wire(envelope, answer.status)
+        if isinstance(refusal, Misdirected):
+            raise self._raised.unreachable(f"{self._url}: {refusal}") from refusal
+        raise refusal
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         await self._context.__aexit__(kind, error, None)
@@ -147,11 +150,14 @@ class Connector(aiohttp.TCPConnector):
     """A pool of connections without a limit of its own: its user bounds the requests in flight.
 
     Few are opened at a time, so that a burst is no flood of handshakes, and a free one is taken first. A standstill
-    of this process does not count for the opening.
+    of this process does not count for the opening. With `trust`, each server has to know it too.
     """
 
-    def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        super().__init__(limit=0, keepalive_timeout=KEPT_IDLE_S, socket_factory=_client_socket)
+    def __init__(self, trust: Trust | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        certificates = None if trust is None else trust.certificates
+        tls = True if certificates is None else certificates.client()
+        super().__init__(limit=0, keepalive_timeout=KEPT_IDLE_S, socket_factory=_client_socket, ssl=tls)
+        self._trust = trust
         self._connect_timeout_s = connect_timeout_s
         self._opening: WeakValueDictionary[object, asyncio.Semaphore] = WeakValueDictionary()  # by server
 
@@ -169,7 +175,22 @@ class Connector(aiohttp.TCPConnector):
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
         async with awake_timeout(self._connect_timeout_s):
-            return await super()._create_connection(req, traces, timeout)
+            protocol = await super()._create_connection(req, traces, timeout)
+            if self._trust is not None:
+                await self._prove(self._trust, protocol, req)
+            return protocol
+
+    @staticmethod
+    async def _prove(trust: Trust, protocol: ResponseHandler, request: aiohttp.ClientRequest) -> None:
+        transport = cast(asyncio.Transport, protocol.transport)  # uvloop's is none by its class
+        try:
+            await prove(transport, trust, request.url.raw_authority)
+        except BaseException as error:
+            transport.abort()
+            if isinstance(error, OSError):  # so nothing of the request was sent
+                raise aiohttp.ClientConnectorError(request.connection_key, error) from error
+            raise
+        transport.set_protocol(protocol)
 
 
 def _client_socket(address: AddrInfoType) -> socket.socket:

@@ -1,13 +1,14 @@
-"""The server of a private port: routes for the other processes of the run, which know its secret.
+"""The server of a private port: routes for the other processes of the run, which show that they know its secret.
 
-Workers run users' code, and know a key of their role alone: it opens the paths that a server has for workers, and
-no other; nor can the secret, or a key that it signs, be made of it. A body is bounded; an error is answered with
-its code. A client that hangs up cancels its handler.
+Workers know a key of their role alone (`trust.py`): it opens the paths that a server has for workers, and no other.
+A URL has the server's name, so what is meant for another one that had the port before is refused. A body is
+bounded; an error is answered with its code. A client that hangs up cancels its handler.
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
@@ -16,20 +17,12 @@ import structlog
 from aiohttp import web
 
 from agentloop.codec import MSGPACK, encode
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, ServiceUnavailable, Unauthorized
-from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, ServiceUnavailable
+from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, Fenced, FencingToken
+from agentloop_servers.private_http.trust import Gate, Trust
 from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
-SECRET_HEADER = "x-agentloop-secret"
-SERVER_HEADER = "x-agentloop-server"
 MAX_BODY_BYTES = 64 * 2**20
-
-_ROLE_KEY_PURPOSE = b"agentloop worker key\0"  # the run's secret has other uses, whose digests are no keys
-
-
-def worker_key(secret: str) -> str:
-    """Return the key of a run's workers: the HMAC-SHA256 of their role under the run's secret, in hex."""
-    return hmac.digest(secret.encode(), _ROLE_KEY_PURPOSE, "sha256").hex()
 
 
 class Misdirected(ServiceUnavailable):
@@ -45,75 +38,99 @@ class PrivateServer:
         self,
         name: str,
         routes: Iterable[web.RouteDef],
-        secret: str,
+        trust: Trust,
         host: str = "127.0.0.1",
         max_body_bytes: int = MAX_BODY_BYTES,
         stop_timeout_s: float = 60.0,
         worker_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """`name` is what a caller may give as SERVER_HEADER, to be refused by any other server. At the end, calls
-        have `stop_timeout_s` to be answered. A worker's key opens `worker_paths` alone."""
+        """`name` is the first part of each path. At the end, calls have `stop_timeout_s` to be answered. A worker's
+        key opens `worker_paths` alone."""
         self._name = name
         self._routes = tuple(routes)
-        self._secret = secret.encode()
-        self._worker_key = worker_key(secret).encode()
+        self._trust = trust
+        self.gate = Gate([trust, trust.of_workers])
         self._worker_paths = worker_paths
         self._host = host
         self._max_body_bytes = max_body_bytes
         self._stop_timeout_s = stop_timeout_s
-        self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._runners: dict[Trust, web.AppRunner] = {}  # by what a connection's caller knows
         self.url = ""
         self._log = structlog.get_logger("private_http").bind(server=name)
 
+    @property
+    def num_refused(self) -> int:
+        """The connections and calls that were refused."""
+        return self.refused.total()
+
+    @property
+    def refused(self) -> Counter[int]:
+        """The connections and calls that were refused, by the status of the answer: 401, 409, 421."""
+        return self.gate.refused
+
     async def start(self) -> None:
         """Listen on a port that the system chooses."""
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
-        app.add_routes(self._routes)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._stop_timeout_s
+        for trust in (self._trust, self._trust.of_workers):
+            app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+            for route in self._routes:
+                is_open = trust == self._trust or route.path in self._worker_paths
+                handler = route.handler if is_open else _refuse_worker
+                app.router.add_route(route.method, f"/{self._name}{route.path}", handler)
+            self._runners[trust] = runner = web.AppRunner(
+                app, handler_cancellation=True, access_log=None, shutdown_timeout=self._stop_timeout_s
+            )
+            await runner.setup()
+        listener = listening_socket(self._host)
+        host, port = listener.getsockname()[:2]
+        url = url_of(host, port, self._trust.scheme)
+        self.gate.address, self.url = url.partition("//")[2], f"{url}/{self._name}"
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: self.gate.arrival(self._serve),
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=self._trust.server_tls(self._host),
         )
-        await self._runner.setup()
-        await web.SockSite(self._runner, listening_socket(self._host), backlog=BACKLOG).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = url_of(host, port)
+
+    def _serve(self, trust: Trust) -> asyncio.Protocol:
+        server = self._runners[trust].server
+        assert server is not None
+        return server()
 
     async def close(self) -> None:
         """Stop listening, wait for what is in flight, and cut what takes too long. Idempotent."""
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+        if self._listening is not None:
+            self._listening.close()
+            self.gate.close()
+            await asyncio.gather(*(runner.cleanup() for runner in self._runners.values()))
+            self._listening, self._runners = None, {}
 
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the secret; make every error an answer with its code."""
+        """Make every error an answer with its code."""
         try:
-            self._authorize(request)
-            if request.headers.get(SERVER_HEADER, self._name) != self._name:
-                raise Misdirected(f"this is {self._name}")
             return await handler(request)
         except AgentLoopError as error:
+            self.gate.refused[error.http_status] += isinstance(error, Fenced)
             return _error_answer(error)
         except web.HTTPRequestEntityTooLarge as error:
             return _error_answer(InvalidRequest(f"a body of more than {self._max_body_bytes} bytes: {error.text}"))
         except web.HTTPException:
-            raise
+            if request.path.startswith(f"/{self._name}/"):
+                raise
+            self.gate.refused[Misdirected.http_status] += 1
+            return _error_answer(Misdirected(f"this is {self._name}"))
         except aiohttp.ClientConnectionResetError:  # by its name a client's, and raised by servers' writers too
             return _error_answer(AgentLoopError(f"the caller left {request.path}"))  # nobody reads it
         except Exception as error:
             self._log.exception("private_call_failed", path=request.path)
             return _error_answer(AgentLoopError(f"{type(error).__name__} in {self._name}"))
 
-    def _authorize(self, request: web.Request) -> None:
-        """Raises Unauthorized without a key of the run, Forbidden with a worker's on a path that is not theirs."""
-        given = request.headers.get(SECRET_HEADER, "").encode()
-        if hmac.compare_digest(given, self._secret):
-            return
-        if not hmac.compare_digest(given, self._worker_key):
-            raise Unauthorized("wrong or missing secret of the run")
-        if request.path not in self._worker_paths:
-            raise Forbidden(f"a worker's key does not open {request.path}")
+
+async def _refuse_worker(request: web.Request) -> web.StreamResponse:
+    raise Forbidden(f"a worker's key does not open {request.path}")
 
 
 def token_of(request: web.Request) -> FencingToken:

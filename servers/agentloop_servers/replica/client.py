@@ -34,6 +34,7 @@ from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, SamplingParams
 from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
 from agentloop_servers.private_http.fencing import Fenced, NumberedCommands
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,
@@ -218,10 +219,10 @@ class EngineClients:
     """The remote engines of one process by URL, over one connection pool, with the numbers of its orders."""
 
     def __init__(
-        self, secret: str, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
+        self, trust: Trust, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
     ) -> None:
         """`epoch` and `raise_epoch` are those of `NumberedCommands`, for the one process that gives orders."""
-        self._http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable)
+        self._http = PrivateHttp(trust, lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable)
         self._commands = NumberedCommands(epoch, raise_epoch)
         self._engines: dict[str, RemoteEngine] = {}
 

@@ -37,6 +37,7 @@ from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.host import software_of_process
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
 from agentloop_servers.private_http.server import PrivateServer, answer, token_of
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.protocol import (
     FRAMES,
     PROBE_ID,
@@ -107,7 +108,7 @@ class DataPlaneServer(PrivateServer):
     num_answered: int  # generations that callers got
     refuses_paused: bool  # the engine is paused for so long that new requests are refused
 
-    def __init__(self, engine: Engine, replica_id: str, secret: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, engine: Engine, replica_id: str, trust: Trust, host: str = "127.0.0.1") -> None:
         self._engine = engine
         self._replica_id = replica_id
         self._fencing = FencingGuard()
@@ -121,7 +122,7 @@ class DataPlaneServer(PrivateServer):
             web.post("/stream", self._stream),
             *(web.post(path, self._handler(call)) for path, call in self._control_calls().items()),
         ]
-        super().__init__(replica_id, routes, secret, host, worker_paths=WORKER_PATHS)
+        super().__init__(replica_id, routes, trust, host, worker_paths=WORKER_PATHS)
 
     def _control_calls(self) -> dict[str, _ControlCall]:
         engine = self._engine
@@ -275,7 +276,7 @@ class Replica:
         replica_id: str,
         engine: Engine,
         coordinator: ReplicaPort,
-        secret: str,
+        trust: Trust,
         host: str,
         *,
         config: ReplicaConfig = ReplicaConfig(),
@@ -287,7 +288,7 @@ class Replica:
         self._coordinator = coordinator
         self._config = config
         self._starting = starting
-        self._server = DataPlaneServer(engine, replica_id, secret, host)
+        self._server = DataPlaneServer(engine, replica_id, trust, host)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_known = False  # to the coordinator
         self._hung: str | None = None
@@ -394,7 +395,13 @@ class Replica:
             self._log.warning("samples_noise", version=engine.weight_version)
         self._was_noise = is_noise
         return ReplicaReport(
-            engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered, is_noise
+            engine.load(),
+            engine.is_usable,
+            engine.is_paused,
+            engine.asleep,
+            num_answered,
+            is_noise,
+            self._server.num_refused,
         )
 
     # --- the watch ---

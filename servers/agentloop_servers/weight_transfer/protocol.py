@@ -17,6 +17,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import itertools
+import ssl
 import struct
 import threading
 import time
@@ -28,6 +29,7 @@ import msgspec
 
 from agentloop.aio import LoopThread
 from agentloop_servers.tcp import keep_alive, listening_socket
+from agentloop_servers.tls import trusting
 
 HELLO_TIMEOUT_S = 5.0
 HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it
@@ -128,13 +130,14 @@ class Connection:
     condition must not be held meanwhile, so a `check` must not send.
     """
 
-    def __init__(self, owner: ControlConnections, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, owner: ControlConnections, writer: asyncio.StreamWriter, tls: ssl.SSLContext | None) -> None:
         self.connection_id = next(_connection_ids)
         self.own_host: str = (writer.get_extra_info("sockname") or ("",))[0]
         self.peer_host: str
         self.peer_host, peer_port = (writer.get_extra_info("peername") or ("an unknown host", 0))[:2]
         self.peer_address = f"{self.peer_host}:{peer_port}"
         self.death = ""
+        self.tls = tls
         self._owner = owner
         self._writer = writer
         self._inbox: deque[BaseMessage] = deque()
@@ -260,29 +263,32 @@ class ControlConnections:
         self.hello_timeout_s = hello_timeout_s
         self.known: list[Connection] = []
         self._server: asyncio.Server | None = None
+        self._tls: ssl.SSLContext | None = None  # of the server
         self._serving: dict[Connection, asyncio.Task[None]] = {}
         atexit.register(self._close_at_exit)
 
-    def listen(self, host: str) -> str:
-        """Accept connections on a free port of `host`. Returns "host:port"."""
+    def listen(self, host: str, tls: ssl.SSLContext | None = None) -> str:
+        """Accept connections on a free port of `host`, by TLS if its context is given. Returns "host:port"."""
+        self._tls = tls
         sock = listening_socket(host, backlog=MAX_STRANGERS)
         port = sock.getsockname()[1]
 
         async def start() -> None:
-            self._server = await asyncio.start_server(self._accept, sock=sock)
+            self._server = await asyncio.start_server(self._accept, sock=sock, ssl=tls)
 
         self.thread.run(start()).result()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def connect(self, address: str, timeout_s: float) -> Connection:
-        """Open a connection to "host:port". Raises ConnectionLost."""
+    def connect(self, address: str, timeout_s: float, certificate: str = "") -> Connection:
+        """Open a connection to "host:port", by TLS if its certificate is given. Raises ConnectionLost."""
         host, _, port = address.rpartition(":")
+        tls = trusting(certificate) if certificate else None
 
         async def open_one() -> Connection:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
             keep_alive(writer.get_extra_info("socket"))
-            connection = Connection(self, writer)
+            connection = Connection(self, writer, tls)
             self._serve(connection, connection.serve(reader))
             return connection
 
@@ -318,7 +324,7 @@ class ControlConnections:
         if len(self._serving) - len(self.known) >= MAX_STRANGERS:
             writer.close()
             return
-        connection = Connection(self, writer)
+        connection = Connection(self, writer, self._tls)
         self._serve(connection, connection.serve(reader, must_introduce=True))
 
     def _serve(self, connection: Connection, serving: Coroutine[None, None, None]) -> None:
@@ -358,6 +364,7 @@ class Peer:
     def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
         self.connection_id = connection.connection_id
         self.own_host, self.peer_host = connection.own_host, connection.peer_host
+        self.tls = connection.tls
         self.check = check
         self._connection = connection
         self._attempt_id = attempt_id

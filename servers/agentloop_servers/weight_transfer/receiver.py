@@ -114,7 +114,8 @@ class Receiver:
         num_senders = len(push.addresses)
         if num_senders != 1 and self._rank >= num_senders:
             raise CheckpointUnreadable(f"the push has no sender for worker {self._rank}", param="push")
-        address = push.addresses[self._rank] if num_senders > 1 else push.addresses[0]
+        number = self._rank if num_senders > 1 else 0
+        address, certificate = push.addresses[number], "".join(push.certificates[number : number + 1])
         deadline_at = time.monotonic() + timeout_s
         hello = Hello(
             token=push.token,
@@ -127,7 +128,7 @@ class Receiver:
             is_optional=push.is_optional,
         )
         try:
-            sender = self._reach(address, hello, timeout_s)
+            sender = self._reach(address, certificate, hello, timeout_s)
             connection = sender.connection
 
             def check() -> None:
@@ -152,7 +153,7 @@ class Receiver:
         if connections is not None:
             connections.close()
 
-    def _reach(self, address: str, hello: Hello, timeout_s: float) -> _KnownSender:
+    def _reach(self, address: str, certificate: str, hello: Hello, timeout_s: float) -> _KnownSender:
         """Say hello over the kept connection, else over a new one. Raises ConnectionLost."""
         for other in [known for known, kept in self._senders.items() if kept.connection.death]:
             self._forget(other)
@@ -167,7 +168,7 @@ class Receiver:
             self._forget(next(iter(self._senders)))
         if self._connections is None:
             self._connections = ControlConnections("weights-receiver", self._condition)
-        sender = self._senders[address] = _KnownSender(self._connections.connect(address, timeout_s))
+        sender = self._senders[address] = _KnownSender(self._connections.connect(address, timeout_s, certificate))
         sender.connection.send(hello)
         return sender
 

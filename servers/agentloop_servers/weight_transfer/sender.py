@@ -23,6 +23,7 @@ import torch
 
 from agentloop.engine import PushSource, TensorNames
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
+from agentloop_servers.tls import certificate, serving, without_key
 from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
 from agentloop_servers.weight_transfer.protocol import (
@@ -105,11 +106,13 @@ class WeightSender:
         device: torch.device | None = None,
         transports: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
         stall_s: float = STALL_S,
+        is_encrypted: bool = False,
     ) -> None:
         """`listen_host` is the address under which workers reach this process, so no wildcard.
 
         Tensors are packed on `device`: the current CUDA device by default, or the CPU if there is none. An attempt
-        in which no bucket moves for `stall_s` is void.
+        in which no bucket moves for `stall_s` is void. What `is_encrypted` is control connections and the transport
+        `tcp`, by a certificate of this sender's own, which its offers tell.
         """
         if listen_host in ("", "0.0.0.0", "::"):
             raise InvalidRequest("listen_host must be an address that workers can connect to", param="listen_host")
@@ -119,6 +122,7 @@ class WeightSender:
         self._device = device if device is not None else _default_device()
         self._make_transport = transports
         self._stall_s = stall_s
+        self._certificate = certificate() if is_encrypted else ""  # with its key
         self._transports: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
         self._condition = threading.Condition()  # guards what follows, and is shared with the connections
@@ -142,10 +146,12 @@ class WeightSender:
         offer = Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
         if self.connections is None:
             self.connections = ControlConnections("weights-sender", self._condition, self._knows)
-            self._address = self.connections.listen(self._listen_host)
+            tls = serving(self._certificate) if self._certificate else None
+            self._address = self.connections.listen(self._listen_host, tls)
         with self._condition:
             self._offer = offer
-        return PushSource((self._address,), offer.token, tensors, names)
+        certificates = (without_key(self._certificate),) if self._certificate else ()
+        return PushSource((self._address,), offer.token, tensors, names, certificates)
 
     def run(
         self,

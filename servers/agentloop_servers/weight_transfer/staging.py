@@ -32,7 +32,7 @@ import torch
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
-from agentloop_servers.tcp import ADDRESS_VARIABLE
+from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
@@ -325,7 +325,10 @@ class WeightStager:
             for name, tensor in tensors.items()
         ]
         listen_host = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")
-        sender = self._sender = WeightSender(listen_host=listen_host, device=self._device)
+        is_encrypted = ENCRYPT_VARIABLE in os.environ
+        sender = self._sender = WeightSender(
+            listen_host=listen_host, device=self._device, is_encrypted=is_encrypted
+        )
         push = sender.offer(items, names, token)
         self._sending = threading.Thread(target=_send, args=(sender,), name="offer", daemon=True)
         self._sending.start()

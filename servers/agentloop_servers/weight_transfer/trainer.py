@@ -159,9 +159,9 @@ _GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks fo
 _log = structlog.stdlib.get_logger(__name__)
 
 
-def make_sender(listen_host: str, transport: str) -> WeightSender:
+def make_sender(listen_host: str, transport: str, is_encrypted: bool) -> WeightSender:
     """Make the sender of a pusher."""
-    return WeightSender(listen_host=listen_host, transport=transport)
+    return WeightSender(listen_host=listen_host, transport=transport, is_encrypted=is_encrypted)
 
 
 class TensorPusher:
@@ -172,7 +172,7 @@ class TensorPusher:
         target: PushTarget,
         listen_host: str | None = None,
         *,
-        make_sender: Callable[[str, str], WeightSender] = make_sender,
+        make_sender: Callable[[str, str, bool], WeightSender] = make_sender,
         answer_grace_s: float = ANSWER_GRACE_S,
     ) -> None:
         """`answer_grace_s`: the seconds that the sender or the service may take after the other's end."""
@@ -353,7 +353,8 @@ class TensorPusher:
             if self._listen_host is None:
                 url = way_to_replicas(self._target.url, status)
                 self._listen_host = await _in_thread(host_towards, url)
-            self._sender, self._transport = self._make_sender(self._listen_host, transport), transport
+            self._sender = self._make_sender(self._listen_host, transport, status.is_encrypted)
+            self._transport = transport
         return self._sender
 
     async def _drop_sender(self) -> None:

@@ -37,8 +37,10 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
 from agentloop_servers.http.auth import SessionKeys
+from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
-from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer, worker_key
+from agentloop_servers.private_http.server import PrivateServer
+from agentloop_servers.private_http.trust import Trust
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report
 from tests.support.records.samples import encoded, make_group, make_trajectory
@@ -77,7 +79,7 @@ class PortSite:
         self.num_found = 0
         self.old_urls = []  # that `find` gives first
         self.engine = FakeEngine(RealClock(), "fake://a", 0)
-        self.client = CoordinatorClient(self.find, "secret")
+        self.client = CoordinatorClient(self.find, Trust("secret"))
 
     async def find(self) -> str:
         self.num_found += 1
@@ -96,7 +98,7 @@ class PortSite:
             self.store, lambda url: self.engine, config, RealClock(), probe=lambda url: self.engine.sample()
         )
         await self.coordinator.start()
-        self.server = CoordinatorServer(self.coordinator, "secret")
+        self.server = CoordinatorServer(self.coordinator, Trust("secret"))
         await self.server.start()
         await self.coordinator.replicas.register(self.engine.registration())
         while not (await self.coordinator.status()).is_ready:
@@ -123,7 +125,7 @@ async def site_at(path):
 
 async def test_every_call_of_every_port_is_served(tmp_path):
     names = set().union(*(calls_of(port) for port in PORTS))
-    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
         for name in names:
             async with session.post(f"{site.server.url}/{name}", data=b"\xc1") as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_request"), name
@@ -131,7 +133,7 @@ async def test_every_call_of_every_port_is_served(tmp_path):
 
 @pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
 async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
-    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
         front = site.client.front
         await front.submit("r", (make_group("g", 1),))
         update = {"version": number, "directory": "/weights"}
@@ -215,7 +217,7 @@ async def test_a_call_that_was_cut_is_sent_once_more(tmp_path):
         site.old_urls.append(first.url)
         reading = asyncio.create_task(site.client.workers.take(report(), 20.0))
         await asyncio.sleep(0.1)
-        site.server = CoordinatorServer(site.coordinator, "secret")
+        site.server = CoordinatorServer(site.coordinator, Trust("secret"))
         await site.server.start()
         await first.close()  # its process dies
         await site.coordinator.rollouts.submit("r", (make_group("g", 1),))
@@ -224,7 +226,7 @@ async def test_a_call_that_was_cut_is_sent_once_more(tmp_path):
 
 async def test_another_server_at_its_port_is_not_taken_for_it(tmp_path):
     async with site_at(tmp_path) as site:
-        replica = PrivateServer("replica-1", (), "secret")
+        replica = PrivateServer("replica-1", (), Trust("secret"))
         await replica.start()
         try:
             site.old_urls.append(replica.url)
@@ -292,7 +294,7 @@ async def test_a_stalled_disk_costs_the_memory_of_each_record_once(tmp_path):
 
 
 async def test_a_command_that_arrives_late_is_refused(tmp_path):
-    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
 
         async def send(name: str, epoch: int, number: int, *arguments: object) -> int:
             headers = {EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
@@ -313,7 +315,7 @@ async def test_a_command_that_arrives_late_is_refused(tmp_path):
 async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path):
     async with site_at(tmp_path) as site:
         await site.client.front.submit("r", (make_group("g", 1),))
-        dying = CoordinatorClient(site.find, "secret")
+        dying = CoordinatorClient(site.find, Trust("secret"))
         running = assignment_ids((await dying.workers.take(report("w"), 1.0)).start)
         waiting = asyncio.create_task(dying.workers.take(report("w", 7, *running), 5.0))
         await asyncio.sleep(0.1)
@@ -326,7 +328,7 @@ async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path
 
 async def test_a_workers_key_gives_no_order_and_is_no_secret(tmp_path):
     async with site_at(tmp_path) as site:
-        worker = CoordinatorClient(site.find, worker_key("secret"))
+        worker = CoordinatorClient(site.find, Trust("secret").of_workers)
         try:
             assert (await worker.workers.take(report("w"), 0.0)).start == ()
             with pytest.raises(NotFound):
@@ -344,4 +346,4 @@ async def test_a_workers_key_gives_no_order_and_is_no_secret(tmp_path):
             assert not (await site.coordinator.status()).is_paused
         finally:
             await worker.close()
-        assert SessionKeys("secret").opened_by(SessionKeys(worker_key("secret")).agent_key("s")) is None
+        assert SessionKeys("secret").opened_by(SessionKeys(Trust("secret").of_workers.key).agent_key("s")) is None

@@ -3,6 +3,7 @@
 import asyncio
 import select
 import socket
+import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,17 +20,13 @@ from agentloop.errors import (
     EngineLost,
     EngineUnreachable,
     InvalidRequest,
-    Unauthorized,
 )
 from agentloop_servers.private_http.client import MAX_OPENING, PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
-from agentloop_servers.private_http.server import (
-    SERVER_HEADER,
-    Misdirected,
-    PrivateServer,
-    answer,
-)
+from agentloop_servers.private_http.server import Misdirected, PrivateServer, answer
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.tcp import USER_TIMEOUT_MS
+from agentloop_servers.tls import Certificates, RunAuthority, certificate
 
 OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
@@ -37,12 +34,20 @@ OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 
 class Port:
     """A server that echoes, and a client of it."""
 
-    def __init__(self, secret: str = "secret", **options: object) -> None:
+    def __init__(
+        self,
+        secret: str = "secret",
+        certificates: tuple[Certificates | None, ...] = (None, None),
+        **options: object,
+    ) -> None:
+        """`certificates` are the server's and the caller's."""
         self.cancelled = asyncio.Event()
         self.accepted: list[dict[int, int]] = []
         routes = [web.post("/echo", self.echo), web.post("/hang", self.hang), web.post("/break", self.broken)]
-        self.server = PrivateServer("echo", routes, "secret", **options)  # type: ignore[arg-type]
-        self.http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded)
+        self.server = PrivateServer("echo", routes, Trust("secret", certificates[0]), **options)  # type: ignore[arg-type]
+        self.http = PrivateHttp(
+            Trust(secret, certificates[1]), lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable
+        )
 
     async def __aenter__(self) -> "Port":
         await self.server.start()
@@ -51,6 +56,11 @@ class Port:
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
         await self.server.close()
+
+    @property
+    def place(self) -> str:
+        """The server's "host:port"."""
+        return self.server.url.split("/")[2]
 
     async def echo(self, request: web.Request) -> web.Response:
         assert request.transport is not None
@@ -90,18 +100,80 @@ async def test_both_ends_of_a_connection_notice_a_vanished_peer():
             assert options_of(opened.connection.transport.get_extra_info("socket")) == OPTIONS
 
 
-async def test_who_does_not_know_the_secret_is_refused():
+async def test_a_caller_of_another_run_is_refused_and_counted():
     async with Port("another") as port:
-        with pytest.raises(Unauthorized):
+        with pytest.raises(EngineUnreachable, match="does not know"):
             await port.ask("/echo")
+        assert (port.accepted, port.server.refused) == ([], {401: 1})
+
+
+async def test_a_stranger_gets_401_and_nothing_else():
+    async with Port() as port:
+        place = port.place
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02", b"x", b"\0agentloop/1\0" + bytes(24)):
+            answer = await exchange(place, said)
+            assert answer.startswith(b"HTTP/1.1 401 Unauthorized\r\n"), said
+            assert b'"unauthorized"' in answer
+        assert (port.accepted, port.server.refused) == ([], {401: 4})
 
 
 async def test_a_call_meant_for_another_server_is_refused_before_it_is_handled():
     async with Port() as port:
-        assert await port.ask("/echo", **{SERVER_HEADER: "echo"}) == 0
-        with pytest.raises(Misdirected):
-            await port.ask("/echo", **{SERVER_HEADER: "replica-1"})
-        assert len(port.accepted) == 1
+        assert await ask(port.http, f"{port.server.url}/echo") == 0
+        with pytest.raises(EngineUnreachable) as refused:
+            await ask(port.http, f"http://{port.place}/replica-1/echo")
+        assert isinstance(refused.value.__cause__, Misdirected)
+        assert (len(port.accepted), port.server.refused) == (1, {421: 1})
+
+
+async def test_what_was_recorded_is_refused_when_it_is_sent_again():
+    async with Port() as port, Port() as other:
+        recorder = Recorder(port.place)
+        async with await asyncio.start_server(recorder.pass_on, "127.0.0.1", 0) as relay:
+            place = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+            port.server.gate.address = place  # the recorder is on the way, as on a network that it reads
+            assert await ask(port.http, f"http://{place}/echo/echo") == 0
+            await port.http.close()
+        assert b"POST /echo/echo" in recorder.sent
+        assert b"secret" not in recorder.sent
+        for one in (port, other):
+            answer = await exchange(one.place, recorder.sent)
+            assert b"HTTP/1.1 409 Conflict\r\n" in answer
+            assert one.server.refused == {409: 1}
+        assert (len(port.accepted), len(other.accepted)) == (1, 0)
+
+
+async def test_what_took_over_a_dead_servers_port_learns_nothing_and_gives_no_answer():
+    heard: list[bytes] = []
+    answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\0" + b" " * 99, bytes(48)]
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(4096))
+        writer.write(answers[len(heard) - 1])
+        heard[-1] += await reader.read()  # all that comes
+        writer.close()
+
+    async with Port() as port:
+        assert await port.ask("/echo") == 0
+        url, place = port.server.url, port.place
+        await port.server.close()
+        host, _, number = place.rpartition(":")
+        async with await asyncio.start_server(impostor, host, int(number)):
+            for _ in answers:
+                with pytest.raises(EngineUnreachable, match="does not know"):
+                    await ask(port.http, f"{url}/echo")
+    assert [len(each) for each in heard] == [37, 37]  # a hello: nonces and a name of the key
+    assert not any(b"secret" in each or b"POST" in each for each in heard)
+
+
+async def test_an_impostor_cannot_pass_the_proof_on_to_a_server_elsewhere():
+    async with Port() as port:
+        recorder = Recorder(port.place)
+        async with await asyncio.start_server(recorder.pass_on, "127.0.0.1", 0) as relay:
+            place = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+            with pytest.raises(EngineUnreachable, match="does not know"):
+                await ask(port.http, f"http://{place}/echo/echo")
+        assert (port.accepted, b"POST" in recorder.sent) == ([], False)
 
 
 async def test_a_body_is_bounded():
@@ -135,7 +207,7 @@ async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
 async def test_a_burst_of_connections_waits_in_the_system_while_the_server_is_busy():
     """A server that stands still for a moment loses no opening: those that are dropped come again after seconds."""
     async with Port() as port:
-        host, _, number = port.server.url.removeprefix("http://").rpartition(":")
+        host, _, number = port.place.rpartition(":")
 
         def connect() -> list[socket.socket]:
             return [socket.create_connection((host, int(number)), timeout=10) for _ in range(500)]
@@ -152,7 +224,7 @@ async def test_a_burst_of_connections_waits_in_the_system_while_the_server_is_bu
 async def test_few_connections_to_one_server_are_opened_at_a_time():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:  # takes one, and answers no other handshake
         number = deaf.getsockname()[1]
-        http = PrivateHttp("secret", lost=EngineLost, late=DeadlineExceeded)
+        http = PrivateHttp(Trust("secret"), lost=EngineLost, late=DeadlineExceeded)
         asking = [asyncio.create_task(ask(http, f"http://127.0.0.1:{number}/echo")) for _ in range(4 * MAX_OPENING)]
         await asyncio.sleep(0.5)
         assert 0 < num_sockets_to(number) <= MAX_OPENING + 2  # and those that the backlog took
@@ -168,7 +240,7 @@ async def test_a_burst_opens_no_more_connections_than_run_at_once():
     async with Port() as port:
         for _ in range(3):
             await asyncio.gather(*(port.ask("/echo") for _ in range(300)))
-        number = int(port.server.url.rpartition(":")[2])
+        number = int(port.place.rpartition(":")[2])
         num_opened = num_sockets_to(number)
         await asyncio.gather(*(port.ask("/echo") for _ in range(300)))
         assert num_sockets_to(number) == num_opened <= 300  # kept for the next burst
@@ -178,7 +250,7 @@ async def test_a_process_that_stands_still_calls_no_server_dead():
     """The opening takes several rounds of the event loop, of which each takes longer than the whole deadline."""
     thread, port, loop = LoopThread("server"), Port(), asyncio.get_running_loop()
     await asyncio.wrap_future(thread.run(port.server.start()))
-    http = PrivateHttp("secret", lost=EngineLost, late=DeadlineExceeded, connect_timeout_s=0.2)
+    http = PrivateHttp(Trust("secret"), lost=EngineLost, late=DeadlineExceeded, connect_timeout_s=0.2)
     num_left = 6
 
     def stand_still() -> None:
@@ -206,13 +278,89 @@ async def test_a_server_that_cannot_be_reached_is_told_in_time():
             filler.setblocking(False)
             filler.connect_ex(place)
         http = PrivateHttp(
-            "secret", lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable, connect_timeout_s=0.3
+            Trust("secret"),
+            lost=EngineLost,
+            late=DeadlineExceeded,
+            unreachable=EngineUnreachable,
+            connect_timeout_s=0.3,
         )
         with pytest.raises(EngineUnreachable, match="no connection in time"):
             await ask(http, f"http://127.0.0.1:{place[1]}/echo")
         await http.close()
         for filler in fillers:
             filler.close()
+
+
+async def test_with_certificates_nothing_travels_in_clear():
+    authority = RunAuthority.of(certificate())
+    async with Port(certificates=(authority, authority.of_workers)) as port:
+        recorder = Recorder(port.place)
+        async with await asyncio.start_server(recorder.pass_on, "127.0.0.1", 0) as relay:
+            place = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+            port.server.gate.address = place
+            body = b"a body that is read by nobody" * 100
+            async with port.http.open("POST", f"https://{place}/echo/echo", body) as opened:
+                assert decode(await opened.read(), int) == len(body)
+            await port.http.close()
+        assert len(recorder.sent) > len(body)
+        assert not any(part in recorder.sent for part in (b"POST", b"agentloop", b"read by nobody"))
+        assert not (await exchange(port.place, b"POST /echo/echo HTTP/1.1\r\n\r\n")).startswith(b"HTTP")
+        assert len(port.accepted) == 1
+
+
+@pytest.mark.parametrize("case", ["another run's", "none", "another address"])
+async def test_a_server_of_another_authority_or_address_is_refused_and_so_is_one_in_clear(case):
+    authority = RunAuthority.of(certificate())
+    held = {
+        "another run's": RunAuthority.of(certificate()),
+        "none": None,
+        "another address": AtAnotherAddress(authority.cert, authority.key),
+    }[case]
+    async with Port(certificates=(held, authority)) as port:
+        with pytest.raises(EngineUnreachable):
+            await ask(port.http, f"https://{port.place}/echo/echo")
+        assert port.accepted == []
+
+
+class AtAnotherAddress(RunAuthority):
+    """The authority of a process that has moved into another one's address."""
+
+    def server(self, address: str) -> ssl.SSLContext:
+        return RunAuthority.server(self, "127.0.0.9")
+
+
+class Recorder:
+    """Something on the way to a server that keeps all that is sent there."""
+
+    def __init__(self, place: str) -> None:
+        self.sent = b""
+        self._host, _, self._port = place.rpartition(":")
+
+    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to_there = await asyncio.open_connection(self._host, int(self._port))
+
+        async def back() -> None:
+            while piece := await there.read(4096):
+                writer.write(piece)
+
+        answering = asyncio.create_task(back())
+        while piece := await reader.read(4096):
+            self.sent += piece
+            to_there.write(piece)
+        to_there.close()
+        await answering
+        writer.close()
+
+
+async def exchange(place: str, said: bytes) -> bytes:
+    """Send some bytes to a port, and return all that comes back."""
+    host, _, port = place.rpartition(":")
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(said)
+        answer = await reader.read()
+        writer.close()
+    return answer
 
 
 async def ask(http: PrivateHttp, url: str) -> int:
@@ -238,8 +386,7 @@ async def test_connections_of_a_burst_wait_while_the_server_computes():
     """E3: with asyncio's own backlog of 128 the others' handshakes were dropped, and tried again after a second."""
     num_callers = 600
     async with Port() as port:
-        _, _, address = port.server.url.rpartition("//")
-        host, _, number = address.partition(":")
+        host, _, number = port.place.partition(":")
         callers = [socket.socket() for _ in range(num_callers)]
         for caller in callers:
             caller.setblocking(False)

@@ -48,8 +48,9 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
-from agentloop_servers.private_http.server import SECRET_HEADER, worker_key
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
@@ -73,8 +74,8 @@ class Plane:
         self.wire = Wire(RealClock())
         receiver = self.wire.receiver()
         self.engine = receiver.engine = engine or SimulatedEngine(spec, faults=Faults(), weight_source=receiver)
-        self.server = DataPlaneServer(self.engine, "replica-1", "secret")
-        self.clients = EngineClients("secret")
+        self.server = DataPlaneServer(self.engine, "replica-1", Trust("secret"))
+        self.clients = EngineClients(Trust("secret"))
 
     async def __aenter__(self) -> "Plane":
         await self.engine.start()
@@ -109,7 +110,7 @@ async def test_a_stream_adds_up():
 
 
 async def test_a_workers_key_generates_and_commands_nothing(tmp_path):
-    workers = EngineClients(worker_key("secret"))
+    workers = EngineClients(Trust("secret").of_workers)
     async with Plane(SPEC) as plane:
         remote = workers.connect(plane.server.url)
         try:
@@ -219,11 +220,11 @@ async def test_sleep_and_wake_bring_the_state():
 
 
 def numbered(epoch: int, number: int) -> dict[str, str]:
-    return {SECRET_HEADER: "secret", EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
+    return {EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
 
 
 async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
-    async with Plane(SPEC) as plane, aiohttp.ClientSession() as session:
+    async with Plane(SPEC) as plane, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
         pause = encode(PauseOrder(PauseMode.KEEP, KVPolicy.KEEP))
 
         async def send(path: str, headers: dict[str, str], body: bytes | None = None) -> int:
@@ -235,7 +236,7 @@ async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
         for late in ((7, 2), (7, 3), (7, 1), (6, 99)):  # after its resume, a copy, an older coordinator
             assert await send("/pause", numbered(*late), pause) == 409
         assert not plane.engine.is_paused
-        assert await send("/pause", {SECRET_HEADER: "secret"}, pause) == 400
+        assert await send("/pause", {}, pause) == 400
         assert await send("/pause", {**numbered(7, 9), ORDER_HEADER: "soon"}, pause) == 400
         assert not plane.engine.is_paused
         assert await send("/pause", numbered(8, 1), pause) == 200
@@ -252,9 +253,9 @@ async def test_a_new_process_outranks_the_one_before_it():
         async def taken_over(epoch):
             raise ServiceUnavailable("another coordinator")
 
-        old = EngineClients("secret", 1, taken_over)
-        new = EngineClients("secret", 2, above)
-        forgetful = EngineClients("secret", 1, above)  # it owns the store, whose counter was lost
+        old = EngineClients(Trust("secret"), 1, taken_over)
+        new = EngineClients(Trust("secret"), 2, above)
+        forgetful = EngineClients(Trust("secret"), 1, above)  # it owns the store, whose counter was lost
         try:
             await old.connect(plane.server.url).pause(PauseMode.KEEP)
             await new.connect(plane.server.url).resume()
@@ -381,7 +382,7 @@ async def test_a_replica_that_falls_silent_is_lost(monkeypatch):
         running.cancel()
 
 
-@pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "wrong"}, {SECRET_HEADER: "Secret"}])
+@pytest.mark.parametrize("headers", [{}, {"x-agentloop-secret": "secret"}, {"authorization": "Bearer secret"}])
 async def test_only_the_runs_secret_opens_the_port(headers):
     async with Plane(SPEC) as plane, aiohttp.ClientSession() as session:
         for method, path in (("POST", "/generate"), ("POST", "/pause"), ("POST", "/state"), ("POST", "/commit")):
@@ -393,17 +394,16 @@ async def test_only_the_runs_secret_opens_the_port(headers):
 
 @pytest.mark.parametrize("body", [b"", b"\x80\x04\x95cos\nsystem", b"{}", b"\xff" * 100])
 async def test_foreign_bytes_are_refused(body):
-    async with Plane(SPEC) as plane, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+    async with Plane(SPEC) as plane, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
         async with session.post(plane.server.url + "/generate", data=body) as answer:
             assert answer.status == 400
         assert await plane.remote.generate(request())
 
 
 async def test_a_version_beyond_63_bits_is_refused():
-    headers = {SECRET_HEADER: "secret", EPOCH_HEADER: "1", ORDER_HEADER: "1"}
-    async with Plane(SPEC) as plane, aiohttp.ClientSession(headers=headers) as session:
+    async with Plane(SPEC) as plane, aiohttp.ClientSession(connector=Connector(Trust("secret"))) as session:
         body = encode({"version": 1 << 63, "directory": "/weights"})
-        async with session.post(plane.server.url + "/stage", data=body) as answer:
+        async with session.post(plane.server.url + "/stage", data=body, headers=numbered(1, 1)) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "version")
         assert await plane.remote.generate(request())
 
@@ -464,7 +464,7 @@ async def test_the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not(
         yield
         seen.append("unbounded")
 
-    replica = Replica("r", SlowToStart(seen), directory, "secret", "127.0.0.1", starting=starting)
+    replica = Replica("r", SlowToStart(seen), directory, Trust("secret"), "127.0.0.1", starting=starting)
     assert directory.num_waits
     async with asyncio.timeout(30):
         await replica.start()
@@ -475,8 +475,8 @@ async def test_the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not(
 async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost():
     engine, directory = SimulatedEngine(SPEC, clock=RealClock()), Directory()
     config = ReplicaConfig(heartbeat_interval_s=0.02, stall_timeout_s=0.3)
-    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
-    clients = EngineClients("secret")
+    replica = Replica("r", engine, directory, Trust("secret"), "127.0.0.1", config=config)
+    clients = EngineClients(Trust("secret"))
     async with asyncio.timeout(30):
         await replica.start()
         assert directory.num_waits < 0  # it asked, and waited
@@ -499,8 +499,8 @@ async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lo
 async def test_a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_has():
     engine, directory = SimulatedEngine(SPEC, clock=RealClock()), Directory()
     config = ReplicaConfig(heartbeat_interval_s=0.02, max_pause_s=0.2)
-    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
-    clients = EngineClients("secret")
+    replica = Replica("r", engine, directory, Trust("secret"), "127.0.0.1", config=config)
+    clients = EngineClients(Trust("secret"))
     async with asyncio.timeout(30):
         await replica.start()
         remote = clients.connect(replica.url)
@@ -564,8 +564,8 @@ async def test_a_replica_whose_samples_stay_uniform_says_so():
 
     directory, engine = Listening(), SimulatedEngine(SPEC, policy=Uniform())
     config = ReplicaConfig(heartbeat_interval_s=0.01)
-    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
-    clients = EngineClients("secret")
+    replica = Replica("r", engine, directory, Trust("secret"), "127.0.0.1", config=config)
+    clients = EngineClients(Trust("secret"))
     with capture_logs() as logs:
         await replica.start()
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agentloop.engine import TensorInfo
+from agentloop_servers.tls import certificate, serving, trusting
 from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer
@@ -32,7 +33,8 @@ class LoopPeer:
     connection_id = 1
     own_host = peer_host = "127.0.0.1"
 
-    def __init__(self) -> None:
+    def __init__(self, pem: str = "") -> None:
+        self._contexts = [serving(pem), trusting(pem)] if pem else [None, None]
         self.posted = threading.Event()
         self.is_over = False
         self.body = b""
@@ -45,14 +47,19 @@ class LoopPeer:
         assert self.posted.wait(10.0)
         return self.body
 
+    @property
+    def tls(self):
+        """The context of the side that asks: the sender begins in a thread, the receiver in the test's own."""
+        return self._contexts[threading.current_thread() is threading.main_thread()]
+
     def check(self) -> None:
         if self.is_over:
             raise TransportBroken("another worker was lost")
 
 
-@pytest.fixture
-def peer():
-    return LoopPeer()
+@pytest.fixture(params=["in clear", "encrypted"])
+def peer(request):
+    return LoopPeer(certificate() if request.param == "encrypted" else "")
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class PushingSite:
     senders: list[FakeSender] = field(default_factory=list)
     sender_options: dict[str, object] = field(default_factory=dict)
 
-    def make_sender(self, host: str, transport: str) -> FakeSender:
+    def make_sender(self, host: str, transport: str, is_encrypted: bool) -> FakeSender:
         self.senders.append(FakeSender(host, transport, **self.sender_options))  # type: ignore[arg-type]
         return self.senders[-1]
 

@@ -61,7 +61,7 @@ async def main(rank: int, url: str) -> dict[str, str]:
     replicated = DistributedDataParallel(make_model(2))
     senders: list[FakeSender] = []
 
-    def make_sender(host: str, transport: str) -> FakeSender:
+    def make_sender(host: str, transport: str, is_encrypted: bool) -> FakeSender:
         senders.append(FakeSender(host, transport, num_attempts=3))
         return senders[-1]
 

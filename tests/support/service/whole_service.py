@@ -29,6 +29,7 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.engine_parts import build_engine, initial_weights
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.run_store import open_store
@@ -36,7 +37,7 @@ from agentloop_servers.settings import balancer_config, replica_config
 from agentloop_servers.tcp import listening_socket, url_of
 
 SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
-SECRET = "in-process"
+SECRET = Trust("in-process")
 
 
 def simulated_config(**changed: object) -> ServiceConfig:

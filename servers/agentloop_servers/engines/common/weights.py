@@ -166,7 +166,11 @@ class EngineWeights:
         if any(answer is None for answer in answers):
             return None
         pushes = [codec.decode(answer, PushSource) for answer in answers]
-        return replace(pushes[0], addresses=tuple(push.addresses[0] for push in pushes))
+        return replace(
+            pushes[0],
+            addresses=tuple(push.addresses[0] for push in pushes),
+            certificates=tuple(one for push in pushes for one in push.certificates),
+        )
 
     async def release(self) -> None:
         """Free the memory of staged weights and of transfer buffers."""

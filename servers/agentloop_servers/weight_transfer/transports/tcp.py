@@ -2,7 +2,8 @@
 
 For each attempt the sender listens at the address by which a worker has reached it. The worker opens NUM_STREAMS
 connections with a token that came over the control connection, and reads stripe i of every bucket from connection
-i. The sender has a thread for each connection, so a bucket travels while the next one is packed.
+i. They are encrypted if that one is. The sender has a thread for each connection, so a bucket travels while the
+next one is packed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import secrets
 import selectors
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
@@ -29,6 +31,7 @@ from agentloop_servers.weight_transfer.transports.handshake import post, take
 NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
 POLL_S = 0.05
 ANSWER_TIMEOUT_S = 10.0  # of the sender's port
+HANDSHAKE_TIMEOUT_S = 1.0  # of TLS: the next connection waits for it
 TOKEN_BYTES = 16
 
 
@@ -60,7 +63,7 @@ class _Stream:
     def close(self) -> None:
         """Close the connection, which ends a write that waits. Idempotent."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own goes on without it at once
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._connection.close()
 
@@ -146,7 +149,10 @@ def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream
                 connection, _ = listener.accept()
                 connection.settimeout(POLL_S)
                 with contextlib.suppress(OSError):
-                    said = connection.recv(TOKEN_BYTES + 1, socket.MSG_WAITALL)
+                    if peer.tls is not None:
+                        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+                        connection = peer.tls.wrap_socket(connection, server_side=True)
+                    said = connection.recv(TOKEN_BYTES + 1, 0 if peer.tls else socket.MSG_WAITALL)  # TLS: a record
                     number = said[-1] if said else NUM_STREAMS
                     is_known = len(said) > TOKEN_BYTES and hmac.compare_digest(said[:-1], token)
                     if is_known and number < NUM_STREAMS and number not in found:
@@ -174,8 +180,10 @@ class TcpReceiveTransport:
         try:
             for number in range(NUM_STREAMS):
                 connection = socket.create_connection((peer.peer_host, told.port), ANSWER_TIMEOUT_S)
-                self._connections.append(connection)
                 keep_alive(connection)
+                if peer.tls is not None:
+                    connection = peer.tls.wrap_socket(connection)
+                self._connections.append(connection)
                 connection.sendall(told.token + bytes([number]))
                 connection.setblocking(False)
         except OSError as error:
@@ -215,16 +223,26 @@ def _read(peer: Peer, connections: Sequence[socket.socket], data: memoryview) ->
             if stripe.start < stripe.stop:
                 ready.register(one, selectors.EVENT_READ, data[stripe])
         try:
+            found = list(ready.get_map().values())  # TLS may have bytes already, of which no event tells
             while ready.get_map():
                 peer.check()
-                for key, _ in ready.select(POLL_S):
-                    connection, left = cast(socket.socket, key.fileobj), key.data
-                    num_bytes = connection.recv_into(left)
-                    if num_bytes == 0:
-                        raise TransportBroken("the sender closed a connection")
-                    if num_bytes == len(left):
-                        ready.unregister(connection)
+                for key in found:
+                    left = _read_some(cast(socket.socket, key.fileobj), key.data)
+                    if left:
+                        ready.modify(key.fileobj, selectors.EVENT_READ, left)
                     else:
-                        ready.modify(connection, selectors.EVENT_READ, left[num_bytes:])
+                        ready.unregister(key.fileobj)
+                found = [key for key, _ in ready.select(POLL_S)]
         except (OSError, ValueError) as error:  # closed by `abort`
             raise TransportBroken(f"a connection to the sender broke: {error}") from error
+
+
+def _read_some(connection: socket.socket, left: memoryview) -> memoryview:
+    """Read what is there; returns what is still to be filled. Raises OSError, TransportBroken."""
+    with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+        while left:
+            num_bytes = connection.recv_into(left)
+            if num_bytes == 0:
+                raise TransportBroken("the sender closed a connection")
+            left = left[num_bytes:]
+    return left

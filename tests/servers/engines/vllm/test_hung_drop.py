@@ -39,7 +39,9 @@ async def test_a_drop_without_an_answer_holds_no_lock() -> None:
     process = HungWorkers()
     weights = vllm_weights(VllmConfig(str(MODEL), 0, device="cuda", control_timeout_s=0.05), process)  # type: ignore[arg-type]
     await weights.check()
-    push = PushSource(("127.0.0.1:1",), "t", (TensorInfo("w", "float32", (1,)),), TensorNames.RUNTIME, 1)
+    push = PushSource(
+        ("127.0.0.1:1",), "t", (TensorInfo("w", "float32", (1,)),), TensorNames.RUNTIME, num_receivers=1
+    )
     async with asyncio.timeout(30.0):
         for version in (1, 2):
             with pytest.raises(CheckpointUnreadable, match="the sender is gone") as refusal:

@@ -9,6 +9,7 @@ import pytest
 from agentloop.errors import EngineLost
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica, ReplicaConfig
 from tests.contract.vllm_case import vllm_config
@@ -31,7 +32,7 @@ async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
     engine, directory = VllmEngine(vllm_config(POLICY)), Directory()
     limits = ReplicaConfig(heartbeat_interval_s=0.2, stall_timeout_s=8.0, first_step_timeout_s=60.0)
     replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=limits)
-    clients = EngineClients("secret")
+    clients = EngineClients(Trust("secret"))
     children = set(multiprocessing.active_children())
     await replica.start()
     try:
