@@ -32,7 +32,7 @@ from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
-from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound
+from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound, error_line
 from agentloop.fleet.registry import FleetConfig
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
@@ -52,6 +52,7 @@ from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
+    announce_wanted,
     check_certificates,
     check_trust,
     dead_nodes,
@@ -101,7 +102,7 @@ from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
-from agentloop_servers.placement import on_each_node, processes, share_of_node
+from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
@@ -117,6 +118,8 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
+ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
+LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 _log = structlog.get_logger("app")
@@ -175,7 +178,26 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
         await asyncio.to_thread(announce_coordinator, serve.get_replica_context().app_name, self._server.url)
+        if any(entry.max_replicas is not None for entry in config.entries):
+            self._closing.callback(asyncio.create_task(self._keep_wanted(config), name="wanted").cancel)
         freeze_gc()
+
+    async def _keep_wanted(self, config: ServiceConfig) -> None:
+        """Tell Serve how many replicas are of use, of those whose number may change."""
+        app_name, told = serve.get_replica_context().app_name, dict[str, int]()
+        entries = {entry.name: engine_deployment(config, entry) for entry in config.entries if entry.max_replicas}
+        while True:
+            await asyncio.sleep(LOOK_AT_WORK_S)
+            wanted = replicas_wanted(config.entries, await self._coordinator.status())
+            for name, deployment in entries.items():
+                if wanted[name] != told.get(name):
+                    try:
+                        await asyncio.to_thread(announce_wanted, app_name, deployment, wanted[name])
+                    except Exception as error:  # Ray's are plain ones; it may come back
+                        _log.warning("replicas_not_announced", entry=name, reason=error_line(error))
+                        continue
+                    _log.info("replicas_wanted", entry=name, num=wanted[name])
+                    told[name] = wanted[name]
 
     async def check_health(self) -> None:
         await self._coordinator.check_health()
@@ -556,7 +578,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             engine_deployment(config, entry),
             actor=engine_actor_options(config, entry),
             placement=engine_placement(config, entry),
-            ends_within_s=10.0,
+            ends_within_s=10.0 if entry.max_replicas is None else ENDS_TURNS_WITHIN_S,
         ).bind(*common, index)
         for index, entry in enumerate(config.entries)
     ]
