@@ -181,7 +181,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
         "agentloop_servers.tls",
     },
-    "agentloop_servers.placement": {"agentloop_servers.cluster", "agentloop_servers.config"},
+    "agentloop_servers.placement": {
+        "agentloop.api",
+        "agentloop_servers.cluster",
+        "agentloop_servers.config",
+        "agentloop_servers.engine_config",
+    },
     "agentloop_servers.settings": {
         "agentloop.fleet",
         "agentloop.scheduling",
@@ -196,6 +201,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.engine_config",
         "agentloop_servers.engines.vllm",
         "agentloop_servers.host",
+        "agentloop_servers.placement",
     },
     "agentloop_servers.engine_hosts": {
         "agentloop_servers.cluster",

@@ -78,7 +78,7 @@ async def whole_site(
 ) -> AsyncIterator[ServiceSite]:
     """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
     async with AsyncExitStack() as closing:
-        store = open_store(config, run_dir, SECRET)
+        store = open_store(config, run_dir, SECRET.key)
         clients = EngineClients(SECRET, await store.take_over(), store.take_over)
         closing.push_async_callback(clients.close)
         coordinator = Coordinator(
