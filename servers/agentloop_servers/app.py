@@ -28,7 +28,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
-from agentloop.aio import LoopWatch, freeze_gc
+from agentloop import __version__
+from agentloop.aio import freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
@@ -38,6 +39,7 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.metrics import MetricSample, MetricsTally
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
@@ -47,7 +49,7 @@ from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
-from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     ON_HEAD,
@@ -174,6 +176,8 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
+        tally, gauges = self._coordinator.replicas.tally, partial(_run_gauges, config, run_dir)
+        self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
@@ -253,6 +257,8 @@ class EngineReplicaDeployment:
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
         self._closing.push_async_callback(self._replica.close)
+        name, report = self._replica.replica_id, client.metrics.report_metrics
+        self._closing.report(name, report, gauges=self._replica.gauges)
         await self._replica.start()
 
     async def check_health(self) -> None:
@@ -304,7 +310,7 @@ class AgentLoopWorkerDeployment:
             reporter=reporter,
             host=node_address(config),
         )
-        self._closing.callback(LoopWatch().close)
+        self._closing.report(f"worker-{worker_id}", client.metrics.report_metrics)
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
@@ -336,9 +342,11 @@ class IngressDeployment:
         self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
-        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys)
+        tally = self._closing.tally
+        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
+        self._closing.report(f"ingress-{self._process.number}", client.metrics.report_metrics)
         if (notice := keys.notice) is not None:
             _log.warning("open_admin_routes", because=notice)
         freeze_gc()
@@ -370,8 +378,10 @@ class IngressProcess:
         coordinator: FrontPort,
         holder_wait_s: float = HOLDER_WAIT_S,
         keys: Keys | None = None,
+        tally: MetricsTally | None = None,
     ) -> None:
-        """`keys` are digests; None: those of this process's environment."""
+        """`keys` are digests; None: those of this process's environment. Requests are counted in `tally`."""
+        self.tally = MetricsTally() if tally is None else tally
         self._keys = keys
         self._holder_wait_s = holder_wait_s
         self._config = config
@@ -390,6 +400,7 @@ class IngressProcess:
         numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
         shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
+        self.number = shard
         clients = EngineClients(self._trust)
         closing.push_async_callback(clients.close)
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
@@ -404,7 +415,7 @@ class IngressProcess:
         sessions.on_new = users.add_session
         closing.push_async_callback(users.close)
         await users.start()
-        app = build_app(config, self._coordinator, clients, endpoint, keys)
+        app = build_app(config, self._coordinator, clients, endpoint, keys, self.tally)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -438,7 +449,12 @@ class IngressProcess:
 
 
 def build_app(
-    config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint, keys: Keys
+    config: ServiceConfig,
+    coordinator: FrontPort,
+    clients: EngineClients,
+    endpoint: Endpoint,
+    keys: Keys,
+    tally: MetricsTally | None = None,
 ) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
     keys.check_bind(config.host)
@@ -454,6 +470,19 @@ def build_app(
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
+        tally=tally,
+    )
+
+
+def _run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
+    """Return the metrics of a run as such."""
+    store = run_dir / STORE_NAME
+    engines = "+".join(sorted({entry.kind for entry in config.entries}))
+    build = __version__, engines, ray.__version__, config.mode.value
+    return (
+        MetricSample("build_info", build, 1.0),
+        MetricSample("disk_free_bytes", (), shutil.disk_usage(run_dir).free),
+        *([MetricSample("store_bytes", (), store.stat().st_size)] if store.exists() else []),
     )
 
 
