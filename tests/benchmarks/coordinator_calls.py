@@ -62,7 +62,7 @@ async def serve(folder: Path, num_replicas: int) -> None:
     async def probe(url: str) -> None:
         raise AssertionError(f"{url} is no suspect")
 
-    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6))
+    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6), worker_timeout_s=1e4)
     store = TrajectoryStore(folder / "trajectories.sqlite")
     coordinator = Coordinator(store, engines.__getitem__, config, clock, probe=probe)
     await coordinator.start()

@@ -100,7 +100,7 @@ class Worker:
 
 
 class Heartbeats(asyncio.Protocol):
-    """The heartbeats of one replica, over a connection of its own; its request is made once, to spare this process."""
+    """The heartbeats of one replica, over a connection of its own. Its request is made once."""
 
     def __init__(self, url: str, engine: FakeEngine) -> None:
         self._url = urlsplit(url)
