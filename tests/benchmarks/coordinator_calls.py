@@ -51,18 +51,18 @@ TURN_TOKENS = 500
 INFO = EngineInfo("fake", 131_072, 32_000, 16, 1_000_000, 256)
 
 
-async def serve(folder: Path) -> None:
+async def serve(folder: Path, num_replicas: int) -> None:
     """Serve a coordinator, and print its URL."""
     configure_logging(folder / LOG_NAME)
     clock = RealClock()
     engines = {
-        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(NUM_REPLICAS)
+        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(num_replicas)
     }
 
     async def probe(url: str) -> None:
         raise AssertionError(f"{url} is no suspect")
 
-    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6))
+    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6), worker_timeout_s=1e4)
     store = TrajectoryStore(folder / "trajectories.sqlite")
     coordinator = Coordinator(store, engines.__getitem__, config, clock, probe=probe)
     await coordinator.start()
@@ -77,10 +77,11 @@ async def serve(folder: Path) -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
+async def served(num_replicas: int = NUM_REPLICAS) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
     """Start a coordinator in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.coordinator_calls", "--serve", folder]
+        command += ["--replicas", str(num_replicas)]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         assert process.stdout is not None
@@ -160,10 +161,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000, 32000])
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--replicas", type=int, default=NUM_REPLICAS)
     parser.add_argument("--serve", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        asyncio.run(serve(args.serve))
+        asyncio.run(serve(args.serve, args.replicas))
         return
     rows = []
     for num_tokens in args.tokens:
