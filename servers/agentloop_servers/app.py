@@ -40,10 +40,11 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.metrics import MetricSample, MetricsTally
+from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
-from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
@@ -272,7 +273,7 @@ class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, trust: Trust
+        self, config: ServiceConfig, run_dir: Path, trust: Trust, stores_turns: bool
     ) -> None:
         self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
@@ -282,14 +283,16 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         self._closing.push_async_callback(toolbox.close)
-        journal = TurnJournal(run_dir / TURNS_FOLDER)
+        home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
+        journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
         limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy)
         limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
         worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
         if settings.isolation == "process":
-            setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
+            images = takes_images(config)
+            setup = Setup.of(config, run_dir, limits, takes_images=images, stores_turns=stores_turns)
             isolated = IsolatedRuns(
                 setup, client.workers, clients.connect, reporter, journal=journal, own_s=toolbox.own_s
             )
@@ -592,7 +595,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     run_dir = run_dir.resolve()  # replicas have working directories of their own
     trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
-    common = (*where, trust)
+    common, has_database = (*where, trust), config.store is not None
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
         CoordinatorDeployment,
@@ -624,7 +627,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers))
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers, has_database))
 
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import orjson
 import structlog
 
-from agentloop.api.coordinator import WorkerPort
+from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
@@ -345,6 +345,14 @@ class ProcessRun:
                 if decode(ask.body, bool):
                     await self._lease.failed(self._held)
                 return encode(_blank(await self._lease.ask()))
+            case WorkerCall.KEEP_TURNS:
+                parts, forgotten = decode(ask.body, tuple[tuple[JournalPart, ...], tuple[tuple[str, str], ...]])
+                for named in (*(part.assignment_id for part in parts), *(name for name, _ in forgotten)):
+                    self._check_own(named)
+                return encode(await self._runs.coordinator.keep_turns(parts, forgotten))
+            case WorkerCall.KEPT_TURNS:
+                self._check_own(assignment_id := decode(ask.body, str))
+                return encode(await self._runs.coordinator.kept_turns(assignment_id))
 
     @property
     def _engine(self) -> TokenEngine:
@@ -386,6 +394,10 @@ class ProcessRun:
         """Raises Forbidden for a request that is not this trajectory's."""
         if not request_id.startswith(f"{self._assignment.assignment_id}@"):
             raise Forbidden(f"{request_id!r} is no request of {self._assignment.assignment_id}")
+
+    def _check_own(self, assignment_id: str) -> None:
+        if assignment_id != self._assignment.assignment_id:
+            raise Forbidden(f"{assignment_id!r} is not {self._assignment.assignment_id}")
 
     def _own(self, record: Trajectory) -> Trajectory:
         """Return a record under this trajectory's own name, whatever it says."""
