@@ -15,6 +15,7 @@ from zlib import crc32
 import msgspec
 
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import Flight, FlightPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
@@ -82,6 +83,7 @@ class WorkerReport:
     running: tuple[str, ...]  # assignment ids
     num_sampled: tuple[int, ...] = ()  # the tokens that it has of each; empty: it does not say
     host: str = ""  # its address
+    flights: tuple[Flight, ...] = ()  # of each that is running, once a second; empty: as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,8 @@ class UpdateProgress:
     state: str  # "staging", "switching"
     num_receivers: int  # workers that may still come through, of replicas that it waits for
     failures: tuple[str, ...] = ()  # a line for each replica that has failed
+    waits_for: tuple[str, ...] = ()  # the replicas of these workers
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,6 +588,9 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
+
+    async def flight(self, limit: int) -> FlightPage:
+        """Return what the live trajectories and sessions do, with rows for `limit` of them."""
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of all processes, and what the state of the service says."""

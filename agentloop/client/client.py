@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import orjson
 import structlog
@@ -26,6 +27,8 @@ from pydantic import BaseModel
 
 from agentloop import codec
 from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.findings import Finding
+from agentloop.api.flight import FlightPage
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_TASKS,
@@ -55,6 +58,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 _FIRST_WAIT_S = 0.1
 _FORGET_TIMEOUT_S = 5.0
+_WHY_TIMEOUT_S = 5.0
 _MAX_PART_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
 
 
@@ -98,6 +102,18 @@ class RolloutClient:
         """The service's base URL."""
         return self._transport.url
 
+    async def flight(self, limit: int = 20) -> FlightPage:
+        """Return what live trajectories and sessions do, with rows of the `limit` oldest. Needs the admin key."""
+        return await self._get(f"/flight?limit={limit}", FlightPage, is_admin=True)
+
+    async def why(self, trajectory: str | None = None) -> tuple[Finding, ...]:
+        """Return why nothing moves, or why it is slow, the most decisive finding first. Needs the admin key.
+
+        `trajectory` is an id as `flight` has it: what that one waits for comes first. Raises NotFound.
+        """
+        query = "" if trajectory is None else f"?trajectory={quote(trajectory, safe='')}"
+        return tuple(await self._get(f"/why{query}", list[Finding], is_admin=True))
+
     async def wait_until_ready(self, timeout_s: float = 300.0) -> None:
         """Return once a replica takes traffic. Raises DeadlineExceeded."""
         try:
@@ -110,9 +126,17 @@ class RolloutClient:
                     else:
                         return
         except TimeoutError as error:
+            why = await self._first_finding()
             raise DeadlineExceeded(
-                f"the service at {self._transport.url} is not ready after {timeout_s:g} s"
+                f"the service at {self._transport.url} is not ready after {timeout_s:g} s{why}"
             ) from error
+
+    async def _first_finding(self) -> str:
+        try:
+            async with asyncio.timeout(_WHY_TIMEOUT_S):
+                return f": {(await self.why())[0].text}"
+        except (AgentLoopError, TimeoutError):  # it is not there, or says it to an admin alone
+            return ""
 
     async def generate(
         self,
@@ -411,8 +435,8 @@ class RolloutClient:
         except (AgentLoopError, Retryable, TimeoutError) as error:
             _log.info("failed_submit_not_cancelled", rollouts=rollout.rollout_ids, reason=str(error))
 
-    async def _get(self, path: str, kind: type[T]) -> T:
-        return codec.from_builtins(_loads(await self._transport.call("GET", path)), kind)
+    async def _get(self, path: str, kind: type[T], *, is_admin: bool = False) -> T:
+        return codec.from_builtins(_loads(await self._transport.call("GET", path, is_admin=is_admin)), kind)
 
     async def _post(
         self, path: str, body: BaseModel | None, kind: type[T], *, is_admin: bool = False, extra_s: float = 0.0

@@ -80,6 +80,7 @@ class FleetUpdate:
         self._steps = steps
         self._config = steps.config
         self._clock = clock
+        self._began_at = clock.now()
         self._source = source
         self._tags = tags
         self._orders = StandingOrders()  # as they are during the switch
@@ -173,13 +174,11 @@ class FleetUpdate:
         if self._state is UpdateState.IDLE:
             return None
         awaited = _awaited_replicas([one.replica for one in self.replicas])
-        num_receivers = sum(
-            one.replica.registration.info.num_workers
-            for one in unfailed(self.replicas)
-            if one.replica.replica_id in awaited
-        )
+        waits_for = [one.replica for one in unfailed(self.replicas) if one.replica.replica_id in awaited]
+        num_receivers = sum(replica.registration.info.num_workers for replica in waits_for)
+        names, age_s = tuple(replica.replica_id for replica in waits_for), self._clock.now() - self._began_at
         failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.replicas if one.error is not None)
-        return UpdateProgress(self._source.version, self._state, num_receivers, failed)
+        return UpdateProgress(self._source.version, self._state, num_receivers, failed, names, age_s)
 
     async def _switch_in_turn(self, one: ReplicaProgress) -> None:
         """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a

@@ -129,6 +129,7 @@ class TurnClock:
     first_token_us: int | None = None
     queue_us: int = 0
     standstill_us: int = 0
+    queues_since_us: int | None = None  # it waits for a place
 
     def __post_init__(self) -> None:
         self.begun_us = self.stopwatch()
@@ -140,10 +141,11 @@ class TurnClock:
     @contextmanager
     def queueing(self) -> Iterator[None]:
         """Within this context the turn waits for a place."""
-        since = self.stopwatch()
+        self.queues_since_us = since = self.stopwatch()
         try:
             yield
         finally:
+            self.queues_since_us = None
             self.queue_us += self.stopwatch() - since
 
     def times(self) -> TurnTimes:
@@ -174,6 +176,7 @@ class LeasedEngine:
         self.moves: list[Move] = []
         self.lost_tokens: Counter[LossCause] = Counter()
         self._replica_id = ""  # of the last round
+        self.turn: TurnClock | None = None  # of the call under way, the latest of several
 
     @property
     def process_id(self) -> str:
@@ -250,6 +253,7 @@ class LeasedEngine:
         but the next call shall not meet the same silence."""
         holder, ended = self._holder, None
         holder.enter()
+        self.turn = turn.clock
         try:
             while (ended := turn.ended()) is None:
                 asked = turn.next_request()
@@ -272,6 +276,7 @@ class LeasedEngine:
                 holder.give_up(turn.silent_lease)
             raise
         finally:
+            self.turn = None
             holder.leave(turn.last_lease, turn.request, ended or turn.cut_short())
             self._lose(LossCause.RESAMPLE, turn.num_cut)
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from structlog.contextvars import bind_contextvars
 
+from agentloop.api.flight import Doing, Flight
 from agentloop.clock import Stopwatch
 from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
 from agentloop.generation.deadline import Deadline
@@ -80,6 +81,7 @@ class LoopContext:
         self.task = task
         self.stopwatch = Stopwatch() if stopwatch is None else stopwatch
         self.tool_calls: list[ToolCallTimes] = []
+        self._idle_since_us = 0  # the end of what it had of us last
         self._num_calls_kept = 0  # of `tool_calls`, in the journal
         self._moves_before: tuple[Move, ...] = ()
         self._lost_before = Counter(lost_before or {})
@@ -138,6 +140,31 @@ class LoopContext:
     def engine_s(self) -> float:
         """Seconds that the turns so far were in engines."""
         return self._engine_before_s + self._engine.engine_s
+
+    @property
+    def flight(self) -> Flight:
+        """The work that the trajectory waits for now; its loop's own code if it is nothing of ours."""
+        now_us, turn = self.stopwatch(), self._engine.turn
+        doing, since_us, what = Doing.LOOP, self._idle_since_us, ""
+        if turn is not None:
+            doing, since_us = Doing.PREFILL, turn.begun_us
+            if turn.queues_since_us is not None:
+                doing, since_us = Doing.PLACE, turn.queues_since_us
+            elif turn.first_token_us is not None:
+                doing, since_us = Doing.DECODE, turn.first_token_us
+        elif (call := self._tools.longest_call) is not None:
+            what, for_s = call
+            doing, since_us = Doing.TOOL, now_us - round(for_s * 1e6)
+        budget, left_s = self._budget, self.deadline.left_s
+        return Flight(
+            doing,
+            (now_us - since_us) / 1e6,
+            now_us / 1e6,
+            what,
+            budget.num_turns,
+            budget.num_sampled_tokens,
+            None if math.isinf(left_s) else left_s,
+        )
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -254,6 +281,7 @@ class LoopContext:
             wanted = self._turn_request(room, temperature)
             reply = await sample_turn(self._engine, self._reader, wanted, self._continues_after_abort)
         self.generate_s += time.perf_counter() - started
+        self._idle_since_us = self.stopwatch()
         self.has_lost_call = False
         self._path.add_turn(reply)
         if reply.weight_versions:
@@ -278,6 +306,7 @@ class LoopContext:
         started = time.perf_counter()
         results = await self._answers(calls[:allowed])
         self.tool_s += time.perf_counter() - started
+        self._idle_since_us = self.stopwatch()
         excess = f"Error: too many calls in one turn, only the first {allowed} were run"
         results += [
             ToolResult(call.id, call.name, excess, True, outcome=ToolOutcome.EXCESS, begun_us=self.stopwatch())

@@ -195,7 +195,16 @@ class ToolScope:
         self._can_resume = True
         self._lost: ToolLost | None = None
         self._running: set[asyncio.Task[Any]] = set()
+        self._calls: dict[str, tuple[str, float]] = {}  # that run: their tools, and since when
         self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def longest_call(self) -> tuple[str, float] | None:
+        """The tool that runs for longest, and the seconds; None if none runs."""
+        if not self._calls:
+            return None
+        name, since = min(self._calls.values(), key=lambda one: one[1])
+        return name, time.monotonic() - since
 
     @property
     def has_openings(self) -> bool:
@@ -444,7 +453,11 @@ class ToolScope:
             max_bytes = min(max_bytes, tool.spec.max_output_bytes)
             async with self._toolbox.slot(call.name):
                 started_s = time.monotonic()
-                answer = await self._run_tool(tool, call)
+                self._calls[call.id] = call.name, started_s
+                try:
+                    answer = await self._run_tool(tool, call)
+                finally:
+                    self._calls.pop(call.id, None)
         is_error, is_lost = answer.outcome is not ToolOutcome.OK, answer.outcome is ToolOutcome.LOST
         if is_lost and self._lost is None:
             self._lost = ToolLost(answer.content)

@@ -22,6 +22,7 @@ from structlog.contextvars import bind_contextvars, get_contextvars
 from agentloop.aio import UserTasks, is_being_cancelled
 from agentloop.api.coordinator import MAX_RECORD_BYTES, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import Doing, Flight
 from agentloop.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
@@ -123,6 +124,10 @@ class AssignedRun(Protocol):
     def num_sampled_tokens(self) -> int:
         """Tokens of the turns so far."""
 
+    @property
+    def flight(self) -> Flight:
+        """The work that it waits for now."""
+
     def cancel(self) -> None:
         """End the loop because its client asks for that; a record follows all the same. Idempotent."""
 
@@ -158,6 +163,7 @@ class TrajectoryRun:
         self._tools_problem: str | None = None
         self._record: Trajectory | None = None  # without its timings, once it has ended
         self._reward_s = 0.0
+        self._ended_at: float | None = None  # its loop
 
     @property
     def is_dropped(self) -> bool:
@@ -166,6 +172,16 @@ class TrajectoryRun:
     @property
     def num_sampled_tokens(self) -> int:
         return self._ctx.budget.num_sampled_tokens if self._ctx else 0
+
+    @property
+    def flight(self) -> Flight:
+        if self._ctx is None:
+            return Flight(Doing.LOAD, age_s := self._stopwatch() / 1e6, age_s)
+        flight = self._ctx.flight
+        if self._ended_at is None:
+            return flight
+        is_done, for_s = self._record is not None, time.perf_counter() - self._ended_at
+        return flight._replace(doing=Doing.HAND_IN if is_done else Doing.REWARD, for_s=for_s, left_s=None)
 
     def cancel(self) -> None:
         if not self._cancelled.done():
@@ -253,6 +269,7 @@ class TrajectoryRun:
         self._ctx = self._context(scope)
         self._ctx.tool_s = opening_s
         self._outcome = await self._run_loop(self._ctx)
+        self._ended_at = time.perf_counter()
         if self._has_ended_well:
             started = time.perf_counter()
             self._tools_score, self._tools_problem = await scope.score(self._task)

@@ -8,6 +8,7 @@ for its age is handed in without tokens, and the coordinator has its sample begu
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from agentloop.aio import deadline_after, is_set_by
 from agentloop.api.coordinator import Orders, WorkerPort, WorkerReport
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import Doing, Flight
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect
@@ -36,6 +38,7 @@ from agentloop.types import Assignment
 FULL_WAIT_S = 0.25  # for room before a full worker reports: much of it is free again within that
 HAND_IN_GRACE_S = 1.0  # for records on their way when the worker ends: Serve gives a process 5 s
 LEAVE_TIMEOUT_S = 2.0  # for the goodbye after that
+FLIGHTS_EVERY_S = 1.0
 START_BATCH = 16  # trajectories started in one pass of the loop: their first renders take about 0.3 ms each
 
 
@@ -47,6 +50,10 @@ class _Running:
     is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
     again: Assignment | None = None  # the same sample, which came in that moment
     is_handing_in: bool = False  # its record is on the way to the coordinator
+
+
+def _flight_of(running: _Running) -> Flight:
+    return Flight(Doing.LOAD, 0.0, 0.0) if running.run is None else running.run.flight
 
 
 class Worker:
@@ -102,6 +109,7 @@ class Worker:
         self._is_full = False
         self._is_closing = False
         self._has_left = False
+        self._told_at = 0.0  # the flights
 
     @property
     def num_running(self) -> int:
@@ -164,7 +172,8 @@ class Worker:
         # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
         mine = {name: running for name, running in self._running.items() if not running.is_dropped}
         num_sampled = (0 if one.run is None else one.run.num_sampled_tokens for one in mine.values())
-        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled), self._host)
+        flights = tuple(map(_flight_of, mine.values())) if self._tells_flights() else ()
+        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled), self._host, flights)
         taking = asyncio.ensure_future(self._coordinator.take(report, self._config.poll_s))
         waking = asyncio.ensure_future(self._wake.wait())
         try:
@@ -174,6 +183,13 @@ class Worker:
             for task in (taking, waking):
                 task.cancel()
             await asyncio.gather(taking, waking, return_exceptions=True)
+
+    def _tells_flights(self) -> bool:
+        now = time.monotonic()
+        if now - self._told_at < FLIGHTS_EVERY_S:
+            return False
+        self._told_at = now
+        return True
 
     async def _is_woken(self, wait_s: float) -> bool:
         """Wait for room in a full worker, or the end. False: there was neither."""

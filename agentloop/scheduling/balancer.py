@@ -20,6 +20,7 @@ leases counted on it; a holder that waits for room on a replica goes before all 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from agentloop.api.coordinator import (
     TurnEnded,
     is_session_holder,
 )
+from agentloop.api.flight import Doing, Flight, FlightRow
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound, UnsupportedParameter
 from agentloop.fleet.registry import Fleet
@@ -116,6 +118,15 @@ class Balancer:
         """Return the holder of a lease; None for one that is not known."""
         holding = self._table.of_lease(lease_id)
         return None if holding is None else holding.demand.holder_id
+
+    def sessions(self, limit: int, now: float) -> tuple[FlightRow, ...]:
+        """Return sessions and direct calls with a place, those first that have been idle for longest."""
+        found = heapq.nsmallest(
+            limit,
+            (one for one in self._table if one.demand.is_session),
+            key=lambda one: now if one.idle_since is None else one.idle_since,
+        )
+        return tuple(_session_row(one, now) for one in found)
 
     def next_up(self) -> tuple[str, ...]:
         """Return the first holder in each replica's line, if room may have become free since this was asked."""
@@ -478,6 +489,13 @@ class Balancer:
     def _recount(self, holding: Holding, *, is_kept: bool) -> None:
         self._uncount(holding)
         self._count(holding, is_kept=is_kept)
+
+
+def _session_row(holding: Holding, now: float) -> FlightRow:
+    idle_s = 0.0 if holding.idle_since is None else now - holding.idle_since
+    doing = Doing.DECODE if holding.idle_since is None else Doing.LOOP
+    flight = Flight(doing, idle_s, idle_s, turn=holding.num_turns, num_tokens=round(holding.context_tokens))
+    return FlightRow(holding.demand.holder_id.removeprefix("/"), flight, "", holding.lease.replica_id)
 
 
 def _prefixes_of(demand: Demand) -> Iterator[tuple[str, int]]:

@@ -33,6 +33,18 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     _show_status(Console(), service)
 
 
+@app.command()
+def why(
+    trajectory: Annotated[str | None, typer.Argument(help="An id, as `agentloop top` shows it.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Say why nothing moves, or why it is slow."""
+    console = Console()
+    for finding in _asked(url, lambda client: client.why(trajectory), admin_key=admin_key, retry_timeout_s=2.0):
+        console.print(f"{finding.text}\n  → {finding.action}", highlight=False, markup=False, soft_wrap=True)
+
+
 @weights.command("push")
 def push_weights(
     directory: Annotated[Path, typer.Argument(help="A folder of safetensors files that the service can read.")],

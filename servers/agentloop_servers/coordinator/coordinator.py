@@ -22,6 +22,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
+from agentloop.api.flight import FlightPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
@@ -149,6 +150,10 @@ class Coordinator:
     async def report_metrics(self, report: MetricsReport) -> None:
         """Take in what a process has counted."""
         await self._metrics.report(report)
+
+    async def flight(self, limit: int) -> FlightPage:
+        """Return what the live trajectories and sessions do."""
+        return self.rollouts.flights(limit)
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""

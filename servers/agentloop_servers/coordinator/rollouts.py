@@ -8,6 +8,7 @@ that must not stop half-way (a submission, a hand-in) runs on, whatever becomes 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ from agentloop.api.coordinator import (
     session_holder,
 )
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
 from agentloop.api.owners import own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
@@ -74,6 +76,9 @@ class _Poll:
     number: int = 0
     cut_at: float | None = None  # its newest `take` was cut off while it waited
     host: str = ""
+    num_free: int = 0
+    flights: dict[str, Flight] = field(default_factory=dict)  # by assignment id, as of `told_at`
+    told_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,26 @@ class Rollouts:
     def num_workers(self) -> int:
         return len(self._polls)
 
+    def flights(self, limit: int) -> FlightPage:
+        """Return what the trajectories do, as their workers told last, and the sessions with a place."""
+        now, balancer, rows = self._clock.now(), self._replicas.balancer, list[FlightRow]()
+        for worker_id, poll in self._polls.items():
+            since_s = now - poll.told_at
+            for name, flight in poll.flights.items():
+                if self.queue.is_live(name):
+                    lease = balancer.lease_of(name)
+                    told = flight._replace(for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
+                    rows.append(FlightRow(name, told, worker_id, "" if lease is None else lease.replica_id))
+        users = [row for row in rows if row.flight.doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
+        return FlightPage(
+            oldest=tuple(heapq.nlargest(limit, rows, key=lambda row: row.flight.age_s)),
+            sessions=balancer.sessions(limit, now),
+            doing=doing_of(row.flight for row in rows),
+            num_free=sum(poll.num_free for poll in self._polls.values()),
+            silent=tuple((name, now - one.seen_at) for name, one in self._polls.items() if now - one.seen_at > 8.0),
+            longest_tools=tuple(heapq.nlargest(limit, users, key=lambda row: row.flight.for_s)),
+        )
+
     def running_by_host(self) -> Counter[str]:
         """Count the trajectories that workers run, by the addresses of their hosts."""
         running: Counter[str] = Counter()
@@ -185,6 +210,9 @@ class Rollouts:
         poll = self._polls.setdefault(worker_id, _Poll(now))
         poll.seen_at, poll.cut_at, poll.host = now, None, report.host
         poll.number += 1
+        poll.num_free = report.num_free
+        if report.flights:
+            poll.flights, poll.told_at = dict(zip(report.running, report.flights, strict=False)), now
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(min(wait_s, self._config.worker_timeout_s / 2))

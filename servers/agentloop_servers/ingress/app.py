@@ -29,8 +29,8 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
-from agentloop_servers.ingress.metrics import metrics_route
 from agentloop_servers.ingress.rollouts import RolloutRoutes
+from agentloop_servers.ingress.seeing import SeeingRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 
 _ABOUT: dict[str, Any] = {
@@ -94,7 +94,7 @@ def create_app(
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    for router in (*routers, metrics_route(coordinator, keys)):
+    for router in (*routers, *SeeingRoutes(coordinator).routers(keys)):
         app.include_router(router)
     describe(app)
     return app

@@ -24,6 +24,7 @@ import structlog
 
 from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import Doing, Flight
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
@@ -239,6 +240,13 @@ class ProcessRun:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._active_at = 0.0  # in the event loop's time: the last frame, or the end of the last call
         self._cancelled_at: float | None = None
+
+    @property
+    def flight(self) -> Flight:
+        loop_s, age_s = asyncio.get_running_loop().time(), time.perf_counter() - self._started
+        doing = Doing.LOAD if self._child is None else Doing.DECODE if self._calls else Doing.LOOP
+        for_s = age_s if self._child is None else max(loop_s - self._active_at, 0.0)
+        return Flight(doing, for_s, age_s, num_tokens=self.num_sampled_tokens)
 
     def cancel(self) -> None:
         if self._cancelled_at is None:

@@ -333,6 +333,8 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/metrics",
+        "/flight",
+        "/why",
         "/admin/users",
         "/admin/drain",
         "/admin/pause",

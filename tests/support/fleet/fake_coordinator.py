@@ -24,6 +24,7 @@ from agentloop.api.coordinator import (
     WorkerReport,
 )
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.flight import FlightPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
@@ -312,6 +313,9 @@ class FakeCoordinator:
 
     async def drain(self) -> tuple[int, int]:
         return 0, 0
+
+    async def flight(self, limit: int) -> FlightPage:
+        return FlightPage((), (), (), 0)
 
     async def metrics(self) -> MetricsPage:
         return MetricsPage(tuple(of_status(await self.status())), ())

@@ -1,16 +1,23 @@
-"""`GET /metrics`: who may read it, what it says, and that it is what Prometheus reads."""
+"""`GET /metrics`, `/flight` and `/why`: who may read them, and what they say of a service."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentloop.errors import ServiceUnavailable
+from agentloop.api import findings
+from agentloop.api.findings import Cause
+from agentloop.api.flight import Doing
+from agentloop.client.client import RolloutClient
+from agentloop.errors import NotFound, ServiceUnavailable
 from agentloop.metrics import FAMILIES, PREFIX, MetricsPage
+from agentloop.rollout.context import LoopContext
+from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers import metrics
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import coordinator
@@ -40,7 +47,7 @@ async def test_the_metrics_key_opens_them_and_nothing_else(tmp_path: Path) -> No
     async with opened(tmp_path, keys) as door:
         assert [(await read(door.url, key))[0] for key in (None, "user-1", "other")] == [401, 403, 401]
         assert [(await read(door.url, key))[0] for key in ("m-1", "admin-1")] == [200, 200]
-        for path in ("/status", "/rollouts/r"):
+        for path in ("/status", "/rollouts/r", "/flight", "/why"):
             status, _, _ = await door.call("GET", path, headers={"authorization": "Bearer m-1"})
             assert status == 401
 
@@ -80,3 +87,45 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
     assert found["agentloop_replicas", "simulated/ready"] == config.num_replicas
     assert found["agentloop_process_resident_memory_bytes", "ingress-0"] > 1e6
     assert found["agentloop_loop_lag_seconds", "ingress-0"] < 5
+
+
+class Waits:
+    """A loop that samples a turn, and then is busy with something of its own."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample(max_tokens=8)
+        await asyncio.sleep(60)
+
+
+async def test_what_a_trajectory_waits_for_is_told_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "SLOW_TOOL_S", 0.5)
+    limits = Limits(timeout_s=40)
+    task = RolloutTask("t", (Message("user", "Hi"),), loop=f"{__name__}:Waits", limits=limits)
+    async with whole_site(simulated_config(), tmp_path) as site, RolloutClient(site.urls[0]) as client:
+        assert (await client.why())[0].cause is Cause.NOTHING
+        rollout = await client.submit([task], num_samples=2)
+        async with asyncio.timeout(30):
+            while (first := (await client.why())[0]).cause is not Cause.LOOP:
+                await asyncio.sleep(0.1)
+        page = await client.flight(1)
+        [row] = page.oldest
+        [told, *rest] = await client.why(row.id)
+        with pytest.raises(NotFound, match="is not in flight"):
+            await client.why("r/none/0")
+        command = [sys.executable, "-m", "agentloop_servers.cli", "why", "--url", site.urls[0]]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        shown, _ = await process.communicate()
+        await client.cancel(rollout.rollout_ids[0])
+    assert "(and 1 more)" in first.text
+    assert page.doing == (("loop", 2),)
+    assert row.id.startswith(rollout.rollout_ids[0])
+    assert (row.flight.doing, row.flight.turn, row.flight.num_tokens) == (Doing.LOOP, 1, 8)
+    assert row.flight.age_s >= row.flight.for_s > 0.5
+    assert row.flight.left_s is not None
+    assert row.flight.left_s < 40
+    assert row.replica.startswith("simulated-")
+    assert told.text.startswith(f"{row.id}: loop since")
+    assert rest[0].cause is Cause.LOOP
+    assert "waits for its loop" in shown.decode()

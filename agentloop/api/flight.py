@@ -1,0 +1,63 @@
+"""Live trajectories and sessions: what each is doing, since when, and where. A worker tells it once a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Doing(StrEnum):
+    """The work that a trajectory waits for."""
+
+    LOAD = "load"  # its loop, its tools, or what a lost worker left
+    PLACE = "place"  # a place on a replica
+    PREFILL = "prefill"  # its turn's first token
+    DECODE = "decode"
+    TOOL = "tool"
+    LOOP = "loop"  # its loop's own code, or that of its agent
+    REWARD = "reward"
+    HAND_IN = "hand_in"  # the coordinator, for its record
+
+
+class Flight(NamedTuple):
+    """A live trajectory at one moment, as its worker tells it."""
+
+    doing: Doing
+    for_s: float  # since when
+    age_s: float  # since it began
+    what: str = ""  # the tool that it waits for
+    turn: int = 0
+    num_tokens: int = 0  # sampled so far, of the turn under way too
+    left_s: float | None = None  # until its deadline
+
+
+class FlightRow(NamedTuple):
+    """A live trajectory, or a session with a place (`worker` is then empty)."""
+
+    id: str
+    flight: Flight
+    worker: str
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FlightPage:
+    """The live trajectories and sessions: the oldest, and how many there are of each kind."""
+
+    oldest: tuple[FlightRow, ...]
+    sessions: tuple[FlightRow, ...]  # those that have been idle for longest
+    doing: tuple[tuple[str, int], ...]  # of all trajectories: "decode", "tool NAME", ...
+    num_free: int  # places of workers
+    silent: tuple[tuple[str, float], ...] = ()  # workers, and the seconds since they were heard
+    longest_tools: tuple[FlightRow, ...] = ()  # of all, those that a tool or a reward runs for longest
+
+
+def doing_of(flights: Iterable[Flight]) -> tuple[tuple[str, int], ...]:
+    """Count flights by what they do, the most first."""
+    counts: dict[str, int] = {}
+    for flight in flights:
+        name = f"{flight.doing} {flight.what}".rstrip()
+        counts[name] = counts.get(name, 0) + 1
+    return tuple(sorted(counts.items(), key=lambda one: -one[1]))

@@ -1,0 +1,71 @@
+"""The view of an operator beside the status: `GET /metrics`, `GET /flight`, `GET /why`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from agentloop import codec
+from agentloop.api.coordinator import FrontPort
+from agentloop.api.findings import Finding, about, findings
+from agentloop.api.flight import FlightPage
+from agentloop.errors import AgentLoopError, NotFound
+from agentloop.metrics import MetricSample, MetricsPage
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.openapi import add_route, answered, errors
+from agentloop_servers.http.responses import in_time, json_response
+from agentloop_servers.metrics import prometheus_text
+
+TIMEOUT_S = 5.0  # below Prometheus' own of 10
+MAX_ROWS = 100_000  # of which one trajectory is looked for
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Name = Annotated[str | None, Query(max_length=512)]
+
+
+class SeeingRoutes:
+    """The routes; all but the metrics' need the admin key, for they tell of all users."""
+
+    def __init__(self, coordinator: FrontPort) -> None:
+        self._coordinator = coordinator
+
+    def routers(self, keys: Keys) -> tuple[APIRouter, APIRouter]:
+        """Return the routes of the metrics' key and those of the admin's."""
+        scraped = APIRouter(dependencies=[Depends(keys.require_metrics)], responses=errors(), tags=["status"])
+        text = {CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": {"type": "string"}}}
+        add_route(scraped, "GET", "/metrics", self.metrics, responses={200: {"content": text}})
+        watched = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors(), tags=["status"])
+        add_route(watched, "GET", "/flight", self.flight, responses=answered(FlightPage))
+        add_route(watched, "GET", "/why", self.why, responses=answered(list[Finding]))
+        return scraped, watched
+
+    async def metrics(self) -> Response:
+        """Counters, gauges and histograms of all processes. Without the coordinator: that it does not answer."""
+        try:
+            page = await in_time(self._coordinator.metrics(), TIMEOUT_S, "no answer")
+        except AgentLoopError:
+            page = MetricsPage((MetricSample("process_up", ("coordinator",), 0.0),), ())
+        return Response(prometheus_text(page), media_type=CONTENT_TYPE_LATEST)
+
+    async def flight(self, limit: Limit = 20) -> Response:
+        """The work of live trajectories and sessions; `limit` rows of the oldest, and of the slowest tools."""
+        page = await in_time(self._coordinator.flight(limit), TIMEOUT_S, "the coordinator does not answer")
+        return json_response(codec.to_builtins(page))
+
+    async def why(self, trajectory: Name = None) -> Response:
+        """Findings of why nothing moves, or why it is slow, the most decisive first; with `trajectory`, an id as
+        `GET /flight` has it, what that one waits for before the rest."""
+        limit = 100 if trajectory is None else MAX_ROWS
+        status = await in_time(self._coordinator.status(), TIMEOUT_S, "the coordinator does not answer")
+        flights = await in_time(self._coordinator.flight(limit), TIMEOUT_S, "the coordinator does not answer")
+        found = findings(status, flights)
+        if trajectory is not None:
+            if (its := about(trajectory, flights)) is None:
+                raise NotFound(
+                    f"{trajectory!r} is not in flight: it waits, has ended, or never was", param="trajectory"
+                )
+            found = its, *found
+        return json_response(codec.to_builtins(found))
