@@ -80,7 +80,7 @@ test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.run $(ARGS)
 
 # One service over three hosts, which are namespaces of this machine: cuts, kills, pushes, an engine over two of them.
-# Needs root; twelve minutes.
+# Needs root; about half an hour on two busy cores.
 test-hosts: $(VENV)/.dev
 	$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
 

@@ -188,21 +188,7 @@ def check_sockets(cluster: Cluster, *, tls: bool = False) -> None:
         for one in open_ones:
             if kind_of(one) is None:
                 assert one.is_of("ray"), one
-        assert "Ray" in table["6379 and free ones"]
-
-
-def test_engines_and_workers_are_on_every_host(cluster: Cluster, tmp_path: Path) -> None:
-    with cluster.service(**ARGS):
-        arrivals = Load(cluster, tmp_path).ended()
-        assert len({replica for one in arrivals for replica in one.replica_ids}) == NUM_HOSTS
-        kinds = [host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts]
-        assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
-        assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
-        shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
-        assert all(f"http://{host.address}:{PORT}" in shown for host in cluster.hosts), shown
-        num_refused = cluster.status()["num_refused"]
-        check_sockets(cluster)
-        until(lambda: cluster.status()["num_refused"] - num_refused >= 2 * (1 + NUM_HOSTS), cluster.status)
+        assert "Ray" in table.values()
 
 
 class Watch:
@@ -234,41 +220,45 @@ class Watch:
         return {state for _, states in self.seen for host, state in states.values() if host in addresses}
 
 
-@pytest.mark.parametrize("event", ["cut", "kill", "cut 5 s", "cut 35 s"])
-def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_path: Path, event: str) -> None:
+@pytest.mark.parametrize("events", ["cut 5 s, cut", "kill", "cut 75 s"])
+def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_path: Path, events: str) -> None:
     struck: Host = cluster.hosts[-1]
     with cluster.service(**ARGS), Watch(cluster) as watch:
-        load = Load(cluster, tmp_path)
-        load.wait_for(NUM_TASKS)
-        since = time.time()
-        match event.split():
-            case ["kill"]:
-                struck.kill()
-            case ["cut"]:
-                struck.order("cut")
-            case ["cut", seconds, _]:
-                struck.order("cut")
-                time.sleep(float(seconds))
-                struck.order("heal")
-        arrivals = load.ended()
-        report(event, arrivals, since)
-        assert longest_gap_s(arrivals, since) < 60.0
-        if event == "cut 5 s":
-            assert all(one.attempt == 0 for one in arrivals)
-            until_ready(cluster, NUM_HOSTS)
-        if event == "cut 35 s":  # more than `dead_after_s`, and than Ray bears
-            healed_at = since + 35.0
-            until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), lambda: replicas_of(cluster))
-            print(f"its Ray had ended {time.time() - healed_at:.0f} s after healing")
-            at_work = [
-                at for at, states in watch.seen if at > healed_at and (struck.address, "ready") in states.values()
-            ]
-            assert at_work == [], f"a replica that Ray ends soon took traffic {at_work[0] - healed_at:.1f} s after"
-            cluster.restart(struck)
-            began_at = time.monotonic()
-            until_ready(cluster, NUM_HOSTS)
-            print(f"of use {time.monotonic() - began_at:.0f} s after its Ray was up again")
-        assert watch.states_of(*cluster.hosts[:-1]) == {"ready"}  # nothing counts against the others
+        for event in events.split(", "):
+            load = Load(cluster, tmp_path / event)
+            load.wait_for(NUM_TASKS)
+            since = time.time()
+            match event.split():
+                case ["kill"]:
+                    struck.kill()
+                case ["cut"]:
+                    struck.order("cut")
+                case ["cut", seconds, _]:
+                    struck.order("cut")
+                    time.sleep(float(seconds))
+                    struck.order("heal")
+            arrivals = load.ended()
+            report(event, arrivals, since)
+            assert longest_gap_s(arrivals, since) < 60.0
+            if event == "cut 5 s":
+                assert all(one.attempt == 0 for one in arrivals)
+                until_ready(cluster, NUM_HOSTS)
+            if event == "cut 75 s":
+                comes_back(cluster, struck, watch, since + 75.0)
+        assert "suspect" not in watch.states_of(*cluster.hosts[:-1])  # nothing counts against the others
+
+
+def comes_back(cluster: Cluster, struck: Host, watch: Watch, healed_at: float) -> None:
+    """A host that was away for more than `dead_after_s`, and than Ray bears, is of use once its Ray is up again."""
+    until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), lambda: replicas_of(cluster))
+    print(f"its Ray had ended {time.time() - healed_at:.0f} s after healing")
+    since_then = [(at - healed_at, states.values()) for at, states in watch.seen if at > healed_at]
+    assert [at for at, states in since_then if (struck.address, "ready") in states] == []  # of what Ray ends soon
+    cluster.restart(struck)
+    began_at = time.monotonic()
+    until(lambda: all(running(struck, kind) for kind in ("AgentLoopWorker", "Ingress")), lambda: cluster.status())
+    until_ready(cluster, NUM_HOSTS)
+    print(f"worker and ingress {time.monotonic() - began_at:.0f} s after its Ray was up again")
 
 
 def median_call_s(cluster: Cluster) -> float:
@@ -277,24 +267,38 @@ def median_call_s(cluster: Cluster) -> float:
     return float(cluster.head.run([cluster.python, "-m", "tests.hosts.calls", url, "40"], 120.0))
 
 
-def test_slow_links_that_lose_frames_raise_no_alarm(cluster: Cluster, tmp_path: Path) -> None:
-    """Between any two hosts 200 ms there and back, and 2 % of all frames lost each way."""
+def check_slow_links(cluster: Cluster, folder: Path) -> None:
+    """No alarm, and two round trips a call at most: between hosts 200 ms, and 2 % of all frames lost each way."""
+    quick_s = median_call_s(cluster)
+    for host in cluster.hosts:
+        host.order("delay 50")
+        host.order("loss 1")
+    since = time.monotonic()
+    with Watch(cluster) as watch:
+        slow_s = median_call_s(cluster)
+        number = 0
+        while time.monotonic() - since < 60.0:
+            number += 1
+            assert all(one.attempt == 0 for one in Load(cluster, folder / f"slow-{number}").ended())
+    lasted_s = time.monotonic() - since
+    print(f"\nslow links: no alarm in {lasted_s:.0f} s; a call {1000 * quick_s:.0f} -> {1000 * slow_s:.0f} ms")
+    assert watch.states_of(*cluster.hosts) == {"ready"}
+    assert slow_s < quick_s + 2 * 0.2 + 0.2  # two round trips, and two busy cores
+
+
+def test_engines_and_workers_are_on_every_host_also_by_slow_links(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.service(**ARGS):
-        quick_s = median_call_s(cluster)
-        for host in cluster.hosts:
-            host.order("delay 50")
-            host.order("loss 1")
-        since = time.monotonic()
-        with Watch(cluster) as watch:
-            slow_s = median_call_s(cluster)
-            while time.monotonic() - since < 75.0:
-                assert all(one.attempt == 0 for one in Load(cluster, tmp_path).ended())
-                (tmp_path / "load.jsonl").unlink()
-        print(
-            f"\nno alarm in {time.monotonic() - since:.0f} s; a call {1000 * quick_s:.0f} -> {1000 * slow_s:.0f} ms"
-        )
-        assert watch.states_of(*cluster.hosts) == {"ready"}
-        assert slow_s < quick_s + 2 * 0.2 + 0.2  # two round trips, and two busy cores
+        arrivals = Load(cluster, tmp_path).ended()
+        assert len({replica for one in arrivals for replica in one.replica_ids}) == NUM_HOSTS
+        kinds = [host.run(["ps", "ax", "-o", "args"]) for host in cluster.hosts]
+        assert all(kind.count("ray::ServeReplica:agentloop:AgentLoopWorker") == 1 for kind in kinds)
+        assert ["ray::ServeReplica:agentloop:Coordinator" in kind for kind in kinds] == [True, False, False]
+        shown = cluster.head.run([cluster.python, "-m", "agentloop_servers.cli", "status"])
+        assert all(f"http://{host.address}:{PORT}" in shown for host in cluster.hosts), shown
+        num_refused = cluster.status()["num_refused"]
+        check_sockets(cluster)
+        until(lambda: cluster.status()["num_refused"] - num_refused >= 2 * (1 + NUM_HOSTS), cluster.status)
+        check_slow_links(cluster, tmp_path)
 
 
 def answered(host: Host, path: str, body: object, key: str = KEY) -> tuple[int, str, dict[str, Any]]:
@@ -573,6 +577,16 @@ WIDE = {
 }
 
 
+def check_group_sockets(cluster: Cluster) -> None:
+    """An engine over two hosts listens on what the docs' table has, and on its nodes' addresses but for one."""
+    row = dict(documented())["free ones"]
+    assert all(word in row for word in ("NCCL", "Gloo", "vLLM's queues", "on all addresses, torch's store"))
+    found = [(host.address, one) for host in cluster.hosts for one in listeners(host) if one.is_of("VLLM::")]
+    reachable = [(host, one.address) for host, one in found if one.is_open_to_others]
+    assert len({host for host, _ in reachable}) == 2, reachable
+    assert [address for host, address in reachable if address != host] == ["::"], reachable
+
+
 def test_an_engine_over_two_hosts_is_one_engine(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
@@ -585,6 +599,7 @@ def test_an_engine_over_two_hosts_is_one_engine(tmp_path: Path) -> None:
         began_at = time.monotonic()
         with cluster.service("servers/cpu_push.yaml", replicas=1, engine=WIDE):
             print(f"\nready after {time.monotonic() - began_at:.0f} s")
+            check_group_sockets(cluster)
             first = said(cluster)
             assert first.answers == expected[0]
             directory = said(cluster, "directory", "1")
