@@ -64,6 +64,29 @@ class SteadyTime:
         self._at_0 = max(self._at_0, unix_s - self._now())
 
 
+class Stopwatch:
+    """The microseconds since a trajectory began. It may have begun in another process."""
+
+    def __init__(
+        self,
+        began_at: float | None = None,
+        wall_s: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`began_at` is in seconds since 1970; None: now."""
+        wall = wall_s()
+        self.began_at = wall if began_at is None else began_at
+        self._now = now
+        self._began = now() - max(wall - self.began_at, 0.0)
+
+    def __call__(self) -> int:
+        return self.at(self._now())
+
+    def at(self, now_s: float) -> int:
+        """Return the microseconds at a moment of the monotonic clock."""
+        return max(round((now_s - self._began) * 1e6), 0)
+
+
 class VirtualClock:
     """A clock that starts at 0 and jumps to the next timer whenever nothing can run."""
 

@@ -31,7 +31,9 @@ from agentloop.types import (
     ToolCall,
     ToolCallStatus,
     Trajectory,
+    TrajectoryTimes,
     Turn,
+    TurnTimes,
     WeightVersionSpan,
 )
 
@@ -60,6 +62,20 @@ _SAMPLING = pa.struct(
         ("logprobs_mode", pa.string()),
     ]
 )
+_TURN_TIMES = pa.struct([(name, pa.int64()) for name in TurnTimes._fields])
+_TOOL_CALL = pa.struct(
+    [("name", pa.string()), ("begun_us", pa.int64()), ("duration_us", pa.int64()), ("outcome", pa.string())]
+)
+_TIMES = pa.struct(
+    [
+        ("began_at", pa.float64()),
+        ("ended_us", pa.int64()),
+        ("worker", pa.string()),
+        ("tool_calls", pa.list_(_TOOL_CALL)),
+        ("moves", pa.list_(pa.struct([("at_us", pa.int64()), ("replica_id", pa.string())]))),
+        ("lost_tokens", pa.map_(pa.string(), pa.int64())),
+    ]
+)
 _TURN = pa.struct(
     [
         ("prompt_len", pa.int32()),
@@ -73,6 +89,7 @@ _TURN = pa.struct(
         ("turn_id", pa.string()),
         ("reward", pa.float64()),
         ("engine", pa.string()),
+        ("times", _TURN_TIMES),
     ]
 )
 _TURN_FIELDS, _SAMPLING_FIELDS = ([field.name for field in kind] for kind in (_TURN, _SAMPLING))
@@ -95,6 +112,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "num_tool_calls": pa.int32(),
     "num_tool_errors": pa.int32(),
     "timings": _TIMINGS,
+    "times": _TIMES,
     "branch": pa.int32(),
     "num_branches": pa.int32(),
     "split_reason": pa.string(),
@@ -202,6 +220,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "num_tool_calls": trajectory.num_tool_calls,
             "num_tool_errors": trajectory.num_tool_errors,
             "timings": dataclasses.asdict(trajectory.timings),
+            "times": None if trajectory.times is None else _times(trajectory.times),
             "branch": branch,
             "num_branches": len(trajectory.paths),
             "split_reason": None if path.split_reason is None else path.split_reason.value,
@@ -282,7 +301,16 @@ def _span(span: WeightVersionSpan) -> Row:
 
 def _turn(turn: Turn) -> Row:
     row = {name: getattr(turn, name) for name in _TURN_FIELDS}
-    return {**row, "finish_reason": turn.finish_reason.value, "sampling": _sampling(turn.sampling)}
+    times = None if turn.times is None else turn.times._asdict()
+    sampling = _sampling(turn.sampling)
+    return {**row, "finish_reason": turn.finish_reason.value, "sampling": sampling, "times": times}
+
+
+def _times(times: TrajectoryTimes) -> Row:
+    calls = [{**call._asdict(), "outcome": call.outcome.value} for call in times.tool_calls]
+    lost_tokens = {cause.value: num for cause, num in times.lost_tokens.items()}
+    moves = [move._asdict() for move in times.moves]
+    return {**times._asdict(), "tool_calls": calls, "moves": moves, "lost_tokens": lost_tokens}
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +150,7 @@ class Generation:
     standstill_s: float = 0.0  # in which the engine was frozen
     engine_s: float = 0.0  # in the engine, from the call to its end
     engine: str = ""  # the replica's, as `EngineInfo.name`; stamped with its id
+    decode_s: float | None = None  # in the engine, from its first token to its last; None: not known
 
 
 class ToolCallStatus(StrEnum):
@@ -188,6 +189,17 @@ class Message:
     images: tuple[ImageRef, ...] = ()  # in the order they are shown
 
 
+class ToolOutcome(StrEnum):
+    """The outcome of one tool call."""
+
+    OK = "ok"
+    ERROR = "error"  # the tool failed, or the call was malformed
+    TIMEOUT = "timeout"
+    LOST = "lost"  # the tool, for the rest of the trajectory
+    UNKNOWN = "unknown"  # no such tool
+    EXCESS = "excess"  # not run: a limit of the task
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """The answer of a tool; `content` is already capped and carries a visible mark where it was cut."""
@@ -198,6 +210,8 @@ class ToolResult:
     is_error: bool = False
     is_truncated: bool = False
     duration_s: float = 0.0
+    outcome: ToolOutcome = ToolOutcome.OK
+    begun_us: int = 0  # since the trajectory began
 
 
 class OnExcess(StrEnum):
@@ -317,6 +331,54 @@ class Assignment:
     staleness: StalenessLimit | None = None
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their age
     is_restored: bool = False  # an earlier coordinator accepted it, and may have had it begun
+    lost_tokens: Mapping[LossCause, int] = field(default_factory=dict)  # of the attempts before this one, all of
+    num_sampled_before: int = 0  # which those of a worker's that was lost are so many, but for what is resumed
+
+
+class TurnTimes(NamedTuple):
+    """The times of one turn in microseconds; the first three since `TrajectoryTimes.began_at`."""
+
+    begun_us: int
+    first_token_us: int | None  # None: not known
+    ended_us: int
+    queue_us: int = 0  # of it: it waited for a place on a replica
+    standstill_us: int = 0  # of it: its engine was frozen, or lost
+
+
+class ToolCallTimes(NamedTuple):
+    """One call of the policy. `begun_us` is since `TrajectoryTimes.began_at`; the wait for a slot is before it."""
+
+    name: str
+    begun_us: int
+    duration_us: int
+    outcome: ToolOutcome
+
+
+class Move(NamedTuple):
+    """The change to another replica, since `TrajectoryTimes.began_at`."""
+
+    at_us: int
+    replica_id: str  # the new one
+
+
+class LossCause(StrEnum):
+    """The reason why sampled tokens were thrown away."""
+
+    KILL = "kill"  # their worker or engine was lost
+    STALE = "stale"  # they were older than the run allows
+    CANCEL = "cancel"  # their turn was cut from outside: by a cancellation, a deadline, a client that left
+    RESAMPLE = "resample"  # their turn could not go on elsewhere, and was sampled anew
+
+
+class TrajectoryTimes(NamedTuple):
+    """The course of one trajectory. Times within it pass as a monotonic clock does: the wall clock is read once."""
+
+    began_at: float  # seconds since 1970
+    ended_us: int  # since then
+    worker: str = ""  # the process that ended it
+    tool_calls: tuple[ToolCallTimes, ...] = ()  # each call of the policy, turn by turn; a session's are its agent's
+    moves: tuple[Move, ...] = ()
+    lost_tokens: Mapping[LossCause, int] = {}  # sampled, and in no path; those of earlier attempts too
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +396,7 @@ class Turn:
     sampling: TurnSampling | None = None  # None in records of a service that did not keep it
     seed: int | None = None
     engine: str = ""  # that sampled it (its end, if it was moved): "vllm", "sglang"; empty in records without it
+    times: TurnTimes | None = None  # None in records of a service that did not keep them
 
 
 class Thinking(StrEnum):
@@ -485,6 +548,7 @@ class Trajectory:
     thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
     constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
+    times: TrajectoryTimes | None = None  # None in records without them, and of a sample that no worker began
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

@@ -34,6 +34,7 @@ ISSUE_COLUMNS = [
     "num_tool_calls",
     "num_tool_errors",
     "timings",
+    "times",
 ]
 
 
@@ -77,6 +78,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "sampling": None,
         "seed": None,
         "engine": "",
+        "times": {"begun_us": 500, "first_token_us": 700, "ended_us": 900, "queue_us": 0, "standstill_us": 0},
     }
     assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)
     seconds = {
@@ -89,6 +91,10 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "engine_s": 0.0,
     }
     assert row["timings"] == seconds
+    assert row["times"]["tool_calls"] == [
+        {"name": "calculator", "begun_us": 300, "duration_us": 150, "outcome": "timeout"}
+    ]
+    assert dict(row["times"]["lost_tokens"]) == {"kill": 7}
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
 
 

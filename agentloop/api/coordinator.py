@@ -21,6 +21,7 @@ from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, InvalidRequest, from_wire
 from agentloop.images import Image
+from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 MAX_CALL_BYTES = 256 * 2**20
@@ -422,6 +423,13 @@ def is_session_holder(holder_id: str) -> bool:
     return holder_id.startswith("/")
 
 
+class MetricsPort(Protocol):
+    """The coordinator as each process sees it that counts."""
+
+    async def report_metrics(self, report: MetricsReport) -> None:
+        """Report what was counted, durably on return. A repeat changes nothing."""
+
+
 class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
 
@@ -582,6 +590,9 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
+
+    async def metrics(self) -> MetricsPage:
+        """Return the metrics of all processes, and what the state of the service says."""
 
     async def drain(self) -> tuple[int, int]:
         """Accept and begin nothing more. Returns the numbers of running and queued trajectories. Idempotent."""

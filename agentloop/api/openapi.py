@@ -19,7 +19,7 @@ from agentloop.types import Generation
 SCHEMA_PREFIX = "#/components/schemas/"
 
 _OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
-_UNSAID = ("load", "standstill_s", "engine_s")  # of a generation
+_UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
 
 _ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 

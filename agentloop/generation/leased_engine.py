@@ -30,9 +30,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -43,6 +44,7 @@ from structlog.contextvars import bind_contextvars
 from agentloop.api.coordinator import LeasePort
 from agentloop.capabilities import Feature, Needs, bits_of, needs_of
 from agentloop.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
+from agentloop.clock import Stopwatch
 from agentloop.engine import Delta, Progress, TokenEngine
 from agentloop.errors import (
     AgentLoopError,
@@ -60,7 +62,7 @@ from agentloop.generation.deadline import Deadline, loop_time
 from agentloop.generation.leases import LeaseConfig, LeaseHolder, LeaseReporter
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, LossCause, Move, TurnTimes
 
 T = TypeVar("T")
 
@@ -118,6 +120,37 @@ class NewestVersion:
         self.value = said
 
 
+@dataclass(slots=True)
+class TurnClock:
+    """The times of a turn under way, by the stopwatch of its trajectory. The turn's rounds write them."""
+
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    begun_us: int = -1
+    first_token_us: int | None = None
+    queue_us: int = 0
+    standstill_us: int = 0
+
+    def __post_init__(self) -> None:
+        self.begun_us = self.stopwatch()
+
+    def note_first_token(self, decode_s: float = 0.0) -> None:
+        """Note that the first token came `decode_s` ago."""
+        self.first_token_us = max(self.stopwatch() - round(decode_s * 1e6), self.begun_us)
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Within this context the turn waits for a place."""
+        since = self.stopwatch()
+        try:
+            yield
+        finally:
+            self.queue_us += self.stopwatch() - since
+
+    def times(self) -> TurnTimes:
+        """Return the times of the turn, which ends now."""
+        return TurnTimes(self.begun_us, self.first_token_us, self.stopwatch(), self.queue_us, self.standstill_us)
+
+
 class LeasedEngine:
     """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
 
@@ -138,6 +171,14 @@ class LeasedEngine:
         self._newest = newest
         self.engine_s = 0.0  # in engines, of the rounds that were answered
         self.num_resampled = 0  # rounds that were lost under a lease, and made again from their first token
+        self.moves: list[Move] = []
+        self.lost_tokens: Counter[LossCause] = Counter()
+        self._replica_id = ""  # of the last round
+
+    @property
+    def process_id(self) -> str:
+        """The process that holds the lease."""
+        return self._holder.process_id
 
     async def image_tokens(
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
@@ -162,15 +203,16 @@ class LeasedEngine:
         *,
         deadline: Deadline | None = None,
         continues_after_abort: AbortRule | None = None,
+        clock: TurnClock | None = None,
     ) -> Generation:
         """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
         At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the
         call ends after `request.timeout_s`. `request.timeout_s` bounds each round. Tokens are added to `sampled`,
-        which is empty. If `continues_after_abort` says no after an engine's abort, the reply ends with
-        FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
+        which is empty, and its times to `clock`. If `continues_after_abort` says no after an engine's abort, the
+        reply ends with FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
         """
-        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort)
+        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort, clock)
         async with aclosing(self._rounds(turn)) as items:
             async for item in items:
                 if isinstance(item, Generation):
@@ -185,13 +227,21 @@ class LeasedEngine:
         deadline: Deadline | None = None,
         is_shown: bool = True,
         continues_after_abort: AbortRule | None = None,
+        clock: TurnClock | None = None,
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
         With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
         """
         turn = _TurnRounds(
-            request, sampled, deadline, self._vocab_size, continues_after_abort, is_streamed=True, is_shown=is_shown
+            request,
+            sampled,
+            deadline,
+            self._vocab_size,
+            continues_after_abort,
+            clock,
+            is_streamed=True,
+            is_shown=is_shown,
         )
         return self._rounds(turn)
 
@@ -214,12 +264,20 @@ class LeasedEngine:
                     is_begun = not isinstance(error, EnginePaused | EngineUnreachable)
                     self.num_resampled += is_begun and not turn.sampled
             yield ended
-        except BaseException:  # the deadline is the caller's: it may end the turn by a cancellation
+        except BaseException as error:  # the deadline is the caller's: it may end the turn by a cancellation
+            if not isinstance(error, GeneratorExit):  # else its reader has what it wanted
+                is_cut = isinstance(error, asyncio.CancelledError | DeadlineExceeded)
+                self._lose(LossCause.CANCEL if is_cut else LossCause.KILL, len(turn.sampled))
             if turn.silent_lease is not None:
                 holder.give_up(turn.silent_lease)
             raise
         finally:
             holder.leave(turn.last_lease, turn.request, ended or turn.cut_short())
+            self._lose(LossCause.RESAMPLE, turn.num_cut)
+
+    def _lose(self, cause: LossCause, num_tokens: int) -> None:
+        if num_tokens:
+            self.lost_tokens[cause] += num_tokens
 
     async def _round(self, turn: _TurnRounds, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
         """Yield a round's pieces, if the turn is streamed, and give the turn all of it."""
@@ -248,8 +306,13 @@ class LeasedEngine:
         for as long as it may."""
         lease = self._holder.held(needs)
         if lease is None:
-            lease = await self._waited(turn.deadline, asked, needs)
+            with turn.clock.queueing():
+                lease = await self._waited(turn.deadline, asked, needs)
         bind_contextvars(replica=lease.replica_id)
+        if lease.replica_id != self._replica_id:
+            if self._replica_id:
+                self.moves.append(Move(turn.clock.stopwatch(), lease.replica_id))
+            self._replica_id = lease.replica_id
         turn.begin_round(lease)
         return lease
 
@@ -281,11 +344,11 @@ class LeasedEngine:
             raise error
         if not isinstance(error, EnginePaused):
             _log.warning("call_failed", request=turn.request.request_id, replica=lease.replica_id, error=str(error))
-            with turn.deadline.standing_still():
+            with turn.deadline.standing_still(), turn.clock.queueing():
                 await self._holder.failed(lease)
         if turn.num_failures >= self._max_attempts or not turn.prepare_to_continue():
             raise error
-        with turn.deadline.standing_still():
+        with turn.deadline.standing_still(), turn.clock.queueing():
             await asyncio.sleep(_pause_s(turn.num_lost, turn.num_failures))
 
 
@@ -366,11 +429,14 @@ class _TurnRounds:
         deadline: Deadline | None,
         vocab_size: int,
         continues_after_abort: AbortRule | None = None,
+        clock: TurnClock | None = None,
         *,
         is_streamed: bool = False,
         is_shown: bool = False,
     ) -> None:
         self.request = request
+        self.clock = TurnClock() if clock is None else clock
+        self.num_cut = 0  # tokens that were dropped, to be sampled again
         self.sampled = SampledTokens() if sampled is None else sampled
         self.deadline = Deadline(loop_time() + request.timeout_s) if deadline is None else deadline
         self.is_streamed = is_streamed
@@ -431,8 +497,12 @@ class _TurnRounds:
         if not self.request.sampling.looks_back or not self.sampled:
             return True
         if not self._is_shown:
-            self.sampled.cut(0)
+            self._cut(0)
         return not self._is_shown
+
+    def _cut(self, num_tokens: int) -> None:
+        self.num_cut += len(self.sampled) - num_tokens
+        self.sampled.cut(num_tokens)
 
     def begin_round(self, lease: Lease) -> None:
         """Note that the request is sent."""
@@ -466,20 +536,22 @@ class _TurnRounds:
         had = self.sampled.token_ids[self._num_before :]
         if list(last.token_ids[:num_had]) != had or (self.is_streamed and len(last.token_ids) > num_had):
             if not self._is_shown:
-                self.sampled.cut(self._num_before)
+                self._cut(self._num_before)
             raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
         if num_had < len(last.token_ids):
             whole = SampledTokens()
             whole.add(last)
             self._append(whole.since(num_had) if num_had else last)
         self._last = last
+        if not self._num_before and last.decode_s is not None:
+            self.clock.note_first_token(last.decode_s)
         if self._num_cached is None:
             self._num_cached = min(last.cached_tokens, len(self.request.token_ids))
 
     def fail_round(self, error: AgentLoopError) -> None:
         """Count a failed round; what a lost replica did since it was last heard of counts as standing still."""
         if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
-            self.deadline.stood_still(loop_time() - self._heard_at)
+            self._count_standstill(loop_time() - self._heard_at)
         if not isinstance(error, DeadlineExceeded):
             self._lease = None
         if not isinstance(error, EnginePaused):
@@ -528,11 +600,17 @@ class _TurnRounds:
             raise EngineUnusable(
                 f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"
             )
+        if piece.token_ids and not self.sampled:
+            self.clock.note_first_token()
         self.sampled.add(piece)
 
     def _stand_still(self, standstill_s: float) -> None:
-        self.deadline.stood_still(max(standstill_s - self._standstill_s, 0.0))
+        self._count_standstill(max(standstill_s - self._standstill_s, 0.0))
         self._standstill_s = standstill_s
+
+    def _count_standstill(self, seconds: float) -> None:
+        self.deadline.stood_still(seconds)
+        self.clock.standstill_us += round(seconds * 1e6)
 
     def _reply(self, finish_reason: FinishReason) -> Generation:
         """Return all that was sampled, as the answer to the turn's request."""

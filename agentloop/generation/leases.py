@@ -248,6 +248,11 @@ class LeaseHolder:
         if assigned is not None:
             self.hold(assigned)
 
+    @property
+    def process_id(self) -> str:
+        """The process that reports the lease."""
+        return self._reporter.process_id
+
     # --- for calls ---
 
     def held(self, needs: Needs = NO_NEEDS) -> Lease | None:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agentloop.clock import Stopwatch
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import AbortRule, LeasedEngine
+from agentloop.generation.leased_engine import AbortRule, LeasedEngine, TurnClock
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -52,6 +53,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     choice_index: int = 0
     deadline: Deadline | None = None
+    stopwatch: Stopwatch | None = None  # of the trajectory; None: the reply has no times
 
 
 async def sample_turn(
@@ -65,11 +67,20 @@ async def sample_turn(
     turn, request = TurnText(reader, wanted), wanted.request
     if not wanted.stop:
         last = await engine.generate(
-            request, turn.sampled, deadline=wanted.deadline, continues_after_abort=continues_after_abort
+            request,
+            turn.sampled,
+            deadline=wanted.deadline,
+            continues_after_abort=continues_after_abort,
+            clock=turn.clock,
         )
         return turn.finish(last)
     items = engine.stream(
-        request, turn.sampled, deadline=wanted.deadline, is_shown=False, continues_after_abort=continues_after_abort
+        request,
+        turn.sampled,
+        deadline=wanted.deadline,
+        is_shown=False,
+        continues_after_abort=continues_after_abort,
+        clock=turn.clock,
     )
     async with aclosing(items):
         async for item in items:
@@ -90,7 +101,8 @@ async def stream_turn(
     grammar in its middle, and shown pieces cannot be taken back.
     """
     turn, last = TurnText(reader, wanted, is_streamed=True), None
-    async with aclosing(engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline)) as items:
+    stream = engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline, clock=turn.clock)
+    async with aclosing(stream) as items:
         async for item in items:
             if isinstance(item, Generation):
                 last = item
@@ -110,6 +122,7 @@ class TurnText:
     def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
         """`is_streamed`: `read` returns pieces."""
         self.sampled = SampledTokens()
+        self.clock = None if wanted.stopwatch is None else TurnClock(wanted.stopwatch)
         self._wanted = wanted
         self._reader = reader
         self._sampling = wanted.request.sampling
@@ -179,6 +192,7 @@ class TurnText:
             seed=self._sampling.seed,
             unread_calls=unread,
             constraint=long_constraint(self._sampling),
+            times=None if self.clock is None else self.clock.times(),
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:

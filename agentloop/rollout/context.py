@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from structlog.contextvars import bind_contextvars
 
+from agentloop.clock import Stopwatch
 from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
@@ -37,11 +39,15 @@ from agentloop.types import (
     JSON,
     GenerateRequest,
     KVPolicy,
+    LossCause,
     Message,
+    Move,
     OnExcess,
     RolloutTask,
     StopReason,
     ToolCall,
+    ToolCallTimes,
+    ToolOutcome,
     ToolResult,
 )
 
@@ -68,8 +74,15 @@ class LoopContext:
         guard: StalenessGuard | None = None,
         placer: ImagePlacer | None = None,
         journal: RunJournal | None = None,
+        stopwatch: Stopwatch | None = None,
+        lost_before: Mapping[LossCause, int] | None = None,
     ) -> None:
         self.task = task
+        self.stopwatch = Stopwatch() if stopwatch is None else stopwatch
+        self.tool_calls: list[ToolCallTimes] = []
+        self._num_calls_kept = 0  # of `tool_calls`, in the journal
+        self._moves_before: tuple[Move, ...] = ()
+        self._lost_before = Counter(lost_before or {})
         self.trajectory_id = trajectory_id
         self._engine = engine
         self._reader = reader
@@ -127,6 +140,16 @@ class LoopContext:
         return self._engine_before_s + self._engine.engine_s
 
     @property
+    def moves(self) -> tuple[Move, ...]:
+        """The changes of its replica so far."""
+        return (*self._moves_before, *self._engine.moves)
+
+    @property
+    def lost_tokens(self) -> Mapping[LossCause, int]:
+        """Tokens that were sampled and thrown away, by the reason; those of earlier attempts too."""
+        return self._lost_before + self._engine.lost_tokens
+
+    @property
     def score(self) -> Score:
         """The score that the loop has given so far."""
         return self._score
@@ -146,8 +169,11 @@ class LoopContext:
             raise InvalidRequest("no turn was sampled yet")
         return self._last_turn
 
-    def resume(self, kept: KeptTurns) -> None:
-        """Take over the turns that a lost worker had finished. Raises LimitReached if the last one met a limit."""
+    def resume(self, kept: KeptTurns, num_sampled_before: int) -> None:
+        """Take over the turns that a lost worker had finished; it had sampled `num_sampled_before` tokens.
+
+        Raises LimitReached if the last turn met a limit.
+        """
         last = kept.turns[-1]
         reply, progress = last.node.reply, last.progress
         self._path = GrowingPath.restored([turn.node for turn in kept.turns])
@@ -163,6 +189,12 @@ class LoopContext:
         self.generate_s = progress.generate_s
         self.tool_s += progress.tool_s
         self._engine_before_s = progress.engine_s
+        self.stopwatch = Stopwatch(progress.began_at)
+        self.tool_calls = [call for turn in kept.turns for call in turn.progress.tool_calls]
+        self._num_calls_kept = len(self.tool_calls)
+        self._moves_before = progress.moves
+        self._lost_before = Counter(progress.lost_tokens)
+        self._lost_before[LossCause.KILL] += max(num_sampled_before - kept.num_sampled, 0)
         if self._guard is not None and progress.newest_version is not None:
             self._guard.learn(progress.newest_version)
         budget = self._budget
@@ -247,7 +279,13 @@ class LoopContext:
         results = await self._answers(calls[:allowed])
         self.tool_s += time.perf_counter() - started
         excess = f"Error: too many calls in one turn, only the first {allowed} were run"
-        results += [ToolResult(call.id, call.name, excess, is_error=True) for call in calls[allowed:]]
+        results += [
+            ToolResult(call.id, call.name, excess, True, outcome=ToolOutcome.EXCESS, begun_us=self.stopwatch())
+            for call in calls[allowed:]
+        ]
+        self.tool_calls += (
+            ToolCallTimes(one.name, one.begun_us, round(one.duration_s * 1e6), one.outcome) for one in results
+        )
         self.num_tool_errors += sum(result.is_error for result in results)
         self._path.observe(
             *(Message("tool", result.content, tool_call_id=result.call_id, name=result.name) for result in results)
@@ -261,7 +299,8 @@ class LoopContext:
         kept = {call.id: self._kept_answers.pop(call.id) for call in calls if call.id in self._kept_answers}
         keep = None if self._journal is None else self._keep_answers
         fresh = [call for call in calls if call.id not in kept]
-        ran = iter(await self._tools.run(fresh, self.task.limits.max_tool_response_bytes, keep))
+        max_bytes = self.task.limits.max_tool_response_bytes
+        ran = iter(await self._tools.run(fresh, max_bytes, keep, self.stopwatch))
         if self._journal is not None and not self._tools.can_resume:
             self._journal.forget()
         return [kept[call.id] if call.id in kept else next(ran) for call in calls]
@@ -282,7 +321,12 @@ class LoopContext:
             newest_version=None if self._guard is None else self._guard.newest_version,
             max_tokens=max_tokens,
             engine_s=self.engine_s,
+            began_at=self.stopwatch.began_at,
+            tool_calls=tuple(self.tool_calls[self._num_calls_kept :]),
+            moves=self.moves,
+            lost_tokens=self.lost_tokens,
         )
+        self._num_calls_kept = len(self.tool_calls)
         self._journal.append(FinishedTurn(node, progress))
 
     def _keep_answers(self, results: tuple[ToolResult, ...], states: Mapping[str, bytes | None]) -> None:
@@ -381,4 +425,5 @@ class LoopContext:
             Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
             stop=task.stop,
             deadline=self.deadline,
+            stopwatch=self.stopwatch,
         )

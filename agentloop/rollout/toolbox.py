@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, cast
 import structlog
 
 from agentloop.aio import UserTasks, num_abandoned_threads
+from agentloop.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     InvalidRequest,
@@ -40,7 +41,7 @@ from agentloop.rollout.tool import (
     ToolSpec,
 )
 from agentloop.score import Score, score_of
-from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolResult
+from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolOutcome, ToolResult
 
 MAX_COUNTED_CHARS = 1_000_000
 MAX_SNAPSHOT_BYTES = 16 << 20
@@ -66,6 +67,7 @@ class _Failed:
     """The failure of user code as a value: what it raised, or that it was late."""
 
     error: BaseException
+    is_late: bool = False
 
     @property
     def line(self) -> str:
@@ -78,8 +80,7 @@ class _Answer:
     """The answer to a call, before the cap."""
 
     content: str
-    is_error: bool = False
-    is_lost: bool = False  # the tool, for this trajectory
+    outcome: ToolOutcome = ToolOutcome.OK
 
 
 class Toolbox:
@@ -231,9 +232,13 @@ class ToolScope:
         return found
 
     async def run(
-        self, calls: Sequence[ToolCall], max_response_bytes: int, keep: KeepAnswers | None = None
+        self,
+        calls: Sequence[ToolCall],
+        max_response_bytes: int,
+        keep: KeepAnswers | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> list[ToolResult]:
-        """Run all calls at once; one result a call, in call order.
+        """Run all calls at once; one result a call, in call order. `stopwatch` tells when each was begun.
 
         `keep` is given each answer as soon as it is final: those of a tool that has state with its state after all
         of them, the others one by one.
@@ -245,7 +250,8 @@ class ToolScope:
         if self._closing is not None:
             raise InvariantBroken("the tool scope is closed")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._result(call, max_response_bytes, keep)) for call in calls]
+            results_of = (self._result(call, max_response_bytes, keep, stopwatch) for call in calls)
+            tasks = [group.create_task(result) for result in results_of]
         results = [task.result() for task in tasks]
         if self._lost is not None:
             raise self._lost
@@ -418,38 +424,45 @@ class ToolScope:
                 return _Failed(ToolError("cancelled")) if task.cancelled() else task.result()
             on_late()
             await self._toolbox.stop([task], tool=name, trajectory_id=self._trajectory_id, **about)
-            return _Failed(ToolError(f"{late} {timeout_s:g} s"))
+            return _Failed(ToolError(f"{late} {timeout_s:g} s"), is_late=True)
         finally:
             if not task.done():  # we were cancelled, or it was abandoned
                 task.cancel()
                 self._toolbox.keep(task)
 
-    async def _result(self, call: ToolCall, max_response_bytes: int, keep: KeepAnswers | None) -> ToolResult:
+    async def _result(
+        self, call: ToolCall, max_response_bytes: int, keep: KeepAnswers | None, stopwatch: Stopwatch | None
+    ) -> ToolResult:
         started_s = time.monotonic()
         max_bytes = max_response_bytes
         if call.status is ToolCallStatus.MALFORMED:
-            answer = _Answer(call.error or "malformed tool call", is_error=True)
+            answer = _Answer(call.error or "malformed tool call", ToolOutcome.ERROR)
         elif (tool := self._tools.get(call.name)) is None:
-            answer = _Answer(f"unknown tool {call.name!r}. Available: {_listed(self._tools)}", is_error=True)
+            unknown = f"unknown tool {call.name!r}. Available: {_listed(self._tools)}"
+            answer = _Answer(unknown, ToolOutcome.UNKNOWN)
         else:
             max_bytes = min(max_bytes, tool.spec.max_output_bytes)
             async with self._toolbox.slot(call.name):
                 started_s = time.monotonic()
                 answer = await self._run_tool(tool, call)
-        if answer.is_lost and self._lost is None:
+        is_error, is_lost = answer.outcome is not ToolOutcome.OK, answer.outcome is ToolOutcome.LOST
+        if is_lost and self._lost is None:
             self._lost = ToolLost(answer.content)
-        text = f"Error: {answer.content}" if answer.is_error else answer.content
+        text = f"Error: {answer.content}" if is_error else answer.content
         content, is_truncated = capped(text, max_bytes)
         duration_s = time.monotonic() - started_s
-        result = ToolResult(call.id, call.name, content, answer.is_error, is_truncated, duration_s)
-        if keep is not None and not self._has_state(call.name) and not answer.is_lost:
+        begun_us = 0 if stopwatch is None else stopwatch.at(started_s)
+        result = ToolResult(
+            call.id, call.name, content, is_error, is_truncated, duration_s, answer.outcome, begun_us
+        )
+        if keep is not None and not self._has_state(call.name) and not is_lost:
             keep((result,), {})
         return result
 
     async def _run_tool(self, tool: Tool, call: ToolCall) -> _Answer:
         spec = tool.spec
         if self._closing is not None:
-            return _Answer("cancelled", is_error=True)  # the scope closed while this call waited for its slot
+            return _Answer("cancelled", ToolOutcome.ERROR)  # the scope closed while this call waited for its slot
         try:
             open_ = self._session(tool)
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
@@ -457,9 +470,9 @@ class ToolScope:
         open_.num_running += 1
         try:
             if (failed := await self._opened(tool, open_)) is not None:  # in place of one that was too late
-                return _Answer(failed.message, is_error=True, is_lost=True)
+                return _Answer(failed.message, ToolOutcome.LOST)
             if self._closing is not None:
-                return _Answer("cancelled", is_error=True)
+                return _Answer("cancelled", ToolOutcome.ERROR)
             content = await self._bounded(
                 tool,
                 lambda: open_.session.call(call.arguments),
@@ -471,19 +484,19 @@ class ToolScope:
             if open_.is_retired and open_.num_running == 0:
                 await _shielded(self._close_session(spec.name, open_), self._toolbox)
         if isinstance(content, _Failed):
-            return self._failure(spec, content.error)
+            return self._failure(spec, content.error, ToolOutcome.TIMEOUT if content.is_late else ToolOutcome.ERROR)
         if not isinstance(content, str):
             return self._failure(spec, TypeError(f"a tool answers text, not {type(content).__name__}"))
         return _Answer(content)
 
-    def _failure(self, spec: ToolSpec, error: BaseException) -> _Answer:
+    def _failure(self, spec: ToolSpec, error: BaseException, outcome: ToolOutcome = ToolOutcome.ERROR) -> _Answer:
         if isinstance(error, ToolLost):
-            return _Answer(f"tool {spec.name!r} is lost: {error.message}", is_error=True, is_lost=True)
+            return _Answer(f"tool {spec.name!r} is lost: {error.message}", ToolOutcome.LOST)
         if isinstance(error, ToolError):
-            return _Answer(error.message, is_error=True)
+            return _Answer(error.message, outcome)
         # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
         _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exception=error_trace(error))
-        return _Answer(type(error).__name__, is_error=True)
+        return _Answer(type(error).__name__, outcome)
 
     def _session(self, tool: Tool) -> _OpenSession:
         name = tool.spec.name

@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import time
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from structlog.contextvars import bind_contextvars, get_contextvars
 from agentloop.aio import UserTasks, is_being_cancelled
 from agentloop.api.coordinator import MAX_RECORD_BYTES, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -52,10 +54,12 @@ from agentloop.types import (
     FAILURES,
     Assignment,
     KVPolicy,
+    LossCause,
     OnStale,
     StopReason,
     Timings,
     Trajectory,
+    TrajectoryTimes,
 )
 
 SHUTDOWN_GRACE_S = 1.0  # of a loop that is cancelled with its worker, which has few seconds for all of them
@@ -137,6 +141,7 @@ class TrajectoryRun:
         self._task = assignment.task
         self._log = structlog.stdlib.get_logger("worker")
         self._started = time.perf_counter()
+        self._stopwatch = Stopwatch()
         self._lease = LeaseHolder(parts.reporter, parts.coordinator, assignment.assignment_id, assignment.lease)
         self._outcome = _Outcome(StopReason.COMPLETED)
         self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -325,17 +330,26 @@ class TrajectoryRun:
 
     def _final_record(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
-        return replace(self._record or self._unscored_record(), timings=self._timings())
+        return self._with_times(self._record or self._unscored_record())
 
     def _failure_record(self, error: BaseException) -> Trajectory:
         """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
         self._outcome = _Outcome(StopReason.LOOP_FAILED, f"the record cannot be made: {error_line(error)}")
         made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0)
-        return replace(made, timings=self._timings())
+        return self._with_times(made)
 
-    def _timings(self) -> Timings:
+    def _with_times(self, record: Trajectory) -> Trajectory:
         ctx = self._ctx
-        return Timings(
+        stopwatch = ctx.stopwatch if ctx else self._stopwatch
+        times = TrajectoryTimes(
+            began_at=stopwatch.began_at,
+            ended_us=stopwatch(),
+            worker=self._parts.reporter.process_id,
+            tool_calls=tuple(ctx.tool_calls) if ctx else (),
+            moves=ctx.moves if ctx else (),
+            lost_tokens=self._lost_tokens(),
+        )
+        timings = Timings(
             queue_s=self._assignment.queue_s,
             generate_s=ctx.generate_s if ctx else 0.0,
             tool_s=ctx.tool_s if ctx else 0.0,
@@ -344,6 +358,15 @@ class TrajectoryRun:
             standstill_s=ctx.deadline.standstill_s if ctx else 0.0,
             engine_s=ctx.engine_s if ctx else 0.0,
         )
+        return replace(record, timings=timings, times=times)
+
+    def _lost_tokens(self) -> dict[LossCause, int]:
+        """Count the tokens that were thrown away, by this attempt and the ones before."""
+        ctx = self._ctx
+        lost = Counter(self._assignment.lost_tokens if ctx is None else ctx.lost_tokens)
+        if ctx is not None:
+            lost[LossCause.STALE] += ctx.budget.num_sampled_tokens if self._outcome.is_dropped else 0
+        return dict(+lost)
 
     def _unscored_record(self) -> Trajectory:
         """Return the record without its score and its timings."""
@@ -408,6 +431,8 @@ class TrajectoryRun:
             guard=self._guard,
             placer=shared.placer,
             journal=self._journal,
+            stopwatch=self._stopwatch,
+            lost_before=assignment.lost_tokens,
         )
 
     async def _begin_journal(self) -> RunJournal | None:
@@ -476,7 +501,7 @@ class TrajectoryRun:
             timeout_s = self._task.limits.timeout_s if left_s is None else left_s
             async with Deadline.moving(timeout_s, self._parts.config.max_standstill_s) as ctx.deadline:
                 if kept is not None and isinstance(self._loop, ResumableLoop):
-                    ctx.resume(kept)
+                    ctx.resume(kept, self._assignment.num_sampled_before)
                     await self._loop.resume(self._task, ctx)
                 else:
                     await self._loop.run(self._task, ctx)

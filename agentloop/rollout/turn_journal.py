@@ -31,7 +31,7 @@ from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.rendering.port import Renderer
 from agentloop.score import Score
 from agentloop.trajectory.node import Node
-from agentloop.types import JSON, Assignment, RolloutTask, ToolResult
+from agentloop.types import JSON, Assignment, LossCause, Move, RolloutTask, ToolCallTimes, ToolResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,6 +57,10 @@ class RunProgress:
     newest_version: int | None  # that the worker had heard of
     max_tokens: int | None = None  # that the loop asked of the turn
     engine_s: float = 0.0
+    began_at: float | None = None  # seconds since 1970
+    tool_calls: tuple[ToolCallTimes, ...] = ()  # between the turn before and this one
+    moves: tuple[Move, ...] = ()  # so far
+    lost_tokens: Mapping[LossCause, int] = field(default_factory=dict)  # so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from agentloop.scheduling.samples import (
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspect_trials import SuspectTrials, is_trial
 from agentloop.scheduling.user_turns import UserTurns
-from agentloop.types import Lease, RolloutGroup, StopReason
+from agentloop.types import Lease, LossCause, RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
 
@@ -319,15 +319,19 @@ class RolloutQueue:
         self._fail(self._live[assignment_id], f"worker {worker_id} gave it back")
         return True
 
-    def drop_stale(self, worker_id: str, assignment_id: str, attempt: int) -> bool:
+    def drop_stale(
+        self, worker_id: str, assignment_id: str, attempt: int, lost_tokens: Mapping[LossCause, int] | None = None
+    ) -> bool:
         """Begin a sample anew whose worker threw its tokens away for their age, while attempts are left. False,
-        without a change: it is not the worker's, or this attempt was dropped before."""
+        without a change: it is not the worker's, or this attempt was dropped before. `lost_tokens` are those of all
+        attempts so far."""
         if not self.is_running_at(worker_id, assignment_id) or attempt < self._live[assignment_id].attempt:
             return False
         sample = self._live[assignment_id]
         sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
         sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
+        sample.lost_tokens = Counter(lost_tokens or sample.lost_tokens)
         self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
@@ -565,6 +569,8 @@ class RolloutQueue:
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
         """Take a sample from its worker: the caller queues it, unless it is owed its record then."""
         sample.count_begun(False, self._versions.served)
+        sample.num_sampled_before = 0 if reason is StopReason.STALE else sample.num_sampled
+        sample.lost_tokens[LossCause.KILL] += sample.num_sampled_before
         self._leave_worker(sample)
         sample.set_state(SampleState.QUEUED)
         sample.last_attempt += 1

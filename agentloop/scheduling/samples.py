@@ -7,6 +7,7 @@ its acceptance to its terminal record.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +16,7 @@ from agentloop import codec
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
 from agentloop.scheduling.staleness_budget import StalenessBudget
-from agentloop.types import RolloutGroup, StopReason
+from agentloop.types import LossCause, RolloutGroup, StopReason
 
 
 class NoPlace(StrEnum):
@@ -74,6 +75,8 @@ class Sample:
     is_only_suspect: bool = False
     silent: dict[str, Silence] = field(default_factory=dict)  # workers given up for lost
     num_sampled: int = 0  # tokens, as its worker last reported
+    lost_tokens: Counter[LossCause] = field(default_factory=Counter)  # of earlier attempts
+    num_sampled_before: int = 0  # `num_sampled` of the attempt before
     num_stale_attempts: int = 0
     is_begun: bool = False  # counted in its run's budget
     missing_since: float | None = None  # its worker's reports do not name it since then

@@ -17,7 +17,7 @@ from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.score import Score
 from agentloop.trajectory.node import CallRecord, Node
-from agentloop.types import Message, StopReason
+from agentloop.types import Message, StopReason, TrajectoryTimes
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -53,6 +53,7 @@ class SessionRecord:
     gives_unread_calls: bool = False  # a call that cannot be read is a tool call without a name, not content
     overflow_at: int | None = None  # the turns that there were when a prompt last left no room
     finished_at: float | None = None
+    times: TrajectoryTimes | None = None  # since it is finished
     task_messages: tuple[Message, ...] = ()  # the main conversation begins with them
     is_claimed: bool = False  # its rollout was found to be its owner's when it was made
     has_control_key: bool = False  # its maker was given one; without users it alone ends the session

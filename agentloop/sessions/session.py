@@ -26,6 +26,7 @@ import structlog
 from agentloop.aio import OwnedTasks, run_to_end, side_by_side
 from agentloop.api.owners import shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.clock import Stopwatch
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -66,6 +67,7 @@ from agentloop.types import (
     Timings,
     TokenPath,
     Trajectory,
+    TrajectoryTimes,
 )
 
 _MAX_ERROR_CHARS = 500
@@ -93,6 +95,7 @@ class Session:
         self._journal = journal
         self.graph = TurnGraph()  # the turns so far; others only read it
         self._table = CallTable(calls)
+        self._stopwatch = Stopwatch(record.created_at, parts.unix_time, parts.clock.now)
         self._first_version: int | None = None  # the weight version that the first token was sampled under
         self._num_tool_calls = 0
         self._num_numbered = self._table.num_calls  # turns whose number is given: the next one's is no smaller
@@ -284,6 +287,7 @@ class Session:
             return self._trajectory
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
+        times = record.times or self._times(ended_at)
         paths = token_paths(self.graph)
         trajectory = Trajectory(
             task_id=record.task_id,
@@ -299,8 +303,9 @@ class Session:
             thinking=self._parts.renderer.facts.thinking,
             timings=Timings(
                 generate_s=sum(call.generate_s for call in self._table.records),
-                total_s=max(ended_at - record.created_at, 0.0),
+                total_s=times.ended_us / 1e6,
             ),
+            times=times,
             rollout_id=record.rollout_id,
             task_messages=record.task_messages,
             constraints=dict(self.graph.constraints),
@@ -310,6 +315,13 @@ class Session:
         if record.state is SessionState.FINISHED:
             self._trajectory = trajectory = judged(trajectory)
         return trajectory
+
+    def _times(self, ended_at: float) -> TrajectoryTimes:
+        """Return the session's course. Moves and lost tokens are those that this process has seen."""
+        began_at, engine = self._record.created_at, self._engine
+        ended_us = round(max(ended_at - began_at, 0.0) * 1e6)
+        moves, lost_tokens = tuple(engine.moves), dict(engine.lost_tokens)
+        return TrajectoryTimes(began_at, ended_us, engine.process_id, moves=moves, lost_tokens=lost_tokens)
 
     def _error(self) -> str | None:
         """Say in one line what went wrong; None for nothing."""
@@ -325,6 +337,7 @@ class Session:
         ended = SessionFinished(f"session {self.shown_id} was finished while this call ran")
         try:
             await self._end_calls(ended, end.wait_s)
+            finished_at = self._parts.unix_time()
             await self._save(
                 lambda record: replace(
                     record,
@@ -333,7 +346,8 @@ class Session:
                     error=end.error,
                     score=record.score.updated(end.score),
                     reward_error=end.reward_error,
-                    finished_at=self._parts.unix_time(),
+                    finished_at=finished_at,
+                    times=self._times(finished_at),
                 )
             )
         finally:
@@ -501,6 +515,7 @@ class Session:
             stop=chat_call.stop,
             choice_index=choice_index,
             deadline=live.deadline,
+            stopwatch=self._stopwatch,
         )
 
     async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from agentloop.capabilities import configured_features
@@ -358,6 +358,8 @@ class SimulatedEngine:
         self._drop(live)
         request_id, load = live.request.request_id, self.load()
         generation = live.sampled.generation(request_id, reason, cached_tokens=live.cached_tokens, load=load)
+        if live.first_token_at is not None:
+            generation = replace(generation, decode_s=live.done.get_loop().time() - live.first_token_at)
         if live.malformation is not None and live.sampled:
             generation = malformed(generation, live.malformation, self._spec.vocab_size)
         if not live.done.done():

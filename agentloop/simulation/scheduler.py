@@ -35,6 +35,7 @@ class LiveRequest:
     sampled: SampledTokens
     has_run: bool = False
     cached_tokens: int = 0
+    first_token_at: float | None = None  # by the loop's time
 
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
@@ -48,6 +49,8 @@ class LiveRequest:
             raw_logprob = self.stream.raw_logprob(state, version, token_id)
         elif mode is LogprobsMode.RAW:
             logprob = self.stream.raw_logprob(state, version, token_id)
+        if not sampled.token_ids:
+            self.first_token_at = self.done.get_loop().time()
         sampled.append(token_id, logprob, version, alternatives, raw_logprob)
         if self.has_progress is not None:
             self.has_progress.set()

@@ -571,6 +571,10 @@ class TrajectoryStore:
         """Return the value last saved under a name; None if there is none, or it is damaged."""
         return await self._writer.run(lambda db: self._state(db, name, kind))
 
+    def time_commits(self, observe: Callable[[float], None]) -> None:
+        """Have `observe`, which is thread-safe, told the seconds of each transaction."""
+        self._writer.on_time = observe
+
     async def close(self) -> None:
         """Finish what waits, then let go of the database. Idempotent."""
         if (lease := self._lease) is not None and (own := self._epoch) is not None:

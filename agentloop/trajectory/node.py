@@ -22,6 +22,7 @@ from agentloop.types import (
     ToolCall,
     ToolCallStatus,
     TopLogprobs,
+    TurnTimes,
     WeightVersionSpan,
 )
 
@@ -61,6 +62,7 @@ class Reply:
     seed: int | None = None
     unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
     engine: str = ""  # the replica's, as in `Generation`
+    times: TurnTimes | None = None
     constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
 
     @property

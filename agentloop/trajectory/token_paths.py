@@ -215,6 +215,7 @@ def _turn(turn_id: str, reply: Reply, prompt_len: int, start: int) -> Turn:
         sampling=reply.sampling,
         seed=reply.seed,
         engine=reply.engine,
+        times=reply.times,
     )
 
 

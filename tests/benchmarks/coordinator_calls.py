@@ -73,18 +73,18 @@ POSTGRES = "agentloop.storage.postgres:PostgresRun"
 INFO = EngineInfo("fake", 131_072, 32_000, 16, 1_000_000, 256)
 
 
-async def serve(folder: Path, url: str | None) -> None:
+async def serve(folder: Path, num_replicas: int, url: str | None) -> None:
     """Serve a coordinator, whose store is in the database at `url` or else in `folder`, and print its URL."""
     configure_logging(folder / LOG_NAME)
     clock = RealClock()
     engines = {
-        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(NUM_REPLICAS)
+        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(num_replicas)
     }
 
     async def probe(url: str) -> None:
         raise AssertionError(f"{url} is no suspect")
 
-    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6))
+    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6), worker_timeout_s=1e4)
     where = folder / STORE_NAME if url is None else resolve(POSTGRES, param="store")(url, folder.name, folder)
     store = TrajectoryStore(where)
     coordinator = Coordinator(store, engines.__getitem__, config, clock, probe=probe)
@@ -100,10 +100,13 @@ async def serve(folder: Path, url: str | None) -> None:
 
 
 @asynccontextmanager
-async def served(store_url: str | None = None) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
+async def served(
+    num_replicas: int = NUM_REPLICAS, store_url: str | None = None
+) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
     """Start a coordinator in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.coordinator_calls", "--serve", folder]
+        command += ["--replicas", str(num_replicas)]
         command += [] if store_url is None else ["--store", store_url]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -185,7 +188,7 @@ async def measure_turns(num_tokens: int, num_turns: int) -> tuple[float, float]:
     assert path.last_turn is not None
     turn = FinishedTurn(path.last_turn, progress)
     server = PostgresServer()
-    async with served(server.url) as (client, process):
+    async with served(store_url=server.url) as (client, process):
         journal = TurnJournal(StoredJournals(client.workers), flush_s=600.0, young_s=0.0)
         names = [f"r/g/{number}" for number in range(BATCH)]
         lease = Lease("l", "r1", "fake://r1")
@@ -218,12 +221,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000, 32000])
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--replicas", type=int, default=NUM_REPLICAS)
     parser.add_argument("--turns", action="store_true")
     parser.add_argument("--serve", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--store", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        asyncio.run(serve(args.serve, args.store))
+        asyncio.run(serve(args.serve, args.replicas, args.store))
         return
     if args.turns:
         turns = [

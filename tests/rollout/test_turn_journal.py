@@ -95,10 +95,10 @@ def assert_same(found, expected, num_resumed_turns: int) -> None:
 
 def comparable(trajectory):
     paths = [
-        replace(path, turns=tuple(replace(turn, cached_tokens=0) for turn in path.turns))
+        replace(path, turns=tuple(replace(turn, cached_tokens=0, times=None) for turn in path.turns))
         for path in trajectory.paths
     ]
-    return replace(trajectory, paths=tuple(paths), timings=Timings(), attempt=0, num_resumed_turns=0)
+    return replace(trajectory, paths=tuple(paths), timings=Timings(), times=None, attempt=0, num_resumed_turns=0)
 
 
 LOOKUPS = (call("lookup", word="one"), call("lookup", word="two"), call("lookup", word="three"), ANSWER)

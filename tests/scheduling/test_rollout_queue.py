@@ -784,3 +784,16 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestQueueMachine = QueueMachine.TestCase
+
+
+def test_tokens_of_lost_workers_are_told_to_the_next():
+    queue = queue_of(1)
+    queue.take("w", 1, 0.0)
+    queue.report("w", ["r/g0/0"], 1.0, [70])
+    queue.worker_left("w")
+    (sample,) = queue.take("v", 1, 2.0)
+    assert (dict(sample.lost_tokens), sample.num_sampled_before) == ({"kill": 70}, 70)
+    queue.report("v", ["r/g0/0"], 3.0, [5])
+    assert queue.drop_stale("v", "r/g0/0", 1, {"kill": 70, "stale": 5})
+    (sample,) = queue.take("v", 1, 4.0)
+    assert (dict(+sample.lost_tokens), sample.num_sampled_before) == ({"kill": 70, "stale": 5}, 0)

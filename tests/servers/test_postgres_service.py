@@ -91,7 +91,7 @@ async def test_a_run_is_exported_shown_and_gone_on_with_from_its_database(
     run_dir: Path, postgres_server: PostgresServer
 ) -> None:
     config = config_of(postgres_server)
-    secret = begun_run(config, run_dir)
+    secret = begun_run(config, run_dir).key
     async with whole_service(config, run_dir) as url, RolloutClient(url) as client:
         rollout = await client.submit([RolloutTask("t", (Message("user", "What is 2 + 3?"),))], num_samples=2)
         assert len([record async for record in rollout]) == 2
@@ -106,7 +106,7 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     assert len(out.read_text().splitlines()) == 2
     shown = runner.invoke(app, ["show", f"{rollout_id}/{rollout_id}-000000/0", "--run", str(run_dir)])
     assert "reward" in shown.output, shown.output
-    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir) == secret
+    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir).key == secret
     for other in (simulated_config(), simulated_config(store="postgresql://127.0.0.1:1/elsewhere")):
         with pytest.raises(InvalidRequest, match=r"are in postgresql://127.0.0.1:\d+/postgres, not in"):
             begun_run(other, run_dir)

@@ -56,8 +56,25 @@ async def test_finish_gives_the_record(engine):
     assert trajectory.reward_error is None
     again = await restored.finish()
     assert again.timings == trajectory.timings
+    (turn,), times = trajectory.path.turns, trajectory.times
+    assert (times.began_at, times.ended_us) == (CREATED_AT, 7_000_000)
+    assert 0 <= turn.times.begun_us < turn.times.first_token_us < turn.times.ended_us
+    assert again.times == times
     assert (again.reward, again.stop_reason, again.is_complete) == (1.0, StopReason.COMPLETED, True)
     assert session.record.created_at == CREATED_AT
+
+
+async def test_tokens_of_a_call_that_was_left_are_told_also_by_a_later_process(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    stream = session.stream(CHAT, key("a"))
+    await anext(stream)
+    await stream.aclose()
+    trajectory = await session.finish()
+    lost_tokens = trajectory.times.lost_tokens
+    assert list(lost_tokens) == ["cancel"]
+    assert 1 <= lost_tokens["cancel"] <= 40
+    assert journal.restored(session, engine).trajectory().times == trajectory.times
 
 
 @pytest.mark.parametrize("call", [key("a"), key("a", 1), key("b"), key("b", 1)])

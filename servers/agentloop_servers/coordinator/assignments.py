@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from agentloop.api.coordinator import Prefix, group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import PendingRecord, Sample
-from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory
+from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory, TrajectoryTimes
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
 _MIN_PREFIX_TOKENS = 512
@@ -40,6 +42,8 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
         staleness=group.staleness,
         num_stale_attempts=sample.num_stale_attempts,
         is_restored=sample.is_restored,
+        lost_tokens=dict(+sample.lost_tokens),
+        num_sampled_before=sample.num_sampled_before,
     )
 
 
@@ -75,6 +79,7 @@ def owed_record(pending: PendingRecord) -> Trajectory:
         attempt=sample.attempt,
         timings=Timings(queue_s=sample.queued_s),
         rollout_id=sample.assignment_id.partition("/")[0],
+        times=TrajectoryTimes(time.time(), 0, lost_tokens=dict(+sample.lost_tokens)),
         num_stale_attempts=sample.num_stale_attempts,
         max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
     )

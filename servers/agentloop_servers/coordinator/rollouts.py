@@ -255,7 +255,9 @@ class Rollouts:
                     raise InvalidRequest(f"{assignment_id} was never accepted", param="sample_index")
             return True
         if _is_dropped(record):
-            if self.queue.drop_stale(worker_id, assignment_id, record.attempt):
+            times = record.decoded().times  # it has no tokens
+            lost_tokens = None if times is None else times.lost_tokens
+            if self.queue.drop_stale(worker_id, assignment_id, record.attempt, lost_tokens):
                 self._log.info("trajectory_dropped", assignment=assignment_id, attempt=record.attempt)
                 self._lost((assignment_id,))
             return False  # else it is queued or run by another worker already

@@ -410,6 +410,7 @@ class ProcessRun:
             rollout_id=assignment.rollout_id,
             attempt=max(record.attempt, assignment.attempt),  # its journal knows of more than a new coordinator
             num_stale_attempts=assignment.num_stale_attempts,
+            times=None if record.times is None else record.times._replace(worker=self._runs.reporter.process_id),
         )
 
     def _unmade(self, stop_reason: StopReason, text: str) -> EncodedRecord:

@@ -220,7 +220,7 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
     session = await sessions.find("s", NOBODY)
     assert sessions.num_restored == 1
     after = session.trajectory()
-    assert to_builtins(replace(after, timings=before.timings)) == to_builtins(before)
+    assert to_builtins(replace(after, timings=before.timings, times=before.times)) == to_builtins(before)
     result = await say(session, *history, Message("user", "and now?"))
     assert result.choices[0].split is None
     assert result.choices[0].parent_id is not None

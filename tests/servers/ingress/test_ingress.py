@@ -332,6 +332,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/cancel",
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
+        "/metrics",
         "/admin/users",
         "/admin/drain",
         "/admin/pause",

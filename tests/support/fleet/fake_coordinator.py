@@ -29,6 +29,7 @@ from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
+from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import (
     Assignment,
@@ -41,6 +42,7 @@ from agentloop.types import (
     StalenessLimit,
     Trajectory,
 )
+from agentloop_servers.coordinator.metrics import of_status
 from tests.support.records.samples import make_trajectory
 
 
@@ -310,6 +312,12 @@ class FakeCoordinator:
 
     async def drain(self) -> tuple[int, int]:
         return 0, 0
+
+    async def metrics(self) -> MetricsPage:
+        return MetricsPage(tuple(of_status(await self.status())), ())
+
+    async def report_metrics(self, report: MetricsReport) -> None:
+        pass
 
     async def status(self) -> ServiceStatus:
         self.num_status_calls += 1

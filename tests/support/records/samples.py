@@ -13,6 +13,7 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,
+    LossCause,
     Message,
     RolloutGroup,
     RolloutTask,
@@ -20,8 +21,12 @@ from agentloop.types import (
     Timings,
     TokenPath,
     ToolCall,
+    ToolCallTimes,
+    ToolOutcome,
     Trajectory,
+    TrajectoryTimes,
     Turn,
+    TurnTimes,
     WeightVersionSpan,
 )
 
@@ -46,8 +51,8 @@ def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) 
         logprobs=np.where(mask, np.float32(-0.25), np.float32(0)).astype(np.float32),
         weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
         turns=(
-            Turn(10, 0, 3, FinishReason.STOP, "replica-0", 0, "0"),
-            Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8, "1"),
+            Turn(10, 0, 3, FinishReason.STOP, "replica-0", 0, "0", times=TurnTimes(0, 100, 300)),
+            Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8, "1", times=TurnTimes(500, 700, 900)),
         ),
     )
 
@@ -81,6 +86,13 @@ def make_trajectory(
         num_tool_calls=1,
         num_tool_errors=num_tool_errors,
         timings=Timings(0.1, 0.2, 0.3, 0.4, 1.0),
+        times=TrajectoryTimes(
+            1.7e9,
+            1_000_000,
+            "worker-1",
+            (ToolCallTimes("calculator", 300, 150, ToolOutcome.TIMEOUT),),
+            lost_tokens={LossCause.KILL: 7},
+        ),
         rollout_id=rollout_id,
     )
 

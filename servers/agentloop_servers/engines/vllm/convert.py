@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -216,13 +217,17 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
         return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
     completion = output.outputs[0]
     stamp(sampled, final_spans(completion))
-    return sampled.generation(
+    generation = sampled.generation(
         request.request_id,
         finish_reason(request, completion),
         # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
         cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
         load=load,
     )
+    times = output.metrics
+    if times is None or not times.first_token_ts:
+        return generation
+    return replace(generation, decode_s=times.last_token_ts - times.first_token_ts)
 
 
 def translate(error: Exception) -> AgentLoopError:
