@@ -630,10 +630,16 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    bound_workers = workers.bind(*where, trust.of_workers, config.store is not None)
-    if config.cluster is not None and (url := where_the_run_is(config, url_elsewhere, config, run_dir)) is not None:
-        config = config.model_copy(update={"store": SecretStr(url)})
-    return ingress.bind(config, run_dir, trust, keys, coordinator, *engines, bound_workers)
+    others = (coordinator, *engines, workers.bind(*where, trust.of_workers, config.store is not None))
+    return ingress.bind(store_elsewhere(config, run_dir), run_dir, trust, keys, *others)
+
+
+def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
+    """Return a config whose store other nodes reach too. Raises InvalidRequest."""
+    if config.cluster is None or config.store is None:
+        return config
+    url = where_the_run_is(config, url_elsewhere, config, run_dir)
+    return config.model_copy(update={"store": SecretStr(url)})
 
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:

@@ -60,10 +60,11 @@ def check_store(config: ServiceConfig, run_dir: Path) -> None:
         check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))
 
 
-def url_elsewhere(config: ServiceConfig, run_dir: Path) -> str | None:
-    """Return the URL of a run's database for processes on other hosts; None without one. Raises InvalidRequest."""
+def url_elsewhere(config: ServiceConfig, run_dir: Path) -> str:
+    """Return the URL of a run's database for processes on other hosts. Raises InvalidRequest."""
     url = _url(config)
-    return None if url is None else _home(url, run_dir, None).url_elsewhere()
+    assert url is not None
+    return _home(url, run_dir, None).url_elsewhere()
 
 
 def keep_url(config: ServiceConfig, run_dir: Path) -> None:

@@ -216,7 +216,6 @@ async def test_the_stores_url_may_come_from_a_secret(postgres_server: PostgresSe
     # The other pods, whose ingress processes write sessions there, do not mount it.
     url = url_elsewhere(config, run_dir)
     monkeypatch.delenv("PGSERVICEFILE")
-    assert url is not None
     assert "service" not in url
     check_store(config.model_copy(update={"store": SecretStr(url)}), tmp_path / postgres_server.new_name())
     assert shown_url(url) == f"postgresql://127.0.0.1:{postgres_server.port}/postgres"
