@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from agentloop.types import ToolOutcome, Trajectory, Turn
+
 PREFIX = "agentloop_"
 
 REPORT_S = 5.0
@@ -96,6 +98,30 @@ FAMILIES = {
             ("not_begun", "1 for each reason why what waits does not begin.", ("reason",)),
         ),
         *_histograms(("queue_wait_seconds", "The wait of a sample for its worker.", (), _S)),
+        # Trajectories, counted when they end: those of workers, and sessions
+        *_counters(
+            ("trajectories_total", "Records, by their end.", ("stop_reason", "failure", "source")),
+            ("tokens_lost_total", "Sampled tokens that were thrown away.", ("cause",)),
+            ("turns_resumed_total", "Turns of lost workers that trajectories went on from.", ()),
+            ("turn_tokens_total", "Tokens of turns: of prompts, of these found cached, sampled.", ("kind",)),
+            ("splits_total", "Paths that could not extend the one before.", ("reason",)),
+            ("tool_calls_total", "Calls of tools.", ("tool", "outcome")),
+            ("reward_errors_total", "Rewards that failed.", ()),
+        ),
+        *_histograms(
+            ("trajectory_seconds", "queue, generate, tool, reward, standstill; total.", ("phase",), _S),
+            ("trajectory_turns", "Turns of a trajectory.", (), _FEW),
+            ("trajectory_sampled_tokens", "Tokens that its policy sampled.", (), _TOKENS),
+            ("trajectory_staleness", "Versions that the fleet was ahead of its oldest tokens.", (), _FEW),
+            (
+                "turn_seconds",
+                "place: waits for a replica; first_token: from there; decode: the rest.",
+                ("phase",),
+                _S,
+            ),
+            ("tool_seconds", "A call of a tool, without the wait for its slot.", ("tool",), _S),
+            ("reward_seconds", "Scoring a trajectory.", (), _S),
+        ),
         # Weights
         *_gauges(
             ("weight_version", "The weight version that the fleet serves.", ()),
@@ -217,3 +243,46 @@ class MetricsTally:
         with self._lock:
             known, before = self._observed.get((name, labels)) or ([0] * len(counts), 0.0)
             self._observed[name, labels] = [a + b for a, b in zip(known, counts, strict=True)], before + total
+
+
+def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:
+    """Count a trajectory that has ended: a worker's (`source` "rollout"), or a session."""
+    tally.count("trajectories_total", record.stop_reason, record.failure or "", source)
+    tally.count("turns_resumed_total", by=record.num_resumed_turns)
+    turns = [turn for path in record.paths for turn in path.own_turns]
+    tally.observe("trajectory_turns", len(turns))
+    tally.observe("trajectory_sampled_tokens", record.num_sampled_tokens)
+    for turn in turns:
+        _count_turn(tally, turn)
+    for path in record.paths:
+        if path.split_reason is not None:
+            tally.count("splits_total", path.split_reason)
+    if record.times is not None:
+        for cause, num_tokens in record.times.lost_tokens.items():
+            tally.count("tokens_lost_total", cause, by=num_tokens)
+        for call in record.times.tool_calls:
+            tool = call.name if call.outcome is not ToolOutcome.UNKNOWN else ""  # the policy may call anything
+            tally.count("tool_calls_total", tool, call.outcome)
+            tally.observe("tool_seconds", call.duration_us / 1e6, tool)
+    if source == "rollout":
+        _count_timings(tally, record)
+
+
+def _count_turn(tally: MetricsTally, turn: Turn) -> None:
+    tally.count("turn_tokens_total", "prompt", by=turn.prompt_len)
+    tally.count("turn_tokens_total", "cached", by=turn.cached_tokens)
+    tally.count("turn_tokens_total", "sampled", by=turn.end - turn.start)
+    if (times := turn.times) is not None and times.first_token_us is not None:
+        tally.observe("turn_seconds", times.queue_us / 1e6, "place")
+        tally.observe("turn_seconds", (times.first_token_us - times.begun_us - times.queue_us) / 1e6, "first_token")
+        tally.observe("turn_seconds", (times.ended_us - times.first_token_us) / 1e6, "decode")
+
+
+def _count_timings(tally: MetricsTally, record: Trajectory) -> None:
+    timings = record.timings
+    tally.observe("queue_wait_seconds", timings.queue_s)
+    for phase in ("queue", "generate", "tool", "reward", "standstill", "total"):
+        tally.observe("trajectory_seconds", getattr(timings, f"{phase}_s"), phase)
+    if record.reward is not None or record.reward_error is not None:
+        tally.observe("reward_seconds", timings.reward_s)
+    tally.count("reward_errors_total", by=record.reward_error is not None)

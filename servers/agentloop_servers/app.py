@@ -40,7 +40,7 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
-from agentloop.metrics import MetricSample, MetricsTally
+from agentloop.metrics import MetricSample, MetricsTally, count_record
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -296,7 +296,13 @@ class AgentLoopWorkerDeployment:
             images = takes_images(config)
             setup = Setup.of(config, run_dir, limits, takes_images=images, stores_turns=stores_turns)
             isolated = IsolatedRuns(
-                setup, client.workers, clients.connect, reporter, journal=journal, own_s=toolbox.own_s
+                setup,
+                client.workers,
+                clients.connect,
+                reporter,
+                journal=journal,
+                own_s=toolbox.own_s,
+                tally=self._closing.tally,
             )
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
@@ -314,6 +320,7 @@ class AgentLoopWorkerDeployment:
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
             host=node_address(config),
+            tally=self._closing.tally,
         )
         self._closing.report(f"worker-{worker_id}", client.metrics.report_metrics)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -420,6 +427,7 @@ class IngressProcess:
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
         endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
         sessions.on_new = users.add_session
+        sessions.on_record = lambda record: count_record(self.tally, record, "session")
         closing.push_async_callback(users.close)
         await users.start()
         app = build_app(config, self._coordinator, clients, endpoint, keys, self.tally)

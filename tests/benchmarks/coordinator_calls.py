@@ -73,7 +73,7 @@ POSTGRES = "agentloop.storage.postgres:PostgresRun"
 INFO = EngineInfo("fake", 131_072, 32_000, 16, 1_000_000, 256)
 
 
-async def serve(folder: Path, num_replicas: int, url: str | None) -> None:
+async def serve(folder: Path, url: str | None, num_replicas: int) -> None:
     """Serve a coordinator, whose store is in the database at `url` or else in `folder`, and print its URL."""
     configure_logging(folder / LOG_NAME)
     clock = RealClock()
@@ -102,8 +102,8 @@ async def serve(folder: Path, num_replicas: int, url: str | None) -> None:
 @asynccontextmanager
 async def served(
     num_replicas: int = NUM_REPLICAS, store_url: str | None = None
-) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
-    """Start a coordinator in a process of its own."""
+) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process, str]]:
+    """Start a coordinator in a process of its own; yields its URL too."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.coordinator_calls", "--serve", folder]
         command += ["--replicas", str(num_replicas)]
@@ -118,7 +118,7 @@ async def served(
 
         client = CoordinatorClient(find, SECRET)
         try:
-            yield client, psutil.Process(process.pid)
+            yield client, psutil.Process(process.pid), url
         finally:
             await client.close()
             process.kill()
@@ -153,7 +153,7 @@ def made(num_tokens: int) -> Trajectory:
 
 async def measure(num_tokens: int, num_records: int) -> tuple[float, float, float]:
     """Return the CPU ms of a record's hand-out and of its hand-in, and the wall ms of the latter."""
-    async with served() as (client, process):
+    async with served() as (client, process, _):
         task, record = make_task(), made(num_tokens)
         groups = tuple(RolloutGroup(f"g{number}", task, GROUP_SIZE) for number in range(num_records // GROUP_SIZE))
         await client.front.submit("r", groups)
@@ -188,7 +188,7 @@ async def measure_turns(num_tokens: int, num_turns: int) -> tuple[float, float]:
     assert path.last_turn is not None
     turn = FinishedTurn(path.last_turn, progress)
     server = PostgresServer()
-    async with served(store_url=server.url) as (client, process):
+    async with served(store_url=server.url) as (client, process, _):
         journal = TurnJournal(StoredJournals(client.workers), flush_s=600.0, young_s=0.0)
         names = [f"r/g/{number}" for number in range(BATCH)]
         lease = Lease("l", "r1", "fake://r1")
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--store", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        asyncio.run(serve(args.serve, args.replicas, args.store))
+        asyncio.run(serve(args.serve, args.store, args.replicas))
         return
     if args.turns:
         turns = [

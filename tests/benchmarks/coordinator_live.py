@@ -128,9 +128,8 @@ class Heartbeats(asyncio.Protocol):
 
 async def measure(num_replicas: int, num_trajectories: int, num_workers: int, turn_s: float) -> list[float]:
     """Return the cores that the coordinator used, by round: first of heartbeats alone, then of all."""
-    async with served(num_replicas) as (client, process):
+    async with served(num_replicas) as (client, process, url):
         engines = [FakeEngine(RealClock(), f"fake://r{number}", 0, INFO) for number in range(num_replicas)]
-        url = await client._find()
 
         def beating() -> list[asyncio.Task[None]]:
             return [asyncio.create_task(Heartbeats(url, engine).run()) for engine in engines]

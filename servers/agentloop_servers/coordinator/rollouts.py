@@ -585,6 +585,8 @@ class Rollouts:
         num_tokens = record.num_response_tokens if counts and record.is_complete else None
         if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
             return
+        if record.staleness is not None:
+            self._replicas.tally.observe("trajectory_staleness", record.staleness)
         self._replicas.end_lease(assignment_id, num_tokens)
         self._changed.notify()
         event = self._readers.pop(record.rollout_id, None)

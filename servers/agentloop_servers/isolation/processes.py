@@ -39,6 +39,7 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import Connect, NewestVersion
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
+from agentloop.metrics import MetricsTally, count_record
 from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
@@ -136,11 +137,13 @@ class IsolatedRuns:
         *,
         journal: TurnJournal | None = None,
         own_s: Callable[[Sequence[str]], float] = lambda tools: 0.0,
+        tally: MetricsTally | None = None,
     ) -> None:
         """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
         may take beside a trajectory's own."""
         self.config = config
         self.own_s = own_s
+        self.tally = MetricsTally() if tally is None else tally
         self.coordinator = coordinator
         self.connect = connect
         self.reporter = reporter
@@ -253,9 +256,12 @@ class ProcessRun:
         try:
             self._child = child
             done = await self._serve(child)
-            record = EncodedRecord.of(self._own(decode(done.record, Trajectory)))
+            trajectory = self._own(decode(done.record, Trajectory))
+            record = EncodedRecord.of(trajectory)
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
+            if not self.is_dropped:
+                count_record(self._runs.tally, trajectory, "rollout")
             return record
         except AgentLoopError as error:
             reason = error.message

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from agentloop.api.coordinator import QueueStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
-from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally
-from agentloop.types import KVPolicy
+from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
+from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_status
+from tests.support.records.samples import make_trajectory
 
 NOTHING = ServiceStatus(False, False, None, (), 0, (), ())
 
@@ -149,3 +151,35 @@ def test_an_update_is_counted_by_its_outcome_and_steps() -> None:
     totals = {seen.labels[0]: seen.total for seen in tally.seen().observed}
     assert totals["stage"] == pytest.approx(4.0)
     assert totals["transfer"] == pytest.approx(1.8)
+
+
+def test_a_record_is_counted_by_its_end_its_turns_and_its_tools() -> None:
+    times = TrajectoryTimes(
+        0.0,
+        3_000_000,
+        tool_calls=(
+            ToolCallTimes("calculator", 0, 20_000, ToolOutcome.OK),
+            ToolCallTimes("what the policy wrote", 0, 0, ToolOutcome.UNKNOWN),
+        ),
+        lost_tokens={LossCause.KILL: 5},
+    )
+    record = make_trajectory()
+    path = record.paths[0]
+    turn = replace(path.turns[0], times=TurnTimes(0, 300_000, 800_000, 100_000), cached_tokens=3)
+    record = replace(
+        record,
+        times=times,
+        paths=(replace(path, turns=(turn, *(replace(one, times=None) for one in path.turns[1:]))),),
+    )
+    tally = MetricsTally()
+    count_record(tally, record, "rollout")
+    found = {(one.name, one.labels): one.value for one in tally.seen().samples}
+    assert found["trajectories_total", (record.stop_reason, "", "rollout")] == 1
+    assert found["tool_calls_total", ("calculator", "ok")] == found["tool_calls_total", ("", "unknown")] == 1
+    assert found["tokens_lost_total", ("kill",)] == 5
+    assert found["turn_tokens_total", ("sampled",)] == record.num_sampled_tokens
+    seen = {(one.name, one.labels): one.total for one in tally.seen().observed}
+    assert seen["turn_seconds", ("place",)] == pytest.approx(0.1)
+    assert seen["turn_seconds", ("first_token",)] == pytest.approx(0.2)
+    assert seen["turn_seconds", ("decode",)] == pytest.approx(0.5)
+    assert seen["trajectory_turns", ()] == len(path.turns)
