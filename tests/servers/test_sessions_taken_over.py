@@ -52,6 +52,7 @@ async def two_hosts(server: PostgresServer, tmp_path: Path) -> AsyncIterator[tup
         finally:
             for host in hosts:
                 await host.process.close()
+                host.public.close()
 
 
 async def asked(
