@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
@@ -389,7 +389,13 @@ class EndpointTable:
     urls: dict[int, str]  # private ones
     holders: tuple[int, ...] = ()  # of slots, into which clients' own session ids fall; empty: the processes know
     lost: frozenset[int] = frozenset()  # with their hosts, and the sessions there
-    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost
+    inherited: frozenset[int] = frozenset()  # slots whose earlier holder was lost, with the sessions there
+    heirs: dict[int, int] = field(default_factory=dict)  # of lost processes whose sessions are in a database
+
+
+def sessions_lease(number: int) -> str:
+    """Return the name of the lease of an endpoint process, with which it may write sessions to the run's store."""
+    return f"sessions-{number}"
 
 
 def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:

@@ -78,6 +78,10 @@ class Ownership(Protocol):
         """Leave it to the next owner at once."""
         ...
 
+    def revoke(self, db: Database) -> None:
+        """Take it from its owner, if it has one: what that writes from now on is refused."""
+        ...
+
 
 class Home(Protocol):
     """The place of a run's stores beyond its directory, as `postgres.PostgresRun`."""
@@ -87,12 +91,21 @@ class Home(Protocol):
         """The run's directory, which has its files."""
         ...
 
+    @property
+    def failure(self) -> type[Exception]:
+        """The base of the database's own errors."""
+        ...
+
     def open(self, schema: Schema, *, is_read_only: bool = False) -> Database:
         """Connect to a store, and make it if it is new. Raises InvalidRequest."""
         ...
 
     def lease(self, name: str) -> Ownership:
         """Return a lease of this run, not taken."""
+        ...
+
+    def url_elsewhere(self) -> str:
+        """Return a URL of it for other hosts. Raises InvalidRequest."""
         ...
 
     def is_reachable(self) -> bool:

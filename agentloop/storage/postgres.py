@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+from urllib.parse import quote, urlencode
 
 import psycopg
 import structlog
@@ -48,6 +49,8 @@ _TYPES = {
     "REAL": "DOUBLE PRECISION",
     "BLOB": "BYTEA",
     " WITHOUT ROWID": "",
+    "COLLATE BINARY": 'COLLATE "C"',
+    "instr(": "strpos(",
     "?": "%s",
 }
 _DIALECT = re.compile("|".join(map(re.escape, _TYPES)))
@@ -69,6 +72,7 @@ class PostgresRun:
     name: str
     folder: Path
     owner: str | None = None  # what tells runs of one name apart; "": a run that is to begin, None: any
+    failure: ClassVar = psycopg.Error
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> PostgresDatabase:
         """Connect, and make the tables of a store that is new.
@@ -115,6 +119,24 @@ class PostgresRun:
         except OSError:
             return False
         return True
+
+    def url_elsewhere(self) -> str:
+        """Return a URL for hosts without what libpq reads on this one: variables, files of services and passwords.
+
+        Raises InvalidRequest if the server does not answer.
+        """
+        try:
+            with psycopg.connect(self.url, connect_timeout=_CONNECT_S) as connection:
+                params = connection.info.get_parameters() | {"password": connection.info.password}
+        except psycopg.Error as error:
+            at = shown_url(self.url)
+            raise InvalidRequest(f"store {at}: {error_line(error)}", param="store") from error
+        host, place = params.get("host", ""), ""
+        if host and not set(host) & set("/,:"):  # else it stays among the options
+            place = f"{params.pop('host')}:{params.pop('port', 5432)}"
+        name = params.pop("dbname", "")
+        rest = {key: value for key, value in params.items() if value and key not in ("service", "passfile")}
+        return f"postgresql://{place}/{quote(name)}?{urlencode(rest, quote_via=quote)}"
 
     def lease(self, name: str) -> DatabaseLease:
         """Return a lease of this run, not taken."""
@@ -307,3 +329,8 @@ class DatabaseLease:
         """Leave it to the next owner at once."""
         statement = "UPDATE leases SET until = clock_timestamp() WHERE name = ? AND number = ?"
         db.execute(statement, (self._name, own))
+
+    def revoke(self, db: Database) -> None:
+        """Take it from its owner, if it has one. An owner's transaction that is under way comes before this."""
+        statement = "UPDATE leases SET number = number + 1, until = clock_timestamp() WHERE name = ?"
+        db.execute(statement, (self._name,))

@@ -241,6 +241,11 @@ class TrajectoryStore:
         )
 
     @property
+    def is_shared(self) -> bool:
+        """Tell if its home is one of other processes' stores too, for the same run: a database."""
+        return self._home is not None
+
+    @property
     def is_full(self) -> bool:
         """Tell if the disk has no room for records."""
         return self._reserve is not None and not self._reserve.take_back()
@@ -550,9 +555,17 @@ class TrajectoryStore:
                     return
             await asyncio.sleep(_RENEW_S)
 
-    async def save_state(self, name: str, value: object) -> None:
-        """Save a named value of the service's state, in place of the one before."""
-        await self._order(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
+    async def save_state(self, name: str, value: object, revokes: Sequence[str] = ()) -> None:
+        """Save a named value of the service's state, in place of the one before. In the same moment the owners of
+        the leases that it `revokes`, of a database, lose them."""
+        leases = [] if self._home is None else [self._home.lease(lease) for lease in revokes]
+
+        def work(db: Database) -> None:
+            for lease in leases:
+                lease.revoke(db)
+            db.execute(_SAVE_STATE, (name, *packed(value)))
+
+        await self._order(work)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
         """Return the value last saved under a name; None if there is none, or it is damaged."""

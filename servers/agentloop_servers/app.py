@@ -24,6 +24,7 @@ from typing import Any
 import ray
 import structlog
 from fastapi import FastAPI, Request
+from pydantic import SecretStr
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
@@ -49,6 +50,7 @@ from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
+from agentloop.storage.home import Home
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
@@ -110,7 +112,7 @@ from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
-from agentloop_servers.run_store import check_store, keep_url, open_store
+from agentloop_servers.run_store import check_store, home_or, keep_url, open_store, url_elsewhere
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
@@ -415,8 +417,10 @@ class IngressProcess:
         closing.push_async_callback(clients.close)
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
         router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s, trust)
-        store_path = self._run_dir / sessions_name(shard)
-        sessions, endpoint = build_endpoint(config, store_path, self._trust.key, self._coordinator, clients, router)
+        where = home_or(sessions_name(shard), config, self._run_dir, self._trust.key)
+        sessions, endpoint = build_endpoint(
+            config, where, self._run_dir, self._trust.key, self._coordinator, clients, router
+        )
         closing.push_async_callback(sessions.close)
         await sessions.start()
         keys = self._keys or keys_of(config)
@@ -499,7 +503,8 @@ def _run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...
 
 def build_endpoint(
     config: ServiceConfig,
-    store_path: Path,
+    where: Path | Home,
+    run_dir: Path,
     secret: str,
     coordinator: FrontPort,
     clients: EngineClients,
@@ -518,9 +523,7 @@ def build_endpoint(
         can_constrain=can_constrain(config),
         placer=ImagePlacer(takes_images=takes_images(config)),
         keep_image_files=(
-            ImageFiles(store_path.parent / IMAGES_FOLDER).keep
-            if config.cluster is None
-            else coordinator.keep_images
+            ImageFiles(run_dir / IMAGES_FOLDER).keep if config.cluster is None else coordinator.keep_images
         ),
     )
     limits = SessionLimits(
@@ -529,7 +532,7 @@ def build_endpoint(
         ttl_s=settings.session_ttl_s,
     )
     sessions = Sessions(
-        store_path,
+        where,
         parts=parts,
         coordinator=coordinator,
         connect=clients.connect,
@@ -602,8 +605,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     check_hosts(config, node_resources())
     run_dir = run_dir.resolve()  # replicas have working directories of their own
     trust = where_the_run_is(config, begun_run, config, run_dir)
-    where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
-    common, has_database = (*where, trust), config.store is not None
+    where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
+    common = (*where, trust)
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
         CoordinatorDeployment,
@@ -635,7 +638,16 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers, has_database))
+    others = (coordinator, *engines, workers.bind(*where, trust.of_workers, config.store is not None))
+    return ingress.bind(store_elsewhere(config, run_dir), run_dir, trust, keys, *others)
+
+
+def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
+    """Return a config whose store other nodes reach too. Raises InvalidRequest."""
+    if config.cluster is None or config.store is None:
+        return config
+    url = where_the_run_is(config, url_elsewhere, config, run_dir)
+    return config.model_copy(update={"store": SecretStr(url)})
 
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:

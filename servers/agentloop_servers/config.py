@@ -348,7 +348,8 @@ class ServiceConfig(_Strict):
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None
-    """A database for the records, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite in the run directory."""
+    """A database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite
+    and files in the run directory."""
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0
     """The time that new requests wait for a resume; then they get 503."""
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000

@@ -1,7 +1,8 @@
 """The home of a run's trajectory store: SQLite in its directory, or the database that the config names.
 
 The database's URL may have a password. It is in the run's directory, in a file that its owner alone reads, and in
-the coordinator: no other process is told, and no message has more than `shown_url` leaves.
+the coordinator and the ingress processes, which run no code of users: no other process is told, and no message has
+more than `shown_url` leaves.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ def has_store(run_dir: Path) -> bool:
 
 def open_store(config: ServiceConfig, run_dir: Path, secret: str) -> TrajectoryStore:
     """Open a run's store for its coordinator. Raises as TrajectoryStore."""
-    url = _url(config)
-    where = run_dir / STORE_NAME if url is None else _home(url, run_dir, _owner(secret))
+    where = home_or(STORE_NAME, config, run_dir, secret)
     return TrajectoryStore(where, min_free_bytes=config.min_free_mib << 20)
+
+
+def home_or(name: str, config: ServiceConfig, run_dir: Path, secret: str) -> Path | Home:
+    """Return the database of a run, or else its file of a name. Raises InvalidRequest."""
+    url = _url(config)
+    return run_dir / name if url is None else _home(url, run_dir, _owner(secret))
 
 
 def check_store(config: ServiceConfig, run_dir: Path) -> None:
@@ -52,6 +58,13 @@ def check_store(config: ServiceConfig, run_dir: Path) -> None:
     if url is not None:
         secret = run_dir / SECRET_NAME
         check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))
+
+
+def url_elsewhere(config: ServiceConfig, run_dir: Path) -> str:
+    """Return the URL of a run's database for processes on other hosts. Raises InvalidRequest."""
+    url = _url(config)
+    assert url is not None
+    return _home(url, run_dir, None).url_elsewhere()
 
 
 def keep_url(config: ServiceConfig, run_dir: Path) -> None:

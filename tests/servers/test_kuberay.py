@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
+from agentloop.storage.home import shown_url
 from agentloop_servers.cli.commands import app as command
 from agentloop_servers.config import IMPORT_PATH, ServiceConfig
-from agentloop_servers.run_store import check_store, keep_url, open_store
+from agentloop_servers.run_store import check_store, keep_url, open_store, url_elsewhere
 from tests.support.service.postgres_server import PostgresServer
 from tests.support.service.whole_service import SECRET, simulated_config
 
@@ -211,3 +213,9 @@ async def test_the_stores_url_may_come_from_a_secret(postgres_server: PostgresSe
     finally:
         await store.close()
     assert postgres_server.execute("SELECT to_regclass('leases') IS NOT NULL", run_dir.name) == [(True,)]
+    # The other pods, whose ingress processes write sessions there, do not mount it.
+    url = url_elsewhere(config, run_dir)
+    monkeypatch.delenv("PGSERVICEFILE")
+    assert "service" not in url
+    check_store(config.model_copy(update={"store": SecretStr(url)}), tmp_path / postgres_server.new_name())
+    assert shown_url(url) == f"postgresql://127.0.0.1:{postgres_server.port}/postgres"

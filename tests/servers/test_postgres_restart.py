@@ -46,7 +46,7 @@ async def test_the_next_coordinator_has_the_run_once_the_lease_of_a_killed_one_i
     async with running_service(config, run_dir) as url, RolloutClient(url) as client:
         await client.wait_until_ready()
         rollout = await client.submit(tasks, num_samples=4)
-        number = "SELECT number FROM leases"
+        number = "SELECT number FROM leases WHERE name = 'coordinator'"
         [(first,)] = postgres_server.execute(number, run_dir.name)
         pid = int(await asyncio.to_thread((run_dir / RUN_LOCK).read_text))
         os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,8 @@ async def test_the_next_coordinator_has_the_run_once_the_lease_of_a_killed_one_i
         assert second == first + 1
         assert told(run_dir) == []
         # One that was shut out ends by itself, and the one that Serve starts in its place takes over again.
-        postgres_server.execute("UPDATE leases SET number = number + 10, until = clock_timestamp()", run_dir.name)
+        taken = "UPDATE leases SET number = number + 10, until = clock_timestamp() WHERE name = 'coordinator'"
+        postgres_server.execute(taken, run_dir.name)
         async with asyncio.timeout(120.0):
             while postgres_server.execute(number, run_dir.name) != [(second + 11,)]:
                 await asyncio.sleep(0.2)

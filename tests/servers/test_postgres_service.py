@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentloop.api.coordinator import WorkerPort
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest, ServiceUnavailable
+from agentloop.errors import InvalidRequest
 from agentloop.rollout.turn_journal import FinishedTurn, read_entries
 from agentloop.storage.home import Home
 from agentloop.types import Message, RolloutTask, StopReason
@@ -27,6 +27,7 @@ from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.run_store import resumed_config
 from tests.support.engine.scripted import call
 from tests.support.fleet.lost_worker import HangingEngine
+from tests.support.service.cut_port import CutPort
 from tests.support.service.postgres_server import PASSWORD, PostgresServer
 from tests.support.service.whole_service import (
     SECRET,
@@ -115,22 +116,6 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     assert not run_dir.exists()
 
 
-class DyingPort:
-    """The coordinator as a worker sees it until its host is cut off."""
-
-    def __init__(self, port: WorkerPort) -> None:
-        self._port = port
-        self.is_cut = False
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*arguments: Any) -> Any:
-            if self.is_cut:
-                raise ServiceUnavailable("cut off")
-            return await getattr(self._port, name)(*arguments)
-
-        return call
-
-
 async def num_kept(site: ServiceSite, assignment_id: str) -> int:
     """The turns of a sample that the store has."""
     found = await site.client.workers.kept_turns(assignment_id)
@@ -149,7 +134,7 @@ async def test_a_lost_workers_trajectories_go_on_from_the_store_with_no_turn_sam
         whole_site(config, run_dir, lambda _: engine, has_worker=False) as site,
         RolloutClient(site.urls[0]) as client,
     ):
-        port = DyingPort(site.client.workers)
+        port = CutPort(site.client.workers)
         lost = site.add_worker("lost", cast(WorkerPort, port))
         rollout = await client.submit(work)
         async with asyncio.timeout(60.0):

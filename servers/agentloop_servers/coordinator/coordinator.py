@@ -75,7 +75,14 @@ class Coordinator:
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._background: list[asyncio.Task[None]] = []
         save_places = partial(store.save_state, ENDPOINT_PLACES)
-        self._places = EndpointPlaces(config.disk, config.num_endpoint_processes, clock.now, save_places, log)
+        self._places = EndpointPlaces(
+            config.disk,
+            config.num_endpoint_processes,
+            clock.now,
+            save_places,
+            log,
+            are_taken_over=store.is_shared,
+        )
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
         self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._is_closed = False

@@ -39,7 +39,8 @@ class OpenCall:
 class OpenCallsLog:
     """The calls of this process that have not ended, by session. Synchronous; of one thread once it is open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        """Without a path they are in memory alone."""
         self._path = path
         self._fd = -1
         self._num_bytes = 0
@@ -51,6 +52,7 @@ class OpenCallsLog:
 
         Raises StorageFull, or ServiceUnavailable when the disk fails otherwise.
         """
+        assert self._path is not None
         try:
             self._path.unlink(missing_ok=True)  # not truncated: a process that lingers writes into its own file
             self._fd = open_log(self._path, is_new=True)
@@ -109,6 +111,8 @@ class OpenCallsLog:
 
     def _append(self, framed: bytes) -> None:
         """Write a frame whole or not at all. Raises OSError, and ServiceUnavailable if the file is closed."""
+        if self._path is None:
+            return
         if self._fd < 0:
             raise ServiceUnavailable("the session store is closed")
         if self._num_bytes >= self._rotate_at:
@@ -118,6 +122,7 @@ class OpenCallsLog:
 
     def _rotate(self) -> None:
         """Go on in a file that has only the open calls. Where that fails, go on in this one."""
+        assert self._path is not None
         frames = b"".join(framed for calls in self._held.values() for _, framed in calls.values())
         self._rotate_at = max(ROTATE_BYTES, 4 * len(frames), 2 * self._num_bytes)
         fresh, fd = self._path.with_name(f"{self._path.name}.fresh"), -1

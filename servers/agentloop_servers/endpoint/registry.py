@@ -17,7 +17,7 @@ import re
 import sqlite3
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
+from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, Node
 from agentloop.types import Message, StopReason, Trajectory
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
@@ -213,7 +214,7 @@ class Sessions:
 
     def __init__(
         self,
-        store_path: str | Path,
+        where: str | Path | Home,
         *,
         parts: SessionParts,
         coordinator: FrontPort,
@@ -234,7 +235,8 @@ class Sessions:
         self.keys = SessionKeys(secret)
         self.parts = parts  # calls that no session records are made with them too
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
-        self.store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
+        self.store = SessionStore(where, self._time, executor, min_free_bytes=min_free_bytes, shards=self._shards)
+        self._shards.on_gained = None if isinstance(where, str | Path) else self._take_in
         self._notes = OwnedTasks("session-records")  # that records are in the run's store, on their way to the file
         self.cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
@@ -255,8 +257,8 @@ class Sessions:
         self.num_open -= 1
 
     async def start(self) -> None:
-        """Open the file, and begin the watch, which expires, evicts and records. Raises InvalidRequest if the file
-        is no session store."""
+        """Open the store, and begin the watch, which expires, evicts and records. Raises InvalidRequest if it is no
+        session store."""
         self.num_open = await self.store.start()
         self._time.not_before(await self.store.last_use())
         await self.store.spare(self._limits.restart_grace_s)
@@ -276,7 +278,10 @@ class Sessions:
         await self.store.close()
 
     def check_health(self) -> None:
-        """Raise the error that ended the task which expires, evicts and records sessions."""
+        """Raise the error that ended the task which expires, evicts and records sessions, and ServiceUnavailable
+        once another process has them: this one is of no use any more."""
+        if self.store.is_taken_over:
+            raise ServiceUnavailable("another process has taken these sessions over")
         if self._watching is not None and self._watching.done():
             self._watching.result()
 
@@ -492,6 +497,14 @@ class Sessions:
 
     async def _delete_stored(self, session_id: str, state: SessionState | None) -> None:
         self.num_open -= await self.store.delete(session_id, state)
+
+    async def _take_in(self, places: Collection[int]) -> None:
+        """Go on with the sessions of a process that was lost."""
+        num_open = await self.store.take_in(places)
+        self._time.not_before(await self.store.last_use(places))
+        await self.store.spare(self._limits.restart_grace_s, places)
+        self.num_open += num_open
+        _log.info("sessions_taken_in", num_open=num_open, num_places=len(places))
 
     # --- the watch ---
 

@@ -1,8 +1,11 @@
-"""The sessions of one endpoint process on disk: records, calls and turns, in one SQLite file that it alone writes.
+"""The sessions of one endpoint process: records, calls and turns, in a SQLite file that it alone writes, or, of all
+processes, in the tables of the run's database, where the process that takes over finds a lost one's.
 
 Ownership: the file, through the one thread that touches it, and the open-call log beside it. In WAL mode with
 synchronous=NORMAL a commit survives a killed process, not a power cut: a session that is being talked to dies with
-its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk.
+its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk. In the database
+each row has its place (`ShardRouter.place_of`), and a process looks at its own places. What it commits renews its
+lease, and one that was given up commits nothing more.
 
 Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
 numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
@@ -13,24 +16,36 @@ as a tombstone, and no write of a late call brings it back.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
+import structlog
+
+from agentloop.aio import OwnedTasks
+from agentloop.api.coordinator import sessions_lease
+from agentloop.errors import (
+    InvalidRequest,
+    ServiceUnavailable,
+    SessionFinished,
+    SessionNotFound,
+)
 from agentloop.sessions.journal import SessionRecord, SessionState
 from agentloop.storage.disk_room import DiskRoom
-from agentloop.storage.home import Schema
+from agentloop.storage.home import Database, Home, Ownership, Schema
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
+from agentloop.storage.trajectory_store import folder_of
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
+from agentloop_servers.endpoint.shards import ShardRouter
 
 T = TypeVar("T")
+
+_log = structlog.stdlib.get_logger(__name__)
 
 MAX_WRITE_BATCH = 32
 """Pieces of work in one transaction: as many calls go on at once when it is committed."""
@@ -40,22 +55,30 @@ _PROCESS_ENDED = "the endpoint's process ended meanwhile"
 _DAMAGED = "what the disk had of it is damaged"
 _LIVE = frozenset({SessionState.OPEN, SessionState.FINISHED})
 
-_SCHEMA = Schema(
-    kind="session store",
-    version=1,
-    tables="""
+_SESSIONS = """
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, state TEXT NOT NULL, is_recorded INTEGER NOT NULL,
-    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL{place}) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
-    seq INTEGER PRIMARY KEY, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
+    seq INTEGER {key}, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
     value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
-""",
+"""
+_OPEN_CALLS = """
+CREATE TABLE IF NOT EXISTS open_calls (
+    session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
+    crc INTEGER NOT NULL, PRIMARY KEY (session_id, call_id));
+"""
+_SCHEMA = Schema(
+    kind="session store",
+    version=1,
+    tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )
+_FORGET_CALL = "DELETE FROM open_calls WHERE session_id = ? AND call_id = ?"
+_SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NULL", key="NOT NULL") + _OPEN_CALLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +111,35 @@ class SessionStore:
 
     def __init__(
         self,
-        path: str | Path,
+        where: str | Path | Home,
         wall_s: Callable[[], float],
         executor: Executor | None = None,
         *,
         min_free_bytes: int = 0,
+        shards: ShardRouter | None = None,
     ) -> None:
-        """`executor` runs one call at a time; a thread of its own by default. With fewer than `min_free_bytes` free
-        on the disk no session is created."""
-        self._path = Path(path)
-        self._room = DiskRoom(self._path.parent, min_free_bytes)
+        """`where` is a file, or a home, in which `shards` says what is this process's. `executor` runs one call at
+        a time; a thread of its own by default. With fewer than `min_free_bytes` free on the disk no session is
+        created."""
+        self._where = Path(where) if isinstance(where, str) else where
+        self._shards = None if isinstance(where, str | Path) else shards  # None: all of a file is this process's
+        self._failure = sqlite3.Error if isinstance(where, str | Path) else where.failure
+        self._lease: Ownership | None = None
+        self._lease_number: int | None = None
+        self.is_taken_over = False  # another process has these sessions, or a later life of this one
+        self._room = DiskRoom(folder_of(where), min_free_bytes)
         self._wall_s = wall_s
         self._executor = executor or one_thread("sessions")
         self._writer: BatchWriter | None = None
         self._log = OpenCallsLog(self._log_path)
-        self._numbers = itertools.count(1)
+        self._notes = OwnedTasks("open-calls")
+        self._number = 0  # the last of a beginning or an end
         self._rows = RowChecker(_SCHEMA.kind)
         self._num_damaged_lines = 0
 
     @property
-    def _log_path(self) -> Path:
-        return self._path.with_suffix(".open-calls")
+    def _log_path(self) -> Path | None:
+        return self._where.with_suffix(".open-calls") if isinstance(self._where, Path) else None
 
     @property
     def num_corrupt_rows(self) -> int:
@@ -122,23 +153,54 @@ class SessionStore:
         ServiceUnavailable when it fails otherwise.
         """
         loop = asyncio.get_running_loop()
-        try:
-            left, self._num_damaged_lines = await loop.run_in_executor(
-                self._executor, read_open_calls, self._log_path
+        if not isinstance(self._where, Path):
+            assert self._shards is not None
+            self._lease = self._where.lease(sessions_lease(self._shards.rank))
+            db = await loop.run_in_executor(self._executor, self._where.open, _SHARED)
+            self._writer = BatchWriter(
+                db, _SHARED.kind, self._executor, max_batch=MAX_WRITE_BATCH, guard=self._check_owner
             )
+            await self._run(self._take_lease)
+            return await self.take_in(self._shards.places)
+        log_path = self._where.with_suffix(".open-calls")
+        try:
+            left, self._num_damaged_lines = await loop.run_in_executor(self._executor, read_open_calls, log_path)
         except OSError as error:
-            raise InvalidRequest(f"{self._log_path.name} cannot be read: {error}") from error
-        db = await loop.run_in_executor(self._executor, open_database, self._path, _SCHEMA)
-        self._writer = BatchWriter(db, _SCHEMA.kind, self._executor, max_batch=MAX_WRITE_BATCH)
-        last = max(await self._run(_last_number), *(opened.number for opened in left), 0)
-        self._numbers = itertools.count(last + 1)
-        num_open = await self._run(lambda db: _fail_open_calls(db, left, self._numbers))
+            raise InvalidRequest(f"{log_path.name} cannot be read: {error}") from error
+        file = await loop.run_in_executor(self._executor, open_database, self._where, _SCHEMA)
+        self._writer = BatchWriter(file, _SCHEMA.kind, self._executor, max_batch=MAX_WRITE_BATCH)
+        self._number = max(await self._run(_last_number), *(opened.number for opened in left), 0)
+        numbers = self._next_numbers(len(left))
+        await self._run(lambda db: _fail_open_calls(db, left, numbers))
         await loop.run_in_executor(self._executor, self._log.open)
-        return num_open
+        return await self._run(lambda db: _num_open(db, ""))
+
+    async def take_in(self, places: Collection[int]) -> int:
+        """Make the sessions at these places this process's, in a database: calls that are open there have failed.
+
+        Returns how many of the sessions are open.
+        """
+
+        def work(db: Database) -> int:
+            rows = db.execute(
+                "SELECT number, session_id, call_id, CAST(value AS BLOB), crc FROM open_calls WHERE session_id IN"
+                f" (SELECT session_id FROM sessions WHERE {_at(places)}) ORDER BY number"
+            ).fetchall()
+            db.executemany(_FORGET_CALL, [row[1:3] for row in rows])
+            left = [
+                OpenCall(number, session_id, call)
+                for number, session_id, call_id, *stored in rows
+                if (call := self._rows.value("open_calls", CallRecord, (session_id, call_id), *stored)) is not None
+            ]
+            _fail_open_calls(db, left, [opened.number for opened in left])
+            return _num_open(db, f" AND {_at(places)}")
+
+        return await self._run(work)
 
     async def close(self) -> None:
         """Finish what waits, then let go of the files. Idempotent."""
         if self._writer is not None:
+            await self._notes.close()
             await self._writer.close()
             self._log.close()
 
@@ -146,18 +208,25 @@ class SessionStore:
 
     def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
-        self._log.add(next(self._numbers), session_id, call_record)
+        (number,) = self._next_numbers(1)
+        self._log.add(number, session_id, call_record)
+        if self._shards is not None:  # committed a moment later: a lost host may have begun one that is not there
+            row = (session_id, call_record.call_id, number, *packed(call_record))
+            statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            self._notes.start(self._run(lambda db: db.execute(statement, row).rowcount))
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
         SessionNotFound for a tombstone."""
-        opened, number = self._log.of_call(session_id, call_record.call_id), next(self._numbers)
+        opened, (number,) = self._log.of_call(session_id, call_record.call_id), self._next_numbers(1)
         began = number if opened is None else opened.number
         stored = StoredCall(call_record, tuple(nodes))
 
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Database) -> None:
             _, good_until = _require(db, session_id, _LIVE)
             _put_call(db, session_id, stored, number, began)
+            if self._shards is not None:
+                db.execute(_FORGET_CALL, (session_id, call_record.call_id))
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
@@ -169,7 +238,7 @@ class SessionStore:
         Raises SessionNotFound for a tombstone, and SessionFinished rather than open it again.
         """
 
-        def work(db: sqlite3.Connection) -> bool:
+        def work(db: Database) -> bool:
             allowed = _LIVE if record.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
             state, _ = _require(db, record.session_id, allowed)
             db.execute(
@@ -187,18 +256,21 @@ class SessionStore:
         """Store a new session. False: its id was used before. Raises StorageFull."""
         self._room.check()
         expires_at = self._wall_s() + record.ttl_s
-        row = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
+        row: tuple[object, ...] = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
+        row += (*packed(record), *(() if self._shards is None else (self._shards.place_of(record.session_id),)))
+        statement = f"INSERT INTO sessions VALUES ({', '.join('?' * len(row))}) ON CONFLICT DO NOTHING"
 
-        def work(db: sqlite3.Connection) -> bool:
-            statement = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-            return db.execute(statement, (*row, *packed(record))).rowcount > 0
+        def work(db: Database) -> bool:
+            return db.execute(statement, row).rowcount > 0
 
         return await self._run(work)
 
     async def load(self, session_id: str) -> StoredSession | None:
         """Load a session with everything it has, or its tombstone; None for an id that was never used."""
         open_calls = self._log.of_session(session_id)
-        return await self._run(lambda db: self._load(db, session_id, open_calls))
+        stored, last_number = await self._run(lambda db: self._load(db, session_id, open_calls))
+        self._number = max(self._number, last_number)  # another process may have counted further
+        return stored
 
     async def mark_recorded(self, session_id: str) -> None:
         """Note that a finished session's record is in the run's store, or never will be."""
@@ -218,57 +290,63 @@ class SessionStore:
         """Delete a session with its calls. A tombstone in `state` remains; None: nothing. Returns true if it was
         open."""
 
-        def work(db: sqlite3.Connection) -> bool:
+        def work(db: Database) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
-            db.execute("DELETE FROM calls WHERE session_id = ?", (session_id,))
+            for table in ("calls",) if self._shards is None else ("calls", "open_calls"):
+                db.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             else:
-                statement = "UPDATE sessions SET state = ?, value = x'', crc = 0 WHERE session_id = ?"
-                db.execute(statement, (state, session_id))
+                statement = "UPDATE sessions SET state = ?, value = ?, crc = 0 WHERE session_id = ?"
+                db.execute(statement, (state, b"", session_id))
             return was_open
 
         return await self._run(work, lambda: self._log.remove_all(session_id))
 
-    async def last_use(self) -> float:
-        """Return about the latest use of a live session, in seconds since 1970; 0 without one."""
+    async def last_use(self, places: Collection[int] = ()) -> float:
+        """Return about the latest use of a live session, in seconds since 1970; 0 without one. `places`, in a
+        database, are the ones that count, and not the own ones."""
         statement = (
-            "SELECT COALESCE(MAX(expires_at - ttl_s * ?), 0) FROM sessions WHERE state IN ('open', 'finished')"
+            "SELECT COALESCE(MAX(expires_at - ttl_s * ?), 0) FROM sessions"
+            f" WHERE state IN ('open', 'finished'){self._own(places)}"
         )
         return await self._run(lambda db: float(db.execute(statement, (1 + _EXPIRY_SLACK,)).fetchone()[0]))
 
-    async def spare(self, grace_s: float) -> None:
-        """Let every live session live for `grace_s`, or its whole time, from now: it was out of reach before."""
+    async def spare(self, grace_s: float, places: Collection[int] = ()) -> None:
+        """Let every live session live for `grace_s`, or its whole time, from now: it was out of reach before.
+        `places` as in `last_use`."""
+        spared = "? + CASE WHEN ttl_s < ? THEN ttl_s ELSE ? END"
         statement = (
-            "UPDATE sessions SET expires_at = MAX(expires_at, ? + MIN(ttl_s, ?))"
-            " WHERE state IN ('open', 'finished')"
+            f"UPDATE sessions SET expires_at = {spared}"
+            f" WHERE state IN ('open', 'finished') AND expires_at < {spared}{self._own(places)}"
         )
-        await self._run(lambda db: db.execute(statement, (self._wall_s(), grace_s)).rowcount)
+        values = (self._wall_s(), grace_s, grace_s) * 2
+        await self._run(lambda db: db.execute(statement, values).rowcount)
 
     async def expired(self, limit: int) -> list[str]:
         """Return up to `limit` live sessions whose time is over, the oldest first."""
         statement = (
             "SELECT session_id FROM sessions WHERE state IN ('open', 'finished') AND expires_at <= ?"
-            " ORDER BY expires_at LIMIT ?"
+            f"{self._own()} ORDER BY expires_at LIMIT ?"
         )
         arguments = (self._wall_s(), limit)
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
     async def num_of_owners(self) -> dict[str, int]:
         """Count the open sessions of each owner."""
-        statement = "SELECT owner, COUNT(*) FROM sessions WHERE state = 'open' GROUP BY owner"
+        statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own()} GROUP BY owner"
         return await self._run(lambda db: dict(db.execute(statement).fetchall()))
 
     async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
         """Return up to `limit` live sessions of these owners after id `after`, as owners know it, in that order."""
         marks = ", ".join("?" * len(owners))
-        shown = "substr(session_id, instr(session_id, '~') + 1)"  # as `shown_id` does
+        shown = "substr(session_id, instr(session_id, '~') + 1) COLLATE BINARY"  # as `shown_id` does
         statement = (
             f"SELECT session_id, CAST(value AS BLOB), crc FROM sessions WHERE owner IN ({marks})"
-            f" AND state IN ('open', 'finished') AND {shown} > ? ORDER BY {shown} LIMIT ?"
+            f" AND state IN ('open', 'finished') AND {shown} > ?{self._own()} ORDER BY {shown} LIMIT ?"
         )
 
-        def work(db: sqlite3.Connection) -> list[SessionRecord]:
+        def work(db: Database) -> list[SessionRecord]:
             rows = db.execute(statement, (*owners, after, limit)).fetchall()
             found = (self._rows.value("sessions", SessionRecord, *row) for row in rows)
             return [record for record in found if record is not None]
@@ -279,7 +357,7 @@ class SessionStore:
         """Return up to `limit` finished sessions after id `after`, by id, that the run's store lacks."""
         statement = (
             "SELECT session_id FROM sessions WHERE state = 'finished' AND is_recorded = 0 AND session_id > ?"
-            " ORDER BY session_id LIMIT ?"
+            f"{self._own()} ORDER BY session_id LIMIT ?"
         )
         return await self._run(lambda db: [row[0] for row in db.execute(statement, (after, limit))])
 
@@ -290,58 +368,82 @@ class SessionStore:
             raise ServiceUnavailable("the session store is closed")
         try:
             return await self._writer.run(work, on_committed)
-        except sqlite3.Error as error:
+        except self._failure as error:
             raise ServiceUnavailable(f"the session store failed: {error}") from error
 
-    def _extend(self, db: sqlite3.Connection, session_id: str) -> None:
+    def _take_lease(self, db: Database) -> None:
+        """Take the lease from an earlier process of this number: who has the number's lock is the only one."""
+        assert self._lease is not None
+        self._lease.revoke(db)
+        self._lease_number = self._lease.take(db, None, 0)
+
+    def _check_owner(self, db: Database) -> None:
+        """Raise ServiceUnavailable once these sessions are another process's. Renews the lease."""
+        if self._lease is None or (own := self._lease_number) is None:
+            return
+        if self._lease.newest(db, own) != own:
+            if not self.is_taken_over:
+                _log.error("sessions_taken_over", lease=own)
+            self.is_taken_over = True
+            raise ServiceUnavailable("another process has taken these sessions over")
+
+    def _own(self, places: Collection[int] = ()) -> str:
+        """Return the condition, after others, for the sessions of this process, or at these places."""
+        return "" if self._shards is None else f" AND {_at(places or self._shards.places)}"
+
+    def _next_numbers(self, num: int) -> Sequence[int]:
+        first, self._number = self._number + 1, self._number + num
+        return range(first, first + num)
+
+    def _extend(self, db: Database, session_id: str) -> None:
         """Move the expiry: never too early, and at most the slack too late."""
+        now = self._wall_s()
         db.execute(
-            "UPDATE sessions SET expires_at = :now + ttl_s * :slack"
-            " WHERE session_id = :session AND expires_at < :now + ttl_s",
-            {"now": self._wall_s(), "slack": 1 + _EXPIRY_SLACK, "session": session_id},
+            "UPDATE sessions SET expires_at = ? + ttl_s * ? WHERE session_id = ? AND expires_at < ? + ttl_s",
+            (now, 1 + _EXPIRY_SLACK, session_id, now),
         )
 
     def _load(
-        self, db: sqlite3.Connection, session_id: str, open_calls: Sequence[OpenCall]
-    ) -> StoredSession | None:
+        self, db: Database, session_id: str, open_calls: Sequence[OpenCall]
+    ) -> tuple[StoredSession | None, int]:
+        """Return a session, and the last number that a call of it has."""
         columns = "state, owner, is_recorded, expires_at, CAST(value AS BLOB), crc"
         row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         if row is None:
-            return None
+            return None, 0
         state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
         if state not in _LIVE:
-            return StoredSession(state, owner, is_recorded, expires_at)
+            return StoredSession(state, owner, is_recorded, expires_at), 0
         record = self._rows.value("sessions", SessionRecord, session_id, row[4], row[5])
-        statement = "SELECT call_id, began, CAST(value AS BLOB), crc FROM calls WHERE session_id = ? ORDER BY seq"
+        columns = "call_id, began, CAST(value AS BLOB), crc, seq"
+        statement = f"SELECT {columns} FROM calls WHERE session_id = ? ORDER BY seq"
         rows = db.execute(statement, (session_id,)).fetchall()
         calls = _sound(
             [
                 (call_id, self._rows.value("calls", StoredCall, (session_id, call_id), data, crc))
-                for call_id, _, data, crc in rows
+                for call_id, _, data, crc, _ in rows
             ]
         )
         ended_or_open = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
-        for (call_id, began, _, _), call in zip(rows, calls, strict=True):
+        for (call_id, began, *_), call in zip(rows, calls, strict=True):
             ended_or_open[call_id] = began, call.record  # some may have ended since `open_calls` was taken
         in_order = sorted(ended_or_open.values(), key=lambda numbered: numbered[0])
         nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
-        return StoredSession(
-            state, owner, is_recorded, expires_at, record, tuple(call for _, call in in_order), nodes
-        )
+        in_order_calls = tuple(call for _, call in in_order)
+        stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order_calls, nodes)
+        return stored, rows[-1][4] if rows else 0
 
 
 # --- in the thread, inside its transaction: what raises does so before it writes ---
 
 
-def _state_of(db: sqlite3.Connection, session_id: str) -> SessionState | None:
+def _state_of(db: Database, session_id: str) -> SessionState | None:
     """Return a session's state; None for an id that was never used."""
     row = db.execute("SELECT state FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
     return None if row is None else SessionState(row[0])
 
 
-def _require(
-    db: sqlite3.Connection, session_id: str, allowed: frozenset[SessionState]
-) -> tuple[SessionState, float]:
+def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) -> tuple[SessionState, float]:
     """Return the session's state, if it is an allowed one, and the time until which it needs no later expiry.
 
     Raises SessionNotFound or SessionFinished.
@@ -356,7 +458,7 @@ def _require(
     return state, row[1]
 
 
-def _put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number: int, began: int) -> None:
+def _put_call(db: Database, session_id: str, call: StoredCall, number: int, began: int) -> None:
     """Write a call down that ended as `number`, in its old place if it has one."""
     row = (number, began, session_id, call.record.call_id, *packed(call))
     db.execute(
@@ -366,26 +468,33 @@ def _put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number:
     )
 
 
-def _last_number(db: sqlite3.Connection) -> int:
+def _last_number(db: Database) -> int:
     """Return the greatest number there is: a call ends after it began."""
     return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
 
 
-def _fail_open_calls(db: sqlite3.Connection, left: Sequence[OpenCall], numbers: Iterator[int]) -> int:
-    """Write down that these calls failed with their process. Returns how many sessions are open."""
-    for opened in left:
-        record = dataclasses.replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
+def _fail_open_calls(db: Database, left: Sequence[OpenCall], numbers: Sequence[int]) -> None:
+    """Write down that these calls failed with their process."""
+    for number, opened in zip(numbers, left, strict=True):
+        record = replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
         ids = opened.session_id, record.call_id
         db.execute(
-            "INSERT OR IGNORE INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
-            " WHERE session_id = ? AND state IN ('open', 'finished')",
-            (next(numbers), opened.number, *ids, *packed(StoredCall(record)), opened.session_id),
+            "INSERT INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
+            " WHERE session_id = ? AND state IN ('open', 'finished') ON CONFLICT DO NOTHING",
+            (number, opened.number, *ids, *packed(StoredCall(record)), opened.session_id),
         )
-    return int(db.execute("SELECT COUNT(*) FROM sessions WHERE state = 'open'").fetchone()[0])
+
+
+def _num_open(db: Database, condition: str) -> int:
+    return int(db.execute(f"SELECT COUNT(*) FROM sessions WHERE state = 'open'{condition}").fetchone()[0])
+
+
+def _at(places: Collection[int]) -> str:
+    return f"place IN ({', '.join(map(str, sorted(places))) or 'NULL'})"
 
 
 def _damaged(call: CallRecord) -> CallRecord:
-    return dataclasses.replace(call, state=ModelCallState.FAILED, error=_DAMAGED)
+    return replace(call, state=ModelCallState.FAILED, error=_DAMAGED)
 
 
 def _sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:

@@ -5,6 +5,7 @@ keeps the table, and every process says its own URL again and again, so a restar
 a moment later. A session's data is in its holder's file. The holder follows from the id: one that the service made
 names it, and a client's own falls to one of the run's processes, whose number never changes on one host. Over
 several hosts it falls into a slot, whose holder the coordinator's table names (`coordinator/endpoint_places.py`).
+Where sessions are in a database, the table also names the heirs of lost processes.
 
 A request is passed on once: a holder never passes it further. The holder's answer goes back byte for byte. A client
 that leaves, or reads nothing, ends the exchange with the holder, which then sees its own client leave.
@@ -17,7 +18,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +120,8 @@ class ShardRouter:
         if num_processes is not None and not 0 <= rank < num_processes:
             raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
         self._coordinator = coordinator
-        self._rank = rank
+        self.rank = self._rank = rank
+        self.on_gained: Callable[[Collection[int]], Awaitable[None]] | None = None  # before requests come for these
         self._num_processes = num_processes
         self._holder_wait_s = holder_wait_s
         self._trust = trust
@@ -128,6 +130,20 @@ class ShardRouter:
         self._announcing: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self._num_passed_on = 0
+
+    @property
+    def places(self) -> frozenset[int]:
+        """The places whose sessions are this process's."""
+        return self._places_in(self._table)
+
+    def place_of(self, session_id: str) -> int:
+        """Return where a session belongs: the number of the process that made its id, or its slot as -1 - slot."""
+        made = _MADE_ID.fullmatch(shown_id(session_id))
+        return -1 - _slot(session_id, len(self._table.holders)) if made is None else int(made[1], 16)
+
+    def _places_in(self, table: EndpointTable) -> frozenset[int]:
+        numbers = {number for number in (self._rank, *table.heirs) if table.heirs.get(number, number) == self._rank}
+        return frozenset(numbers | {-1 - slot for slot, number in enumerate(table.holders) if number == self._rank})
 
     def new_id(self) -> str:
         """Return the id of a new session of this process."""
@@ -266,7 +282,7 @@ class ShardRouter:
             rank = int(made[1], 16)
             if self._num_processes is not None and rank >= self._num_processes:
                 raise SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
-            return rank
+            return self._table.heirs.get(rank, rank)
         if not holders:
             raise ServiceUnavailable("the endpoint's processes do not know each other yet")
         return holders[_slot(session_id, len(holders))]
@@ -281,8 +297,15 @@ class ShardRouter:
             else:
                 # A coordinator that has just started does not know all of them yet: what is known stays.
                 table.urls.update({**self._table.urls, **table.urls})
-                self._table = table if self._num_processes is None else replace(self._table, urls=table.urls)
-                self._joined_at = began_at
+                table = table if self._num_processes is None else replace(self._table, urls=table.urls)
+                gained = self._places_in(table) - self.places
+                try:
+                    if gained and self.on_gained is not None:
+                        await self.on_gained(gained)
+                except AgentLoopError as error:
+                    _log.warning("sessions_not_taken_in", rank=self._rank, code=error.code, error=str(error))
+                else:
+                    self._table, self._joined_at = table, began_at
             is_whole = self._num_processes in (None, len(self._table.urls)) and self._table.holders
             await asyncio.sleep(ANNOUNCE_S if is_whole else _RETRY_S)
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 
 from agentloop import codec
-from agentloop_servers.coordinator.endpoint_places import LOST_AFTER_S, NUM_SLOTS, EndpointPlaces, SavedPlaces
+from agentloop_servers.coordinator.endpoint_places import (
+    LOST_AFTER_S,
+    NUM_SLOTS,
+    TAKEN_OVER_AFTER_S,
+    EndpointPlaces,
+    SavedPlaces,
+)
 
 
 class Hosts:
     """A coordinator on disk "head" and processes that join."""
 
-    def __init__(self, num_expected: int = 3) -> None:
+    def __init__(self, num_expected: int = 3, *, are_taken_over: bool = False) -> None:
+        self.are_taken_over = are_taken_over
+        self.revoked: list[str] = []
         self.now = 0.0
         self.saved: bytes | None = None
         self.num_expected = num_expected
@@ -20,11 +30,13 @@ class Hosts:
     def coordinator(self) -> EndpointPlaces:
         """A coordinator that starts now, from what the one before saved."""
 
-        async def save(saved: SavedPlaces) -> None:
+        async def save(saved: SavedPlaces, revokes: Sequence[str]) -> None:
             self.saved = codec.encode(saved)
+            self.revoked += revokes
 
         log = structlog.get_logger()
-        self.places = EndpointPlaces("head", self.num_expected, lambda: self.now, save, log)
+        options = {"are_taken_over": self.are_taken_over}
+        self.places = EndpointPlaces("head", self.num_expected, lambda: self.now, save, log, **options)
         self.places.restore(None if self.saved is None else codec.decode(self.saved, SavedPlaces))
         return self.places
 
@@ -42,8 +54,8 @@ class Hosts:
         return table
 
 
-async def three_hosts() -> tuple[Hosts, list[int]]:
-    hosts = Hosts()
+async def three_hosts(*, are_taken_over: bool = False) -> tuple[Hosts, list[int]]:
+    hosts = Hosts(are_taken_over=are_taken_over)
     numbers = [(await hosts.places.numbers(disk, 1))[0] for disk in ("head", "b", "c")]
     return hosts, numbers
 
@@ -116,3 +128,50 @@ async def test_on_one_host_there_are_no_slots():
     table = await hosts.pass_time(60, 0, 1)
     assert table.urls == {0: "http://0", 1: "http://1"}
     assert (table.holders, table.lost, table.inherited) == ((), frozenset(), frozenset())
+
+
+async def test_in_a_database_all_that_a_lost_process_has_goes_to_others_and_its_lease_with_it():
+    hosts, _ = await three_hosts(are_taken_over=True)
+    before = (await hosts.join(0, 1, 2)).holders
+    table = await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)
+    assert (table.lost, table.heirs, table.holders, hosts.revoked) == (frozenset(), {}, before, [])
+    table = await hosts.pass_time(3, 0, 1)
+    assert set(table.heirs) == table.lost == {2}
+    assert table.heirs[2] in (0, 1)
+    assert 2 not in table.holders
+    assert table.inherited == frozenset(), "what is not known was never there"
+    assert hosts.revoked == ["sessions-2"]
+    assert (await hosts.pass_time(30, 0, 1)).heirs == table.heirs
+    assert hosts.revoked == ["sessions-2"]
+    hosts.coordinator()
+    assert (await hosts.join(0, 1)).heirs == table.heirs
+
+
+async def test_an_heir_that_is_lost_leaves_what_it_inherited_too():
+    hosts = Hosts(are_taken_over=True)
+    for disk in ("b", "c", "d"):  # 1, 2, 3; the process on the coordinator's disk never joins
+        await hosts.places.numbers(disk, 1)
+    await hosts.join(1, 2, 3)
+    (heir,) = (await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 2, 3)).heirs.values()
+    (last,) = {2, 3} - {heir}
+    table = await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, last)
+    assert table.heirs == {1: last, heir: last}
+    assert set(table.holders) == {last}
+    assert hosts.revoked == ["sessions-1", f"sessions-{heir}"]
+
+
+async def test_a_disk_that_comes_back_gets_a_number_of_its_own():
+    hosts, _ = await three_hosts(are_taken_over=True)
+    await hosts.join(0, 1, 2)
+    await hosts.pass_time(TAKEN_OVER_AFTER_S + 2, 0, 1)
+    assert await hosts.places.numbers("c", 1) == (3,)
+    assert await hosts.places.numbers("c", 1) == (3,)
+    assert (await hosts.join(0, 1, 3)).heirs.keys() == {2}
+
+
+async def test_a_process_that_is_being_started_again_is_not_lost_meanwhile():
+    hosts, _ = await three_hosts(are_taken_over=True)
+    await hosts.join(0, 1, 2)
+    await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)
+    assert await hosts.places.numbers("c", 1) == (2,)
+    assert (await hosts.pass_time(TAKEN_OVER_AFTER_S - 1, 0, 1)).lost == frozenset()

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import pytest
 
@@ -23,10 +24,15 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest, SessionFinished, SessionNotFound, StorageFull
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
+from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
+from agentloop_servers.endpoint.shards import ShardRouter
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.records.turns import in_store, make_call, make_node, make_record
+
+AnyHome = TypeVar("AnyHome", Path, Home)
 
 
 class Wall:
@@ -44,9 +50,19 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "sessions.sqlite"
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, path: Path) -> Path | Home:
+    """The homes of sessions: what is promised of one is promised of the other."""
+    return path if request.param == "sqlite" else request.getfixturevalue("postgres_run")
+
+
+def store_at(place: AnyHome, wall: Wall | None = None) -> SessionStore:
+    return SessionStore(place, wall or Wall(), shards=ShardRouter(FakeCoordinator()))
+
+
 @asynccontextmanager
-async def opened(path: Path, wall: Wall | None = None) -> AsyncIterator[SessionStore]:
-    store = SessionStore(path, wall or Wall())
+async def opened(place: AnyHome, wall: Wall | None = None) -> AsyncIterator[SessionStore]:
+    store = store_at(place, wall)
     await store.start()
     try:
         yield store
@@ -78,8 +94,8 @@ def change(path: Path, statement: str, *arguments: object) -> None:
     db.close()
 
 
-async def test_a_session_comes_back_as_it_was(path: Path) -> None:
-    async with opened(path) as store:
+async def test_a_session_comes_back_as_it_was(place: AnyHome) -> None:
+    async with opened(place) as store:
         assert await store.create(make_record(owner="o"))
         await make_turns(store, 3)
         store.open_call("s", make_call("open"))
@@ -96,8 +112,8 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
         assert await store.load("other") is None
 
 
-async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> None:
-    async with opened(path) as store:
+async def test_a_later_word_about_a_call_replaces_the_earlier(place: AnyHome) -> None:
+    async with opened(place) as store:
         await store.create(make_record())
         await make_turns(store, 1)
         store.open_call("s", make_call("c1"))
@@ -111,15 +127,15 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> Non
         assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
 
 
-async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
-    async with opened(path) as store:
+async def test_after_a_restart_open_calls_have_failed(place: AnyHome) -> None:
+    async with opened(place) as store:
         for session_id in ("a", "b", "c"):
             await store.create(make_record(session_id))
         await make_turns(store, 1, "a")
         store.open_call("a", make_call("open"))
         await store.save(replace(make_record("b"), state=SessionState.FINISHED))
         await store.delete("c", SessionState.DELETED)
-    store = SessionStore(path, Wall())
+    store = store_at(place)
     assert await store.start() == 1
     stored = await loaded(store, "a")
     assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
@@ -129,8 +145,8 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
     await store.close()
 
 
-async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Path) -> None:
-    async with opened(path) as store:
+async def test_facts_are_replaced_and_a_finished_session_stays_finished(place: AnyHome) -> None:
+    async with opened(place) as store:
         record = make_record()
         await store.create(record)
         assert not await store.save(replace(record, score=Score(1.0)))
@@ -149,8 +165,8 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
 
 
 @pytest.mark.parametrize("state", [SessionState.DELETED, SessionState.GONE])
-async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) -> None:
-    async with opened(path) as store:
+async def test_nothing_brings_a_tombstone_back(place: AnyHome, state: SessionState) -> None:
+    async with opened(place) as store:
         record = make_record(owner="o")
         await store.create(record)
         await make_turns(store, 2)
@@ -166,14 +182,16 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) 
         assert not await store.create(record)
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.record, stored.calls) == (state, "o", None, ())
-    with sqlite3.connect(path) as db:
-        assert db.execute("SELECT COUNT(*) FROM calls").fetchone() == (0,)
-    db.close()
-    assert read_open_calls(path.with_suffix(".open-calls")) == ([], 0)
+    async with opened(place) as store:
+        assert await in_store(store, lambda db: db.execute("SELECT COUNT(*) FROM calls").fetchone()) == (0,)
+        if not isinstance(place, Path):
+            assert await in_store(store, lambda db: db.execute("SELECT * FROM open_calls").fetchall()) == []
+    if isinstance(place, Path):
+        assert read_open_calls(place.with_suffix(".open-calls")) == ([], 0)
 
 
-async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
-    async with opened(path) as store:
+async def test_what_nobody_named_leaves_no_tombstone(place: AnyHome) -> None:
+    async with opened(place) as store:
         await store.create(make_record())
         assert await store.delete("s", None)
         assert await store.load("s") is None
@@ -181,9 +199,9 @@ async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
             await store.close_call("s", make_call("late", ModelCallState.FAILED), [])
 
 
-async def test_use_extends_a_life(path: Path) -> None:
+async def test_use_extends_a_life(place: AnyHome) -> None:
     wall = Wall()
-    async with opened(path, wall) as store:
+    async with opened(place, wall) as store:
         for session_id in ("idle", "used", "long"):
             await store.create(make_record(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
         wall.now_s += 90
@@ -229,8 +247,8 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
         assert (await loaded(store)).calls[1] == big
 
 
-async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
-    async with opened(path) as store:
+async def test_a_bad_value_fails_its_own_write(place: AnyHome) -> None:
+    async with opened(place) as store:
         await store.create(make_record())
         bad = replace(make_call("bad"), error=object())  # type: ignore[arg-type]
         outcomes = await asyncio.gather(
@@ -334,8 +352,10 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
 # --- calls that are open ---
 
 
-def as_killed(path: Path, name: str) -> Path:
+def as_killed(path: AnyHome, name: str) -> AnyHome:
     """What the process that has the store open would leave if it were killed now."""
+    if not isinstance(path, Path):
+        return path
     folder = path.parent / name
     folder.mkdir()
     for file in path.parent.glob(f"{path.stem}.*"):
@@ -416,11 +436,11 @@ async def test_damaged_lines_of_open_calls_are_counted_and_cleared(path: Path) -
         assert store.num_corrupt_rows == 0
 
 
-async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commits(path: Path) -> None:
+async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commits(place: AnyHome) -> None:
     def same(call_id: str, state: ModelCallState = ModelCallState.OPEN) -> CallRecord:
         return replace(make_call(call_id, state), digest=b"the same body")
 
-    async with opened(path) as store:
+    async with opened(place) as store:
         await store.create(make_record())
         store.open_call("s", same("a"))
         store.open_call("s", same("b"))
@@ -428,13 +448,15 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         await store.close_call("s", same("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         await store.close_call("s", same("a", ModelCallState.COMMITTED), [make_node("m", "a")])
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
-        killed = as_killed(path, "killed")
+        killed = as_killed(place, "killed")
     async with opened(killed) as store:
+        await loaded(store)  # as a session's first call of a process does
         store.open_call("s", same("d"))
         store.open_call("s", same("e"))
         await store.close_call("s", same("e", ModelCallState.FAILED), [])
         killed = as_killed(killed, "again")
     async with opened(killed) as store:
+        await loaded(store)  # as a session's first call of a process does
         store.open_call("s", same("f"))
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
@@ -447,6 +469,7 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         store.open_call("s", same("g"))
         killed = as_killed(killed, "once more")
     async with opened(killed) as store:
+        await loaded(store)  # as a session's first call of a process does
         store.open_call("s", same("h"))
         assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
 

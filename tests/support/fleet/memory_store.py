@@ -22,6 +22,7 @@ class MemoryStore:
 
     successor: int | None = None
     is_full = False
+    is_shared = False
 
     def __init__(self) -> None:
         self.groups: dict[str, list[RolloutGroup]] = {}
@@ -117,7 +118,7 @@ class MemoryStore:
         self.state["epoch"] = codec.encode(epoch)
         return epoch
 
-    async def save_state(self, name: str, value: object) -> None:
+    async def save_state(self, name: str, value: object, revokes: Sequence[str] = ()) -> None:
         await self._disk()
         self.state[name] = codec.encode(value)
 

@@ -86,9 +86,11 @@ async def whole_site(
     build: Callable[[ServiceConfig], Engine] = build_engine,
     *,
     has_worker: bool = True,
+    num_hosts: int = 0,
     **options: Any,
 ) -> AsyncIterator[ServiceSite]:
-    """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
+    """As `whole_service`, with all of it in the open; `options` are those of its ingress processes. On several
+    hosts the test starts these."""
     async with AsyncExitStack() as closing:
         store = open_store(config, run_dir, SECRET.key)
         clients = EngineClients(SECRET, await store.take_over(), store.take_over)
@@ -100,6 +102,8 @@ async def whole_site(
                 kv_policy=config.kv_policy,
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
+                disk="head",
+                num_endpoint_processes=num_hosts,
                 balancer=balancer_config(config),
                 read_users=lambda: user_table(config),
             ),
@@ -153,7 +157,7 @@ async def whole_site(
             add_worker("worker", client.workers)
         urls = []
         ingresses: list[IngressProcess] = []
-        for index in range(config.num_ingress):
+        for index in range(0 if num_hosts else config.num_ingress):
             ingresses.append(IngressProcess(config, run_dir, SECRET, client.front, **options))
             closing.push_async_callback(ingresses[index].close)
             public = listening_socket(config.host)
