@@ -341,13 +341,13 @@ class LoopWatch:
     """
 
     def __init__(self, blocked_s: float = BLOCKED_S) -> None:
-        self.longest_s = 0.0  # that the loop has stood still
+        self.longest_s = 0.0  # by which the loop was late, since this was set to 0
         self._blocked_s = blocked_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._turned_at = time.monotonic()
         self._is_closed = threading.Event()
-        self._turn()
+        self._loop.call_later(blocked_s / 4, self._turn)
         threading.Thread(target=self._look, name="loop-watch", daemon=True).start()
 
     def close(self) -> None:
@@ -355,7 +355,9 @@ class LoopWatch:
         self._is_closed.set()
 
     def _turn(self) -> None:
-        self._turned_at = time.monotonic()
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - self._turned_at - self._blocked_s / 4)
+        self._turned_at = now
         if not self._is_closed.is_set():
             self._loop.call_later(self._blocked_s / 4, self._turn)
 
@@ -364,7 +366,6 @@ class LoopWatch:
         while not self._is_closed.wait(self._blocked_s / 4):
             turned_at = self._turned_at
             still_s = time.monotonic() - turned_at
-            self.longest_s = max(self.longest_s, still_s)
             if still_s >= self._blocked_s and told_at != turned_at:
                 told_at = turned_at
                 _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=self._place())

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -58,8 +58,11 @@ def configure_logging(
     console_level: str = "warning",
     console: TextIO | None = None,
     adopt: Sequence[str] = ("uvicorn", "uvicorn.error", "uvicorn.access", "ray", "ray.serve", "vllm"),
+    on_problem: Callable[[str, str], None] = lambda event, level: None,
 ) -> None:
     """Set up this process's logging; again replaces what was set up before.
+
+    `on_problem` is told the event and level of each warning and error of our own, in any thread.
 
     `path` None writes no file. Loggers named in `adopt` lose their own handlers, so that what they say goes the
     same way; others of the standard library come through the root logger.
@@ -94,6 +97,7 @@ def configure_logging(
         processors=[
             structlog.stdlib.filter_by_level,
             *shared,
+            _telling(on_problem),
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
@@ -161,6 +165,15 @@ def _formatter(shared: list[Processor], *render: Processor) -> logging.Formatter
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
     )
+
+
+def _telling(on_problem: Callable[[str, str], None]) -> Processor:
+    def tell(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if event["level"] in ("warning", "error", "critical"):
+            on_problem(event["event"], event["level"])
+        return event
+
+    return tell
 
 
 def _keep_all(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -50,6 +50,7 @@ COMMON = (
     "request_watch",
     "checks",
     "noise",
+    "metrics",
 )
 
 # The packages from bottom to top, and which packages each may import beside COMMON.
@@ -102,6 +103,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.users": {"agentloop.api", "agentloop_servers.config", "agentloop_servers.http"},
     "agentloop_servers.locks": set(),
     "agentloop_servers.host": set(),
+    "agentloop_servers.metrics": set(),
     "agentloop_servers.tls": set(),
     "agentloop_servers.certificates": set(),
     "agentloop_servers.private_http": {"agentloop_servers.tcp", "agentloop_servers.tls"},
@@ -170,10 +172,11 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rollout",
         "agentloop_servers.endpoint",
         "agentloop_servers.http",
+        "agentloop_servers.metrics",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
-    "agentloop_servers.serve_process": {"agentloop_servers.config"},
+    "agentloop_servers.serve_process": {"agentloop_servers.config", "agentloop_servers.metrics"},
     "agentloop_servers.cluster": {
         "agentloop_servers.config",
         "agentloop_servers.http",
@@ -181,7 +184,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
         "agentloop_servers.tls",
     },
-    "agentloop_servers.placement": {"agentloop_servers.cluster", "agentloop_servers.config"},
+    "agentloop_servers.placement": {
+        "agentloop.api",
+        "agentloop_servers.cluster",
+        "agentloop_servers.config",
+        "agentloop_servers.engine_config",
+    },
     "agentloop_servers.settings": {
         "agentloop.fleet",
         "agentloop.scheduling",
@@ -196,6 +204,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.engine_config",
         "agentloop_servers.engines.vllm",
         "agentloop_servers.host",
+        "agentloop_servers.placement",
     },
     "agentloop_servers.engine_hosts": {
         "agentloop_servers.cluster",

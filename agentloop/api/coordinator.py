@@ -20,8 +20,9 @@ from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
-from agentloop.errors import AgentLoopError, from_wire
+from agentloop.errors import AgentLoopError, InvalidRequest, from_wire
 from agentloop.images import Image
+from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 MAX_CALL_BYTES = 256 * 2**20
@@ -107,6 +108,16 @@ class Refusal:
     def raised(self) -> AgentLoopError:
         """Return the error."""
         return from_wire(self.error, self.http_status)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalPart:
+    """Frames of a turn journal (`rollout/turn_journal.py`) that follow `number` earlier parts of its run's."""
+
+    assignment_id: str
+    run: str
+    number: int
+    frames: bytes
 
 
 class TurnBegun(msgspec.Struct, frozen=True, tag=True):
@@ -383,6 +394,15 @@ def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
     return f"{rollout_id}/{group_id}/{sample_index}"
 
 
+def place_of(assignment_id: str) -> tuple[str, str, int]:
+    """Return the rollout, group and sample of an assignment. Raises InvalidRequest for what is the id of none."""
+    rollout_id, _, rest = assignment_id.partition("/")
+    group_id, _, sample_index = rest.rpartition("/")
+    if not sample_index.isdecimal():
+        raise InvalidRequest(f"{assignment_id!r} is no assignment", param="assignment_id")
+    return rollout_id, group_id, int(sample_index)
+
+
 def group_key(assignment_id: str) -> str:
     """Return the key of an assignment's group, which no other rollout has."""
     return assignment_id.rpartition("/")[0]
@@ -396,6 +416,13 @@ def session_holder(session_id: str) -> str:
 def is_session_holder(holder_id: str) -> bool:
     """Tell if a lease's holder is a session or a direct call, not an assignment."""
     return holder_id.startswith("/")
+
+
+class MetricsPort(Protocol):
+    """The coordinator as each process sees it that counts."""
+
+    async def report_metrics(self, report: MetricsReport) -> None:
+        """Report what was counted, durably on return. A repeat changes nothing."""
 
 
 class ReplicaPort(Protocol):
@@ -448,6 +475,16 @@ class WorkerPort(Protocol):
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
         """Return those of these assignments whose samples lack a record."""
+
+    async def keep_turns(
+        self, parts: tuple[JournalPart, ...], forgotten: tuple[tuple[str, str], ...]
+    ) -> tuple[str, ...]:
+        """Remove journals from the store, by assignment and run (all of an assignment's with the run ""), and then
+        append to others, durably. Returns the runs whose journals are over, because their samples have ended.
+        """
+
+    async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
+        """Return what the store has of the journals of a sample, by run."""
 
 
 class RolloutPort(Protocol):
@@ -548,6 +585,9 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
+
+    async def metrics(self) -> MetricsPage:
+        """Return the metrics of all processes, and what the state of the service says."""
 
     async def drain(self) -> tuple[int, int]:
         """Accept and begin nothing more. Returns the numbers of running and queued trajectories. Idempotent."""

@@ -39,6 +39,7 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
+from agentloop.metrics import MetricsTally, count_record
 from agentloop.plugins import LoadedOnce
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -103,6 +104,7 @@ class RunParts:
     vocab_size: int
     placer: ImagePlacer
     reporter: LeaseReporter
+    tally: MetricsTally = field(default_factory=MetricsTally)
     journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
     newest: NewestVersion = field(default_factory=NewestVersion)
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
@@ -186,6 +188,8 @@ class TrajectoryRun:
             encoded = EncodedRecord.of(record)
         finally:
             self._lease.close()
+        if not self.is_dropped:
+            count_record(self._parts.tally, record, "rollout")
         self._log.info(
             "trajectory_finished",
             stop_reason=record.stop_reason,

@@ -1,12 +1,12 @@
-"""The turn journal: the finished turns of running trajectories, in files that a worker which dies leaves behind.
+"""The turn journal: the finished turns of running trajectories, which a worker that dies leaves behind.
 
-Ownership: each run of a trajectory (one attempt on one worker) writes one file of its own, named by its sample;
-no other run ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
-sample's files go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`,
-survives the end of the process in whatever way; not a power cut, since nothing is synced.
+Ownership: each run of a trajectory (one attempt on one worker) writes one journal of its own; no other run ever
+writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The sample's journals
+go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`, survives the end
+of the process in whatever way, at the home of its journals (`journal_homes.py`): in files, or in the run's store.
 
-A file is an append log. A frame holds a kind and the codec's bytes of one value: first the run's header, then its
-turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
+A journal is an append log. A frame holds a kind and the codec's bytes of one value: first the run's header, then
+its turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ParamSpec, TypeAlias, TypeVar
+from functools import cache, partial
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 import structlog
 
-from agentloop.append_log import append, frame, open_log, read_frames
+from agentloop.aio import OwnedTasks
+from agentloop.api.coordinator import JournalPart
+from agentloop.append_log import frame, read_frames
 from agentloop.codec import decode, encode
-from agentloop.errors import InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.rendering.port import Renderer
 from agentloop.score import Score
 from agentloop.trajectory.node import Node
@@ -36,12 +36,8 @@ from agentloop.types import JSON, Assignment, LossCause, Move, RolloutTask, Tool
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TURNS_FOLDER = "turns"
 FLUSH_S = 0.2  # between two writes
 YOUNG_S = 2.0  # a trajectory younger than that is not written: it costs nothing, and would be little to lose
-MAX_NAMES_A_CALL = 1000
-MAX_HEADER_BYTES = 4096
-STRAY_AFTER_S = 3600.0  # a file without a readable header goes at this age
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -116,23 +112,60 @@ class KeptTurns:
         return sum(len(turn.node.reply.token_ids) for turn in self.turns)
 
 
+class JournalHome(Protocol):
+    """The place of the journals of a worker's runs, as `journal_homes.JournalFolder`. Calls come one at a time."""
+
+    async def write(
+        self, parts: Callable[[], Sequence[JournalPart]], forgotten: Sequence[tuple[str, str]]
+    ) -> Collection[str]:
+        """Forget journals, by assignment and run, or all of an assignment's with the run "". Then append.
+
+        `parts` is called in a thread. Returns the runs whose journals are over: their samples have ended, or they
+        cannot be written, which is logged. Raises AgentLoopError, and is called again with the same then.
+        """
+        ...
+
+    async def read(self, assignment_id: str) -> Sequence[tuple[str, bytes]]:
+        """Return what there is of a sample, by run. Raises OSError, AgentLoopError."""
+        ...
+
+    async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
+        """Remove what dead workers left, but for samples that `unfinished` returns. Raises OSError."""
+        ...
+
+    def may_have(self, assignment_id: str) -> bool:
+        """Tell if a dead worker may have left something of a sample that nothing else speaks of."""
+        ...
+
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what takes long, to its end, also if the caller is cancelled."""
+        ...
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        ...
+
+
 class RunJournal:
-    """The finished turns of one attempt at a trajectory, in a file for a later attempt.
+    """The finished turns of one attempt at a trajectory, for a later attempt.
 
     `kept` are the turns that this attempt continues from; None: it begins at the start.
     """
 
-    def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader], attempt: int) -> None:
+    def __init__(
+        self, journal: TurnJournal, assignment: Assignment, name: str, fingerprint: Callable[[], bytes]
+    ) -> None:
         self.kept: KeptTurns | None = None
-        self.attempt = attempt  # the number of the run, after those that were found
-        self.path = path
-        self.earlier: tuple[Path, ...] = ()  # the files of earlier runs of its sample
+        self.assignment_id = assignment.assignment_id
+        self.attempt = assignment.attempt  # the number of the run, after those that were found
+        self.name = name
+        self.earlier: tuple[str, ...] = ()  # the earlier runs of its sample
         self.is_over = False
-        self.is_on_disk = False  # or on its way there
+        self.is_kept = False  # at its home, or on its way there
         self.begun_at = asyncio.get_running_loop().time()
         self._journal = journal
-        self._header = header
-        self._is_made = False
+        self._fingerprint = fingerprint
+        self._num_parts = 0
 
     def append(self, entry: FinishedTurn | ToolAnswers) -> None:
         """Give an entry to the writing thread, which encodes it. Takes microseconds."""
@@ -140,67 +173,64 @@ class RunJournal:
             self._journal.add(self, entry)
 
     def forget(self) -> None:
-        """Have the writing thread remove the journals of the sample. Idempotent."""
+        """Have the journals of the sample removed. Idempotent."""
         self.is_over = True
         self._journal.forget(self)
 
     # --- the thread's side ---
 
-    def write(self, entries: Sequence[FinishedTurn | ToolAnswers]) -> None:
-        """Append entries to the file, which is made for the first ones. Raises OSError."""
+    def part(self, entries: Sequence[FinishedTurn | ToolAnswers]) -> JournalPart:
+        """Encode the entries that come next; before the first ones, the header and what the run goes on from."""
         frames = [_frame(entry) for entry in entries]
-        if not self._is_made:
-            frames[:0] = [_frame(self._header()), b"" if self.kept is None else self.kept.frames]
-        # A file that is gone later was removed with its sample.
-        fd = open_log(self.path, is_new=not self._is_made)
-        self._is_made = True
-        try:
-            append(fd, b"".join(frames))
-        finally:
-            os.close(fd)
+        number, self._num_parts = self._num_parts, self._num_parts + 1
+        if number == 0:
+            header = RunHeader(self.assignment_id, self.attempt, self._fingerprint())
+            frames[:0] = [_frame(header), b"" if self.kept is None else self.kept.frames]
+        return JournalPart(self.assignment_id, self.name, number, b"".join(frames))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parts that are written together, again and again with the same bytes until it has come through."""
+
+    runs: tuple[RunJournal, ...]
+    parts: Callable[[], Sequence[JournalPart]]
+    forgotten: Sequence[tuple[str, str]]
 
 
 class TurnJournal:
     """The journals of one worker process. Close it in the end."""
 
-    def __init__(
-        self,
-        folder: Path,
-        flush_s: float = FLUSH_S,
-        young_s: float = YOUNG_S,
-        executor: Executor | None = None,
-    ) -> None:
-        """`executor` runs one call at a time; a thread of its own by default."""
-        self._folder = folder
+    def __init__(self, home: JournalHome, flush_s: float = FLUSH_S, young_s: float = YOUNG_S) -> None:
+        """Closes `home` in the end."""
+        self._home = home
         self._young_s = young_s
         self._flush_s = flush_s
         self._pending: dict[RunJournal, list[FinishedTurn | ToolAnswers]] = {}
-        self._doomed: list[Path] = []
-        self._left_behind: set[str] = set()  # marks of samples that other workers had a file of, at the last look
-        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="turn-journal")
+        self._doomed: list[tuple[str, str]] = []  # assignments and runs
+        self._unsent: _Batch | None = None
+        self._writing = asyncio.Lock()
+        self._tasks = OwnedTasks("turn-journal")
         self._flushing: asyncio.Task[None] | None = None
         self._is_failing = False
 
     async def begin(self, assignment: Assignment, fingerprint: Callable[[], bytes]) -> RunJournal:
-        """Begin the journal of a run; nothing is on disk before its first entry.
+        """Begin the journal of a run; nothing is written before its first entry.
 
         Finds what lost workers left of the sample: of several runs the one with the most sampled tokens, of equals
-        the latest. A file that cannot be read, or is of another task or model, counts for nothing.
+        the latest. What cannot be read, or is of another task or model, counts for nothing.
         """
         name = assignment.assignment_id
-        mark = _mark(name)
-
-        def header() -> RunHeader:
-            return RunHeader(name, run.attempt, fingerprint())
-
-        path = self._folder / f"{mark}.{time.time_ns():020d}.{os.urandom(3).hex()}"
-        run = RunJournal(self, path, header, assignment.attempt)
-        if assignment.attempt == 0 and not assignment.is_restored and mark not in self._left_behind:
+        run_name = f"{mark_of(name)}.{time.time_ns():020d}.{os.urandom(3).hex()}"
+        run = RunJournal(self, assignment, run_name, fingerprint)
+        if assignment.attempt == 0 and not assignment.is_restored and not self._home.may_have(name):
             return run
         try:
             await self.flush()  # an earlier run of ours may have ended this moment
-            run.earlier, run.kept = await self._in_thread(_found, self._folder, mark, name, fingerprint)
-        except OSError as error:
+            found = await self._home.read(name)
+            run.earlier = tuple(earlier for earlier, _ in found)
+            run.kept = await self._home.in_thread(_best, found, name, fingerprint)
+        except (OSError, AgentLoopError) as error:
             _log.error("journal_unreadable", error=repr(error))
         if (kept := run.kept) is not None:
             # A coordinator that was restarted does not know of that attempt.
@@ -220,50 +250,26 @@ class TurnJournal:
         self._flush_later()
 
     def forget(self, run: RunJournal) -> None:
-        """Remove the files of a run and of the earlier ones of its sample with the next batch."""
+        """Remove the journals of a run and of the earlier ones of its sample with the next batch."""
         self._pending.pop(run, None)
-        self._doomed += run.earlier
-        if run.is_on_disk:
-            self._doomed.append(run.path)
-        run.earlier, run.is_on_disk = (), False
+        doomed = [*run.earlier, run.name] if run.is_kept else run.earlier
+        self._doomed += [(run.assignment_id, name) for name in doomed]
+        run.earlier, run.is_kept = (), False
         if self._doomed:
             self._flush_later()
 
     async def flush(self, *, spares_young: bool = False) -> None:
-        """Write and remove what waits. A failure is logged, and ends the journal that it concerns."""
-        born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
-        batch = {run: waits for run, waits in self._pending.items() if run.is_on_disk or run.begun_at <= born_by}
-        for run in batch:
-            del self._pending[run]
-        doomed, self._doomed = self._doomed, []
-        for run in batch:
-            run.is_on_disk = True
-        failed = await self._in_thread(_write_all, self._folder, list(batch.items()), doomed)
-        for run, error in failed:
-            run.is_over = True
-            if not isinstance(error, FileNotFoundError) and not self._is_failing:  # that one's sample has ended
-                _log.error("journal_not_written", error=repr(error), consequence="lost workers' work begins anew")
-        self._is_failing = bool(failed)
+        """Write and remove what waits. A failure that may pass is logged, and what waits is written later."""
+        await self._tasks.run(self._flush(spares_young=spares_young))
 
     async def forget_sample(self, assignment_id: str) -> None:
         """Remove the journals of a sample's runs, of whatever process."""
-        self._doomed += await self._in_thread(_files_of, self._folder, _mark(assignment_id))
+        self._doomed.append((assignment_id, ""))
         await self.flush()
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
         """Remove the journals that dead workers left, but for samples that `unfinished` returns."""
-        found = await self._in_thread(_names, self._folder)
-        names = list(found)
-        # Until the coordinator, which may have died with their workers, says which of them have their records.
-        self._left_behind = {path.name.partition(".")[0] for paths in found.values() for path in paths}
-        left_behind: set[str] = set()
-        for start in range(0, len(names), MAX_NAMES_A_CALL):
-            some = tuple(names[start : start + MAX_NAMES_A_CALL])
-            owed = set(await unfinished(some))
-            left_behind.update(path.name.partition(".")[0] for name in owed for path in found[name])
-            self._doomed += [path for name in set(some) - owed for path in found[name]]
-        self._left_behind = left_behind
-        await self.flush()
+        await self._home.sweep(unfinished)
 
     async def close(self) -> None:
         """Write what waits, and end the thread. Idempotent."""
@@ -272,21 +278,48 @@ class TurnJournal:
             await asyncio.gather(self._flushing, return_exceptions=True)
             self._flushing = None
             await self.flush()
-        self._thread.shutdown(wait=False)
+        self._home.close()
 
     def _flush_later(self) -> None:
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush_soon(), name="turn-journal")
 
     async def _flush_soon(self) -> None:
-        while self._pending or self._doomed:
+        while self._pending or self._doomed or self._unsent is not None:
             await asyncio.sleep(self._flush_s)
             await self.flush(spares_young=True)
 
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        # Shielded: a cancelled caller must not take back what the thread has yet to do and no list has any more.
-        return await asyncio.shield(loop.run_in_executor(self._thread, lambda: work(*args, **kwargs)))
+    async def _flush(self, *, spares_young: bool) -> None:
+        async with self._writing:
+            if self._unsent is not None and not await self._is_sent(self._unsent):
+                return
+            born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
+            batch = {run: waits for run, waits in self._pending.items() if run.is_kept or run.begun_at <= born_by}
+            for run in batch:
+                del self._pending[run]
+                run.is_kept = True
+            doomed, self._doomed = self._doomed, []
+            if batch or doomed:
+                self._unsent = _Batch(tuple(batch), cache(partial(_encoded, batch)), doomed)
+                await self._is_sent(self._unsent)
+
+    async def _is_sent(self, batch: _Batch) -> bool:
+        """Write a batch. False: it has to be written again."""
+        try:
+            over = await self._home.write(batch.parts, batch.forgotten)
+        except AgentLoopError as error:
+            if not self._is_failing:
+                _log.error("journal_not_written", error=repr(error), is_tried_again=error.retryable)
+            self._is_failing = True
+            if error.retryable:
+                return False
+            over = [run.name for run in batch.runs]
+        else:
+            self._is_failing = False
+        self._unsent = None
+        for run in batch.runs:
+            run.is_over |= run.name in over
+        return True
 
 
 def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer: Renderer) -> bytes:
@@ -320,60 +353,24 @@ def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
         at = end
 
 
-def _write_all(
-    folder: Path, batch: Sequence[tuple[RunJournal, Sequence[FinishedTurn | ToolAnswers]]], doomed: Sequence[Path]
-) -> list[tuple[RunJournal, OSError]]:
-    """Write each run's entries, and remove files. Returns the runs that failed."""
-    failed: list[tuple[RunJournal, OSError]] = []
-    for path in doomed:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            _log.warning("journal_not_removed", error=repr(error))
-    for run, entries in batch:
-        try:
-            try:
-                run.write(entries)
-            except FileNotFoundError:
-                if folder.is_dir():
-                    raise
-                folder.mkdir(parents=True, exist_ok=True)
-                run.write(entries)
-        except OSError as error:
-            failed.append((run, error))
-    return failed
+def mark_of(assignment_id: str) -> str:
+    """Return the beginning of the names of a sample's runs."""
+    return hashlib.blake2b(assignment_id.encode(), digest_size=16).hexdigest()
 
 
-def _mark(name: str) -> str:
-    """Return the beginning of the names of a sample's files."""
-    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+def _encoded(batch: Mapping[RunJournal, Sequence[FinishedTurn | ToolAnswers]]) -> list[JournalPart]:
+    return [run.part(entries) for run, entries in batch.items()]
 
 
-def _files_of(folder: Path, mark: str) -> list[Path]:
-    files = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [folder / file for file in files if file.startswith(mark)]
+def _best(found: Sequence[tuple[str, bytes]], name: str, fingerprint_now: Callable[[], bytes]) -> KeptTurns | None:
+    """Return the best of what lost workers left of a sample."""
+    wanted = fingerprint_now()
+    kept = [one for _, data in found if (one := _kept(data, name, wanted)) is not None]
+    return max(kept, key=lambda one: (one.num_sampled, one.attempt), default=None)
 
 
-def _found(
-    folder: Path, mark: str, name: str, fingerprint_now: Callable[[], bytes]
-) -> tuple[tuple[Path, ...], KeptTurns | None]:
-    """Return the files that lost workers left of a sample, and the best of what is in them. Raises OSError."""
-    paths = _files_of(folder, mark)
-    wanted, best = fingerprint_now(), None
-    for path in paths:
-        try:
-            kept = _kept(path, name, wanted)
-        except OSError as error:
-            _log.error("journal_unreadable", assignment=name, error=repr(error))
-            continue
-        if kept is not None and (best is None or kept.num_sampled >= best.num_sampled):
-            best = kept
-    return tuple(paths), best
-
-
-def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
-    """Read one file; None if it is not of this sample, or holds no turn. Raises OSError."""
-    data = path.read_bytes()
+def _kept(data: bytes, name: str, wanted: bytes) -> KeptTurns | None:
+    """Read one journal; None if it is not of this sample, or holds no turn."""
     header: RunHeader | None = None
     turns: list[FinishedTurn] = []
     answers: list[ToolAnswers] = []
@@ -406,22 +403,3 @@ def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
         left_s=left_s,
         frames=data[begins_at:ends_at],
     )
-
-
-def _names(folder: Path) -> dict[str, list[Path]]:
-    """Return the files by the ids of their assignments. An unreadable one goes when it is old."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # its record became durable meanwhile
-            header = _header(path)
-            if header is not None:
-                found.setdefault(header.assignment_id, []).append(path)
-            elif time.time() - path.stat().st_mtime > STRAY_AFTER_S:
-                path.unlink()
-    return found
-
-
-def _header(path: Path) -> RunHeader | None:
-    with path.open("rb") as file:
-        _, header = next(read_entries(file.read(MAX_HEADER_BYTES)), (0, None))
-    return header if isinstance(header, RunHeader) else None

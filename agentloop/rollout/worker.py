@@ -24,6 +24,7 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leased_engine import Connect
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
+from agentloop.metrics import MetricsTally
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.hand_ins import HandIns
@@ -68,9 +69,11 @@ class Worker:
         begin: Callable[[Assignment], AssignedRun] | None = None,
         reporter: LeaseReporter | None = None,
         host: str = "",
+        tally: MetricsTally | None = None,
     ) -> None:
         """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
-        `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address."""
+        `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address.
+        Trajectories that end here are counted in `tally`."""
         self.worker_id = worker_id
         self._host = host
         self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
@@ -89,6 +92,7 @@ class Worker:
             vocab_size=vocab_size,
             placer=ImagePlacer(takes_images=takes_images),
             reporter=self._reporter,
+            tally=MetricsTally() if tally is None else tally,
             journal=journal,
         )
         self._journal = journal

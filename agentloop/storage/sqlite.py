@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -216,6 +217,7 @@ class BatchWriter:
         self._is_closed = False
         self._is_damaged = False
         self._is_full = False  # the last that was to be written found no room
+        self.on_time: Callable[[float], None] = lambda seconds: None  # told the seconds of each, in the thread
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Run `work` in a transaction. Returns its result once it is committed.
@@ -268,7 +270,9 @@ class BatchWriter:
     # --- the thread's side ---
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
+        begun_at = time.perf_counter()
         outcomes = self._outcomes([piece.work for piece in batch])
+        self.on_time(time.perf_counter() - begun_at)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _outcomes(self, works: Sequence[Work[Any]], *, is_part: bool = False) -> list[Any]:

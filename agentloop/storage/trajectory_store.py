@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import time
 import zlib
 from collections import OrderedDict, defaultdict
@@ -22,14 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from agentloop import codec
-from agentloop.api.coordinator import RolloutTerms
+from agentloop.api.coordinator import JournalPart, RolloutTerms, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery, Values
 from agentloop.api.owners import owner_of, shown_id
@@ -72,6 +73,9 @@ CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
+CREATE TABLE IF NOT EXISTS turn_journals (
+    assignment_id TEXT NOT NULL, run TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL,
+    PRIMARY KEY (assignment_id, run, number));
 CREATE TABLE IF NOT EXISTS service_state (
     name TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
@@ -107,6 +111,15 @@ _ADD_DAMAGED = (
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORDS = "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES"
 _RETURNING = "ON CONFLICT DO NOTHING RETURNING seq, rollout_id, group_id, sample_index"
+_FORGET_RUN = "DELETE FROM turn_journals WHERE assignment_id = ? AND (run = ? OR ? = '')"
+_FORGET_SAMPLE = "DELETE FROM turn_journals WHERE assignment_id = ?"
+_BEGIN_JOURNAL = (
+    "INSERT INTO turn_journals SELECT ?, ?, ?, ? WHERE NOT EXISTS"
+    " (SELECT 1 FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?)"
+    " ON CONFLICT DO NOTHING"
+)
+_HAS_JOURNAL = "SELECT 1 FROM turn_journals WHERE assignment_id = ? AND run = ? AND number = 0"
+_GO_ON_JOURNAL = f"INSERT INTO turn_journals SELECT ?, ?, ?, ? WHERE EXISTS ({_HAS_JOURNAL}) ON CONFLICT DO NOTHING"
 
 
 def encoded_groups(groups: Sequence[RolloutGroup]) -> list[bytes]:
@@ -292,13 +305,45 @@ class TrajectoryStore:
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
 
     async def add_records(self, records: Sequence[EncodedRecord]) -> int:
-        """Store terminal records together. Returns the number of new ones: the first of a sample stays."""
+        """Store terminal records together, and remove their samples' journals. Returns the number of new ones: the
+        first of a sample stays."""
         self._require_room()
 
         def work(db: Database) -> int:
+            db.executemany(_FORGET_SAMPLE, [(_assignment_id(record),) for record in records])
             return self._add(db, records)
 
         return await self._writer.run(work)
+
+    async def keep_turns(
+        self, parts: Sequence[JournalPart], forgotten: Sequence[tuple[str, str]]
+    ) -> tuple[str, ...]:
+        """Remove and append to turn journals as `WorkerPort.keep_turns`; a repeat changes nothing."""
+        self._require_room()
+        rows = [(part.assignment_id, part.run, part.number, part.frames) for part in parts]
+        new = [(*row, *place_of(row[0])) for row in rows if row[2] == 0]
+        later = [(*row, *row[:2]) for row in rows if row[2] > 0]
+
+        def work(db: Database) -> tuple[str, ...]:
+            db.executemany(_FORGET_RUN, [(assignment_id, run, run) for assignment_id, run in forgotten])
+            num_kept = sum(
+                max(db.executemany(statement, some).rowcount, 0)
+                for statement, some in ((_BEGIN_JOURNAL, new), (_GO_ON_JOURNAL, later))
+                if some
+            )
+            if num_kept == len(rows):
+                return ()
+            return tuple(row[1] for row in rows if db.execute(_HAS_JOURNAL, row[:2]).fetchone() is None)
+
+        return await self._writer.run(work)
+
+    async def kept_turns(self, assignment_id: str) -> list[tuple[str, bytes]]:
+        """Return the journals of a sample as `WorkerPort.kept_turns`."""
+        statement = "SELECT run, frames FROM turn_journals WHERE assignment_id = ? ORDER BY run, number"
+        rows = await self._reader.run(lambda db: db.execute(statement, (assignment_id,)).fetchall())
+        return [
+            (run, b"".join(frames for _, frames in parts)) for run, parts in itertools.groupby(rows, itemgetter(0))
+        ]
 
     async def claim(self, rollout_id: str, owner: str) -> None:
         """Reserve a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
@@ -553,6 +598,10 @@ class TrajectoryStore:
         """Return the value last saved under a name; None if there is none, or it is damaged."""
         return await self._writer.run(lambda db: self._state(db, name, kind))
 
+    def time_commits(self, observe: Callable[[float], None]) -> None:
+        """Have `observe`, which is thread-safe, told the seconds of each transaction."""
+        self._writer.on_time = observe
+
     async def close(self) -> None:
         """Finish what waits, then let go of the database. Idempotent."""
         if (lease := self._lease) is not None and (own := self._epoch) is not None:
@@ -565,12 +614,12 @@ class TrajectoryStore:
         """Add records, and their facts as the transaction ends. Returns the number of new ones."""
         if not records:
             return 0
-        place_of = attrgetter("rollout_id", "group_id", "sample_index")
-        by_place = {place_of(one): one for one in reversed(records)}  # the first of a place counts
+        place = attrgetter("rollout_id", "group_id", "sample_index")
+        by_place = {place(one): one for one in reversed(records)}  # the first of a place counts
         marks = ", ".join(["(?, ?, ?, ?, ?)"] * len(records))
         values = [value for one in records for value in _row(one)]
         rows = db.execute(f"{_ADD_RECORDS} {marks} {_RETURNING}", values).fetchall()
-        self._new_facts += [(seq, *facts.row_of(by_place[tuple(place)])) for seq, *place in rows]
+        self._new_facts += [(seq, *facts.row_of(by_place[tuple(found)])) for seq, *found in rows]
         return len(rows)
 
     def _add_facts(self, db: Database) -> None:
@@ -678,6 +727,10 @@ def _read(
         after = rows[-1][0]
         found += [(row[0], value) for row in rows if (value := checked(*row)) is not None]
     return found
+
+
+def _assignment_id(record: EncodedRecord) -> str:
+    return assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
 
 
 def _row(record: EncodedRecord) -> tuple[str, str, int, bytes, int]:

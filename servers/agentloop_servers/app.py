@@ -28,30 +28,34 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
-from agentloop.aio import LoopWatch, freeze_gc
+from agentloop import __version__
+from agentloop.aio import freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
-from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound
+from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound, error_line
 from agentloop.fleet.registry import FleetConfig
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.metrics import MetricSample, MetricsTally, count_record
+from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
-from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.sampling import LogprobsMode
 from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.retention import RetentionPolicy
-from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     ON_HEAD,
     announce_coordinator,
+    announce_wanted,
     check_certificates,
     check_trust,
     dead_nodes,
@@ -101,7 +105,7 @@ from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
-from agentloop_servers.placement import on_each_node, processes, share_of_node
+from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
@@ -117,6 +121,8 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
+ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
+LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 _log = structlog.get_logger("app")
@@ -171,11 +177,32 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
+        tally, gauges = self._coordinator.replicas.tally, partial(_run_gauges, config, run_dir)
+        self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
         await asyncio.to_thread(announce_coordinator, serve.get_replica_context().app_name, self._server.url)
+        if any(entry.max_replicas is not None for entry in config.entries):
+            self._closing.callback(asyncio.create_task(self._keep_wanted(config), name="wanted").cancel)
         freeze_gc()
+
+    async def _keep_wanted(self, config: ServiceConfig) -> None:
+        """Tell Serve how many replicas are of use, of those whose number may change."""
+        app_name, told = serve.get_replica_context().app_name, dict[str, int]()
+        entries = {entry.name: engine_deployment(config, entry) for entry in config.entries if entry.max_replicas}
+        while True:
+            await asyncio.sleep(LOOK_AT_WORK_S)
+            wanted = replicas_wanted(config.entries, await self._coordinator.status())
+            for name, deployment in entries.items():
+                if wanted[name] != told.get(name):
+                    try:
+                        await asyncio.to_thread(announce_wanted, app_name, deployment, wanted[name])
+                    except Exception as error:  # Ray's are plain ones; it may come back
+                        _log.warning("replicas_not_announced", entry=name, reason=error_line(error))
+                        continue
+                    _log.info("replicas_wanted", entry=name, num=wanted[name])
+                    told[name] = wanted[name]
 
     async def check_health(self) -> None:
         await self._coordinator.check_health()
@@ -231,6 +258,8 @@ class EngineReplicaDeployment:
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
         self._closing.push_async_callback(self._replica.close)
+        name, report = self._replica.replica_id, client.metrics.report_metrics
+        self._closing.report(name, report, gauges=self._replica.gauges)
         await self._replica.start()
 
     async def check_health(self) -> None:
@@ -244,7 +273,7 @@ class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, trust: Trust
+        self, config: ServiceConfig, run_dir: Path, trust: Trust, stores_turns: bool
     ) -> None:
         self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
@@ -254,16 +283,24 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         self._closing.push_async_callback(toolbox.close)
-        journal = TurnJournal(run_dir / TURNS_FOLDER)
+        home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
+        journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
         limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy)
         limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
         worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
         if settings.isolation == "process":
-            setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
+            images = takes_images(config)
+            setup = Setup.of(config, run_dir, limits, takes_images=images, stores_turns=stores_turns)
             isolated = IsolatedRuns(
-                setup, client.workers, clients.connect, reporter, journal=journal, own_s=toolbox.own_s
+                setup,
+                client.workers,
+                clients.connect,
+                reporter,
+                journal=journal,
+                own_s=toolbox.own_s,
+                tally=self._closing.tally,
             )
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
@@ -281,8 +318,9 @@ class AgentLoopWorkerDeployment:
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
             host=node_address(config),
+            tally=self._closing.tally,
         )
-        self._closing.callback(LoopWatch().close)
+        self._closing.report(f"worker-{worker_id}", client.metrics.report_metrics)
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
@@ -314,9 +352,11 @@ class IngressDeployment:
         self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
-        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys)
+        tally = self._closing.tally
+        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
+        self._closing.report(f"ingress-{self._process.number}", client.metrics.report_metrics)
         if (notice := keys.notice) is not None:
             _log.warning("open_admin_routes", because=notice)
         freeze_gc()
@@ -348,8 +388,10 @@ class IngressProcess:
         coordinator: FrontPort,
         holder_wait_s: float = HOLDER_WAIT_S,
         keys: Keys | None = None,
+        tally: MetricsTally | None = None,
     ) -> None:
-        """`keys` are digests; None: those of this process's environment."""
+        """`keys` are digests; None: those of this process's environment. Requests are counted in `tally`."""
+        self.tally = MetricsTally() if tally is None else tally
         self._keys = keys
         self._holder_wait_s = holder_wait_s
         self._config = config
@@ -368,6 +410,7 @@ class IngressProcess:
         numbers, num_processes = await self._numbers(), config.num_ingress if config.cluster is None else None
         shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
+        self.number = shard
         clients = EngineClients(self._trust)
         closing.push_async_callback(clients.close)
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
@@ -380,9 +423,10 @@ class IngressProcess:
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
         endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
         sessions.on_new = users.add_session
+        sessions.on_record = lambda record: count_record(self.tally, record, "session")
         closing.push_async_callback(users.close)
         await users.start()
-        app = build_app(config, self._coordinator, clients, endpoint, keys)
+        app = build_app(config, self._coordinator, clients, endpoint, keys, self.tally)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -416,7 +460,12 @@ class IngressProcess:
 
 
 def build_app(
-    config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint, keys: Keys
+    config: ServiceConfig,
+    coordinator: FrontPort,
+    clients: EngineClients,
+    endpoint: Endpoint,
+    keys: Keys,
+    tally: MetricsTally | None = None,
 ) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
     keys.check_bind(config.host)
@@ -432,6 +481,19 @@ def build_app(
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
+        tally=tally,
+    )
+
+
+def _run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
+    """Return the metrics of a run as such."""
+    store = run_dir / STORE_NAME
+    engines = "+".join(sorted({entry.kind for entry in config.entries}))
+    build = __version__, engines, ray.__version__, config.mode.value
+    return (
+        MetricSample("build_info", build, 1.0),
+        MetricSample("disk_free_bytes", (), shutil.disk_usage(run_dir).free),
+        *([MetricSample("store_bytes", (), store.stat().st_size)] if store.exists() else []),
     )
 
 
@@ -541,7 +603,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     run_dir = run_dir.resolve()  # replicas have working directories of their own
     trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # its password is the coordinator's alone
-    common = (*where, trust)
+    common, has_database = (*where, trust), config.store is not None
     home = None if config.cluster is None else ON_HEAD
     coordinator = processes(
         CoordinatorDeployment,
@@ -556,7 +618,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             engine_deployment(config, entry),
             actor=engine_actor_options(config, entry),
             placement=engine_placement(config, entry),
-            ends_within_s=10.0,
+            ends_within_s=10.0 if entry.max_replicas is None else ENDS_TURNS_WITHIN_S,
         ).bind(*common, index)
         for index, entry in enumerate(config.entries)
     ]
@@ -573,7 +635,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         max_ongoing_requests=10_000,
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers))
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, trust.of_workers, has_database))
 
 
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:

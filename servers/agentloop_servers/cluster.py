@@ -199,6 +199,18 @@ def announce_coordinator(app_name: str, url: str) -> None:
     _internal_kv_put(_key(app_name), url.encode(), overwrite=True, namespace=_KV_NAMESPACE)
 
 
+def announce_wanted(app_name: str, deployment: str, num: int) -> None:
+    """Keep the number of a deployment's processes that are of use, where Serve's controller finds it."""
+    key = f"wanted {deployment} of {app_name}".encode()
+    _internal_kv_put(key, str(num).encode(), overwrite=True, namespace=_KV_NAMESPACE)
+
+
+def find_wanted(app_name: str, deployment: str) -> int | None:
+    """Return what `announce_wanted` has kept; None before that."""
+    found = _internal_kv_get(f"wanted {deployment} of {app_name}".encode(), namespace=_KV_NAMESPACE)
+    return int(found) if found else None
+
+
 async def find_coordinator(app_name: str) -> str:
     """Return the coordinator's URL once it listens there: a new coordinator announces another one.
 

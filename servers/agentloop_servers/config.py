@@ -164,13 +164,15 @@ class KeysConfig(_Strict):
     """The environment variable with the users' key."""
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
     """The environment variable with the admin key."""
+    metrics_key_env: str = "AGENTLOOP_METRICS_KEY"
+    """The environment variable with a key that opens `GET /metrics` alone; the admin key does too."""
 
     def hide(self) -> dict[str, str]:
         """Take the keys out of this process's environment, and so out of those that it starts; return them.
 
         They are overwritten too in the memory that `/proc/PID/environ` shows.
         """
-        names = (self.user_key_env, self.admin_key_env)
+        names = (self.user_key_env, self.admin_key_env, self.metrics_key_env)
         taken = {name: os.environ[name] for name in names if name in os.environ}
         for name in taken:
             if (place := _getenv(name.encode())) is not None:

@@ -208,7 +208,9 @@ class EngineEntry(EngineConfig):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = ""
     """The name that its replicas' ids begin with; left out: its kind."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Replicas of this kind."""
+    """Replicas of this kind; with `max_replicas` the least."""
+    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    """The most replicas: up to it their number follows the work; left out: it is fixed."""
     environment: EngineEnvironment | None = None
     """The environment of its processes; left out: the service's own."""
     withheld: list[Feature] = []
@@ -223,6 +225,8 @@ class EngineEntry(EngineConfig):
 
     @model_validator(mode="after")
     def _name_it(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError("max_replicas is less than replicas")
         if not self.name:
             object.__setattr__(self, "name", self.kind)  # frozen, and complete only now
         return self

@@ -22,6 +22,7 @@ from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import OtherHosts
 from agentloop_servers.host import THREADS
+from agentloop_servers.placement import number_of_replicas
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
@@ -158,7 +159,7 @@ def engine_bundle(config: ServiceConfig, entry: EngineEntry) -> dict[str, float]
 
 def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
     """Return Serve's options for an entry's replicas: over several hosts a bundle on each, itself in the first."""
-    number = {"num_replicas": entry.replicas}
+    number = number_of_replicas(entry)
     if entry.hosts == 1:
         return number
     bundles = [engine_bundle(config, entry)] * entry.hosts

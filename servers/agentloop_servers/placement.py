@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingContext
 
-from agentloop_servers.cluster import num_nodes
+from agentloop.api.coordinator import ServiceStatus
+from agentloop_servers.cluster import find_wanted, num_nodes
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_config import EngineEntry
 
 _MOST_PROCESSES = 10_000  # of a kind: Serve asks for a bound
 _LOOK_S = 1.0  # Serve's controller asks ten times a second
+_MORE_AFTER_S = 10.0  # of work that more replicas are of use for
+_FEWER_AFTER_S = 300.0  # without: a replica's start may take minutes
 _LOST_AFTER_S = 120.0  # a lost node's processes are then gone for long, so that it is them that are given up
 
 
@@ -83,3 +89,55 @@ class OnEachNode:
         if (now := time.monotonic()) - self._looked_at > _LOOK_S:
             self._looked_at, self._num_nodes = now, num_nodes()
         return self._share * self._num_nodes, {}
+
+
+def number_of_replicas(entry: EngineEntry) -> dict[str, Any]:
+    """Return Serve's options for the number of an entry's replicas, which follows the work if the entry says so."""
+    if entry.max_replicas is None:
+        return {"num_replicas": entry.replicas}
+    return {
+        "autoscaling_config": {
+            "policy": {"policy_function": "agentloop_servers.placement:AsWanted"},
+            "min_replicas": entry.replicas,
+            "max_replicas": entry.max_replicas,
+            "upscale_delay_s": _MORE_AFTER_S,
+            "downscale_delay_s": _FEWER_AFTER_S,
+        }
+    }
+
+
+class AsWanted:
+    """Serve's autoscaling policy, in its controller: the number that the coordinator has announced."""
+
+    def __init__(self) -> None:
+        self._looked_at = float("-inf")
+        self._num: int | None = None
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        if (now := time.monotonic()) - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            self._num = find_wanted(context.app_name or "", context.deployment_name)
+        return self._num or context.target_num_replicas, {}
+
+
+def replicas_wanted(entries: Iterable[EngineEntry], status: ServiceStatus) -> dict[str, int]:
+    """Return how many replicas of each entry are of use now, within its bounds.
+
+    The KV that leases are predicted to need, and what waits for room with as much for each, over the limit of a
+    replica; what waits goes to the first entry that has room for it. An entry without a replica that takes traffic
+    keeps its least.
+    """
+    num_leases = sum(replica.num_leases for replica in status.replicas)
+    num_waiting = status.queue.num_waiting + status.queue.num_queued - sum(r.num_held for r in status.rollouts)
+    each = status.queue.kv_predicted_tokens / num_leases if num_leases and status.queue.reason else 0.0
+    waiting, found = each * num_waiting, {}
+    for entry in entries:
+        own = [one for one in status.replicas if one.entry == entry.name and one.kv_limit_tokens]
+        num = entry.replicas
+        if own:
+            limit = sum(one.kv_limit_tokens for one in own) / len(own)
+            predicted = sum(one.kv_predicted_tokens for one in own)
+            num = max(num, min(math.ceil((predicted + waiting) / limit), entry.max_replicas or num))
+            waiting = max(0.0, waiting - max(0.0, num * limit - predicted))
+        found[entry.name] = num
+    return found

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ import structlog
 from agentloop.aio import OwnedTasks
 from agentloop.errors import error_line
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.metrics import MetricSample, MetricsReport, MetricsTally
 from agentloop_servers.config import made_run_dir
+from agentloop_servers.metrics import MetricsReporter
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
 _LOCK_GRACE_S = 1.0
@@ -37,7 +39,25 @@ class Closing(AsyncExitStack):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tally = MetricsTally()  # of the process
         self._lock = asyncio.Lock()
+
+    def count_problem(self, event: str, level: str) -> None:
+        """Count a line of the log."""
+        self.tally.count("log_events_total", event, level)
+
+    def report(
+        self,
+        process: str,
+        report: Callable[[MetricsReport], Awaitable[None]],
+        tally: MetricsTally | None = None,
+        gauges: Callable[[], Sequence[MetricSample]] = tuple,
+    ) -> None:
+        """Report the metrics of this process, `process` in labels, until it is closed; `tally` is its own one."""
+        if tally is not None:
+            tally.add(self.tally.take())
+            self.tally = tally
+        self.callback(MetricsReporter(process, self.tally, report, gauges).close)
 
     async def aclose(self) -> None:
         async with self._lock:
@@ -51,7 +71,7 @@ def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
     """
     closing = Closing()
     made_run_dir(run_dir)
-    configure_logging(run_dir / LOG_NAME, rotation=rotation)
+    configure_logging(run_dir / LOG_NAME, rotation=rotation, on_problem=closing.count_problem)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing
 

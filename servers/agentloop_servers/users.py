@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import InvalidRequest
 from agentloop_servers.config import ServiceConfig, located
-from agentloop_servers.http.auth import Keys, User
+from agentloop_servers.http.auth import Keys, User, metrics_digest
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -93,5 +93,6 @@ def keys_of(config: ServiceConfig) -> Keys:
         keys = Keys(load_users(located(config.users)), is_open=False)
     else:
         keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
+    keys.metrics_digest = metrics_digest(config.keys.metrics_key_env)
     keys.check_bind(config.host)
     return keys

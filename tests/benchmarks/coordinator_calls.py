@@ -1,12 +1,15 @@
 """The coordinator's CPU for the records that its workers hand in over its HTTP port, with its store on disk.
 
-    python -m tests.benchmarks.coordinator_calls [--records 2000] [--rounds 5] [--tokens 1000 8000 32000]
+    python -m tests.benchmarks.coordinator_calls [--records 2000] [--rounds 5] [--tokens 1000 8000 32000] [--turns]
 
 A process of its own holds a real coordinator, with 64 replicas that are not there. This one is its worker: it takes
 all samples, and then hands in a record of each as a worker does (`HandIns`), while a call waits for more work. The
 figures are the serving process's CPU (user and system, all threads, the store's too) for one record: its hand-out
 with a place, and its hand-in with the commit and the place given back. Medians of the rounds. What else the host
 does is in the wall times alone.
+
+With `--turns` the store is a PostgreSQL server of its own, and the figures are of turns that workers journal there,
+of so many sampled tokens: of `BATCH` trajectories at a time, as a busy worker sends them every 0.2 s.
 """
 
 from __future__ import annotations
@@ -31,9 +34,24 @@ from agentloop.clock import RealClock
 from agentloop.engine import EngineInfo
 from agentloop.fleet.registry import FleetConfig
 from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.plugins import resolve
 from agentloop.rollout.hand_ins import HandIns
-from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import FinishReason, Message, RolloutGroup, TokenPath, Trajectory, Turn
+from agentloop.rollout.journal_homes import StoredJournals
+from agentloop.rollout.turn_journal import FinishedTurn, RunProgress, TurnJournal
+from agentloop.score import Score
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.trajectory.growing_path import GrowingPath
+from agentloop.types import (
+    Assignment,
+    FinishReason,
+    Generation,
+    Lease,
+    Message,
+    RolloutGroup,
+    TokenPath,
+    Trajectory,
+    Turn,
+)
 from agentloop.types import WeightVersionSpan as Span
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -43,27 +61,32 @@ from agentloop_servers.private_http.trust import Trust
 from tests.benchmarks import report
 from tests.support.engine.engines import FakeEngine
 from tests.support.records.samples import make_task, make_trajectory
+from tests.support.records.turns import make_reply
+from tests.support.service.postgres_server import PostgresServer
 
 SECRET = Trust("bench")
 GROUP_SIZE = 8
 NUM_REPLICAS = 64
 TURN_TOKENS = 500
+BATCH = 32
+POSTGRES = "agentloop.storage.postgres:PostgresRun"
 INFO = EngineInfo("fake", 131_072, 32_000, 16, 1_000_000, 256)
 
 
-async def serve(folder: Path) -> None:
-    """Serve a coordinator, and print its URL."""
+async def serve(folder: Path, url: str | None, num_replicas: int) -> None:
+    """Serve a coordinator, whose store is in the database at `url` or else in `folder`, and print its URL."""
     configure_logging(folder / LOG_NAME)
     clock = RealClock()
     engines = {
-        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(NUM_REPLICAS)
+        f"fake://r{number}": FakeEngine(clock, f"fake://r{number}", 0, INFO) for number in range(num_replicas)
     }
 
     async def probe(url: str) -> None:
         raise AssertionError(f"{url} is no suspect")
 
-    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6))
-    store = TrajectoryStore(folder / "trajectories.sqlite")
+    config = CoordinatorConfig(fleet=FleetConfig(suspect_after_s=1e6, dead_after_s=1e6), worker_timeout_s=1e4)
+    where = folder / STORE_NAME if url is None else resolve(POSTGRES, param="store")(url, folder.name, folder)
+    store = TrajectoryStore(where)
     coordinator = Coordinator(store, engines.__getitem__, config, clock, probe=probe)
     await coordinator.start()
     for engine in engines.values():
@@ -77,10 +100,14 @@ async def serve(folder: Path) -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
-    """Start a coordinator in a process of its own."""
+async def served(
+    num_replicas: int = NUM_REPLICAS, store_url: str | None = None
+) -> AsyncIterator[tuple[CoordinatorClient, psutil.Process, str]]:
+    """Start a coordinator in a process of its own; yields its URL too."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.coordinator_calls", "--serve", folder]
+        command += ["--replicas", str(num_replicas)]
+        command += [] if store_url is None else ["--store", store_url]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         assert process.stdout is not None
@@ -91,7 +118,7 @@ async def served() -> AsyncIterator[tuple[CoordinatorClient, psutil.Process]]:
 
         client = CoordinatorClient(find, SECRET)
         try:
-            yield client, psutil.Process(process.pid)
+            yield client, psutil.Process(process.pid), url
         finally:
             await client.close()
             process.kill()
@@ -126,7 +153,7 @@ def made(num_tokens: int) -> Trajectory:
 
 async def measure(num_tokens: int, num_records: int) -> tuple[float, float, float]:
     """Return the CPU ms of a record's hand-out and of its hand-in, and the wall ms of the latter."""
-    async with served() as (client, process):
+    async with served() as (client, process, _):
         task, record = make_task(), made(num_tokens)
         groups = tuple(RolloutGroup(f"g{number}", task, GROUP_SIZE) for number in range(num_records // GROUP_SIZE))
         await client.front.submit("r", groups)
@@ -149,6 +176,40 @@ async def measure(num_tokens: int, num_records: int) -> tuple[float, float, floa
         return tuple(1000 * seconds / num_records for seconds in spent)  # type: ignore[return-value]
 
 
+async def measure_turns(num_tokens: int, num_turns: int) -> tuple[float, float]:
+    """Return the CPU ms and the wall ms of a turn that is journalled."""
+    generation = Generation(
+        "q", (12345,) * num_tokens, (-0.5,) * num_tokens, (Span(0, 0, num_tokens),), FinishReason.STOP
+    )
+    path = GrowingPath(make_task().messages)
+    path.start(list(range(num_tokens // 2)))
+    path.add_turn(make_reply(generation, message=Message("assistant", "word word " * num_tokens)))
+    progress = RunProgress(None, 1.0, 2, 1, 0, 0.5, 0.25, Score(None), 0)
+    assert path.last_turn is not None
+    turn = FinishedTurn(path.last_turn, progress)
+    server = PostgresServer()
+    async with served(store_url=server.url) as (client, process, _):
+        journal = TurnJournal(StoredJournals(client.workers), flush_s=600.0, young_s=0.0)
+        names = [f"r/g/{number}" for number in range(BATCH)]
+        lease = Lease("l", "r1", "fake://r1")
+        runs = [
+            await journal.begin(Assignment(name, "g", 0, make_task(), lease), lambda: b"task") for name in names
+        ]
+        for run in runs:  # its header
+            run.append(turn)
+        await journal.flush()
+        began_s, began = cpu_s(process), time.perf_counter()
+        for _ in range(num_turns // BATCH):
+            for run in runs:
+                run.append(turn)
+            await journal.flush()
+        spent = (cpu_s(process) - began_s, time.perf_counter() - began)
+        assert not any(run.is_over for run in runs)
+        await journal.close()
+    server.close()
+    return tuple(1000 * seconds / num_turns for seconds in spent)  # type: ignore[return-value]
+
+
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
@@ -160,10 +221,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 8000, 32000])
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--replicas", type=int, default=NUM_REPLICAS)
+    parser.add_argument("--turns", action="store_true")
     parser.add_argument("--serve", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--store", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        asyncio.run(serve(args.serve))
+        asyncio.run(serve(args.serve, args.store, args.replicas))
+        return
+    if args.turns:
+        turns = [
+            (num_tokens, *map(statistics.median, zip(*found, strict=True)))
+            for num_tokens in args.tokens
+            for found in [[asyncio.run(measure_turns(num_tokens, args.records)) for _ in range(args.rounds)]]
+        ]
+        table = report.table(("tokens", "CPU ms a turn", "wall ms a turn"), turns)
+        report.finish("Turns journalled in PostgreSQL (CPU)", {"": table}, turns, args.out)
         return
     rows = []
     for num_tokens in args.tokens:

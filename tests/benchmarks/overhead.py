@@ -31,6 +31,7 @@ from rich.table import Table
 
 from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
+from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
@@ -77,7 +78,7 @@ async def measure(
     cpu, wall = time.process_time(), time.perf_counter()
     started = engines if owns_engines else {url: _Started(engine) for url, engine in engines.items()}
     with TemporaryDirectory() as folder:
-        journal = TurnJournal(Path(folder)) if is_journalled else None
+        journal = TurnJournal(JournalFolder(Path(folder))) if is_journalled else None
         async with running_worker(coordinator, started, capacity=1000, journal=journal), asyncio.timeout(600):
             await coordinator.is_done.wait()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall

@@ -267,6 +267,7 @@ def test_ids_encoded_anew_keep_their_places(rows, ablations):
     assert changed.logprobs[changed.mask].tolist() == logprobs[mask][: len(exact)].tolist()
 
 
+@pytest.mark.long
 async def test_arms_go_on_where_they_stopped(service, ablations, tmp_path):
     console = Console()
     setting = of_training("run").Setting(family="recovery", num_held_out=3, num_samples=2)

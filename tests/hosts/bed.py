@@ -3,7 +3,7 @@
 A host is an init process within namespaces of its own, whose end is the end of all that runs there, as that of a
 machine without power. Its `eth0` leads through a `link.py` process to a switch, which is a namespace too: nothing
 of the machine's own network is touched. The checkout and the machine's software are the same files for all hosts;
-`DISK`, where `TMPDIR` is too, and `/dev/shm` are each host's own.
+`DISK`, where `TMPDIR` is too, and `/dev/shm` are each host's own. The disk outlives a loss of power.
 
 Needs root, `ip`, `unshare`, `nsenter` and `/dev/net/tun`; `why_not` says what is missing.
 """
@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 STATE = Path("/run/agentloop-hosts")
@@ -55,13 +57,34 @@ class Host:
     namespace: str
     environment: dict[str, str]
     link: subprocess.Popen[str]
-    init: subprocess.Popen[bytes]
-    init_pid: int
+    folder: Path
+    """The bed's, which has `disk-NUMBER` and `names`."""
+    init: subprocess.Popen[bytes] | None = None
+    init_pid: int = 0
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
         return f"{_NETWORK}.{10 + self.number}"
+
+    def power_on(self) -> None:
+        """Start it, with the disk that it has."""
+        mounts = ["mount --make-rprivate /", "mount -t tmpfs -o size=2g tmpfs /dev/shm"]
+        mounts += [f"mount --bind {self.folder}/disk-{self.number} {DISK}"]
+        mounts += [f"mount --bind {self.folder}/names /etc/hosts"]
+        init = shlex.join([sys.executable, "-Ic", _INIT])
+        inside = " && ".join([f"hostname host{self.number}", *mounts, f"touch /dev/shm/up && exec {init}"])
+        self.init = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *_UNSHARE, "bash", "-c", inside],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        (self.folder / f"init-{self.number}").write_text(str(self.init.pid))
+        self.init_pid = _child_of(self.init.pid)
+        deadline_at = time.monotonic() + _START_S
+        while not Path(f"/proc/{self.init_pid}/root/dev/shm/up").exists():
+            assert time.monotonic() < deadline_at, f"host {self.number} did not start"
+            time.sleep(0.05)
 
     def start(self, command: Sequence[str], log: Path | None = None) -> subprocess.Popen[str]:
         """Start a command there, in the checkout; its output goes to `log`, or to a pipe."""
@@ -91,8 +114,18 @@ class Host:
         self.link.stdin.flush()
         assert self.link.stdout.readline() == "done\n", f"the link did not {order}"
 
+    def processes(self) -> Iterator[psutil.Process]:
+        """The processes there, seen from outside."""
+        own = os.readlink(f"/proc/{self.init_pid}/ns/pid")
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == own:
+                    yield process
+
     def kill(self) -> None:
         """Power off: all its processes end at once. Idempotent."""
+        if self.init is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init_pid, 9)
         self.init.wait(10.0)
@@ -117,6 +150,8 @@ class Bed:
         _remove_abandoned()
         self._folder.mkdir(parents=True)
         (self._folder / "owner").write_text(str(os.getpid()))
+        names = "".join(f"{_NETWORK}.{10 + number} host{number}\n" for number in range(16))
+        (self._folder / "names").write_text(f"127.0.0.1 localhost\n{names}")
         try:
             _ip("netns", "add", self._name)
             _ip("-n", self._name, "link", "add", "switch", "type", "bridge")
@@ -146,33 +181,13 @@ class Bed:
         )
         assert link.stdout is not None
         assert link.stdout.readline() == "up\n", "the link did not come up"
-        names = self._folder / f"names-{number}"
-        names.write_text("127.0.0.1 localhost\n" + "".join(f"{_NETWORK}.{10 + n} host{n}\n" for n in range(16)))
-        disks = " && ".join(f"mount -t tmpfs -o size=2g tmpfs {folder}" for folder in ("/dev/shm", DISK))
-        init = shlex.join([sys.executable, "-Ic", _INIT])
-        made = f"hostname host{number} && mount --make-rprivate / && {disks} && mount --bind {names} /etc/hosts"
-        process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                namespace,
-                *_UNSHARE,
-                "bash",
-                "-c",
-                f"{made} && touch {DISK}/up && exec {init}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        (self._folder / f"init-{number}").write_text(str(process.pid))
+        disk = self._folder / f"disk-{number}"
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(disk)], check=True)
         variables = {**os.environ, "TMPDIR": str(DISK), **environment}
-        host = Host(number, namespace, variables, link, process, _child_of(process.pid))
+        host = Host(number, namespace, variables, link, self._folder)
         self.hosts.append(host)
-        deadline_at = time.monotonic() + _START_S
-        while not Path(f"/proc/{host.init_pid}/root{DISK}/up").exists():
-            assert time.monotonic() < deadline_at, f"host {number} did not start"
-            time.sleep(0.05)
+        host.power_on()
         return host
 
     def close(self) -> None:
@@ -215,6 +230,8 @@ def _remove(folder: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), 9)
         subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+    for disk in folder.glob("disk-*"):
+        subprocess.run(["umount", "--lazy", str(disk)], capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

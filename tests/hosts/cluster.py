@@ -18,6 +18,11 @@ from tests.hosts.bed import DISK, Bed, Host
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PORT = 8000
+RUNS = DISK / "runs"
+CLOCK_VARIABLE = "AGENTLOOP_TEST_CLOCK_S"
+"""The seconds that a host's clock is ahead, for the `sitecustomize` of `clock`."""
+
+_CLOCK = Path(__file__).parent / "clock"
 _RAY_PORT = 6379
 _START_S = 180.0
 
@@ -45,11 +50,24 @@ class Cluster:
     def hosts(self) -> list[Host]:
         return self._bed.hosts
 
-    def add(self, num_cpus: int = 2) -> Host:
-        """Start a host and Ray on it, as one more node."""
-        host = self._bed.add(**self._variables)
+    def add(self, num_cpus: int = 2, clock_s: float = 0.0) -> Host:
+        """Start a host and Ray on it, as one more node. Its clock, as Python tells it, is so much ahead."""
+        apart = {}
+        if clock_s:
+            apart = {CLOCK_VARIABLE: str(clock_s), "PYTHONPATH": f"{_CLOCK}:{self._variables['PYTHONPATH']}"}
+        host = self._bed.add(**{**self._variables, **apart})
         self.start_ray(host, num_cpus)
         return host
+
+    def bystander(self) -> Host:
+        """Start a host that is no node of the cluster."""
+        return self._bed.add(**self._variables)
+
+    def restart(self, host: Host) -> None:
+        """Power a host off and on again, and start Ray there."""
+        host.kill()
+        host.power_on()
+        self.start_ray(host)
 
     def start_ray(self, host: Host, num_cpus: int = 2) -> None:
         """Start Ray on a host, as systemd would, and wait until its node is there."""
@@ -89,12 +107,24 @@ class Cluster:
         document["applications"][0]["args"] |= {"host": "0.0.0.0", "port": PORT, **args}
         config = self._folder / "config.yaml"
         config.write_text(yaml.safe_dump(document))
+        self._serve("--config", str(config), "--out", str(RUNS))
+        yield
+
+    def resume(self) -> None:
+        """Go on with the run that is on the head's disk, until the service is ready."""
+        self._serve("--resume", self.run_dir())
+
+    def run_dir(self) -> str:
+        """The directory of the run, on the head."""
+        return self.head.run(["readlink", "-f", str(RUNS / "latest")]).strip()
+
+    def _serve(self, *options: str) -> None:
         log = self._folder / "serve.log"
-        command = [sys.executable, "-m", "agentloop_servers.cli", "serve", "--config", str(config)]
-        process = self.head.start([*command, "--out", f"{DISK}/runs", "--address", "auto"], log)
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "agentloop_servers.cli", "serve", *options, "--address", "auto"]
+        process = self.head.start(command, log)
         deadline_at = time.monotonic() + _START_S
         while "ready at" not in log.read_text():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_at, log.read_text()
             time.sleep(0.2)
-        yield

@@ -4,8 +4,8 @@
 
 A TAP device in the host's network namespace and one in the switch's, with this process between them: kernels
 without the netem scheduler have no other way to delay. Orders are lines on stdin, each answered by one on stdout:
-`delay MS` (each way), `loss PERCENT`, `cut`, `cut in`, `cut out` (one way: towards the host, from it) and `heal`.
-Needs root.
+`delay MS` (each way), `loss PERCENT`, `cut`, `cut in`, `cut out` (one way: towards the host, from it) and `heal`;
+`record FILE`, a pcap file that gets all frames until `record` alone. Needs root.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import BinaryIO
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MAX_FRAME_BYTES = 70_000
+_PCAP_BEGIN = struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, _MAX_FRAME_BYTES, 1)  # Ethernet
+_PCAP_FRAME = struct.Struct("<IIII")  # seconds, microseconds, bytes here, bytes in all
 _BATCH = 64  # frames of one side before the other side is looked at
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,6 +66,7 @@ class Link:
         self._cut: frozenset[int] = frozenset()  # the devices whose frames go nowhere
         self._late: list[tuple[float, int, int, bytes]] = []  # due at, number, where to, frame
         self._num_frames = 0
+        self._record: BinaryIO | None = None
 
     def obey(self, order: str) -> None:
         """Carry out one order."""
@@ -72,6 +77,12 @@ class Link:
                 self._loss = float(percent) / 100
             case ["heal"]:
                 self._cut = frozenset()
+            case ["record", *path]:
+                if self._record is not None:
+                    self._record.close()
+                self._record = Path(path[0]).open("wb") if path else None  # noqa: SIM115 - until the next order
+                if self._record is not None:
+                    self._record.write(_PCAP_BEGIN)
             case ["cut"]:
                 self._cut = frozenset(self._to)
             case ["cut", way]:
@@ -87,6 +98,8 @@ class Link:
             except BlockingIOError:
                 return
             self._num_frames += 1
+            if self._record is not None:
+                self._record.write(_PCAP_FRAME.pack(int(time.time()), 0, len(frame), len(frame)) + frame)
             if side in self._cut or (self._loss and random.random() < self._loss):
                 continue
             if self._delay_s:

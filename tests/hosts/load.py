@@ -19,6 +19,7 @@ from tests.hosts.cluster import KEY
 NUM_TURNS = 6
 TURN_TOKENS = 160
 PAUSE_S = 0.5  # of a tool, say
+PROMPT = "Begin with the words of this prompt."
 
 
 class Arrival(msgspec.Struct):
@@ -46,7 +47,7 @@ class Paced:
 
 async def main(url: str, num_tasks: int, num_samples: int) -> None:
     limits = Limits(max_turns=NUM_TURNS, max_tokens_per_turn=TURN_TOKENS)
-    asked = (Message("user", "Begin."),)
+    asked = (Message("user", PROMPT),)
     tasks = [
         RolloutTask(f"t{number}", asked, loop="tests.hosts.load:Paced", limits=limits)
         for number in range(num_tasks)

@@ -15,8 +15,13 @@ from agentloop.client.client import RolloutClient
 from tests.hosts.cluster import ADMIN_KEY, KEY
 
 
+def values_of(version: int, mib: int) -> torch.Tensor:
+    """The large tensor of a version."""
+    return torch.arange(mib * 2**18, dtype=torch.float32) + version
+
+
 async def main(url: str, version: int, mib: int) -> None:
-    values = torch.arange(mib * 2**18, dtype=torch.float32) + version
+    values = values_of(version, mib)
     async with RolloutClient(url, api_key=KEY, admin_key=ADMIN_KEY) as client:
         report = await client.update_weights({"w": values, "b": torch.full((3,), float(version))}, version=version)
     print(msgspec.json.encode(report).decode())

@@ -17,6 +17,7 @@ import aiohttp
 from tests.hosts.cluster import KEY
 
 NUM_SESSIONS = 24
+SYSTEM = "Be as brief as this prompt of a session."
 LOST_WITHIN_S = 30.0
 _SLOW_FACTOR = 2.0  # two busy cores are three hosts
 
@@ -27,7 +28,7 @@ class Agent:
     def __init__(self, http: aiohttp.ClientSession, session_id: str) -> None:
         self._http = http
         self.session_id = session_id
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
         self.key = self.holder = ""
 
     async def open(self, url: str) -> None:

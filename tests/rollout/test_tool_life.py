@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from agentloop.errors import InvalidRequest
+from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.tool import tool
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox
@@ -146,7 +147,7 @@ async def test_a_worker_that_ends_closes_once(during: str):
 async def resumed(tmp_path, garden: Garden, *words: str):
     """A worker is lost after these words; returns the next one's record, which plants one more, and its engine."""
     feeder = Relay([garden_task()])
-    replies, journal = [*plants(*words, "elm"), DONE], TurnJournal(tmp_path, 0.02, young_s=0.0)
+    replies, journal = [*plants(*words, "elm"), DONE], TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
     first = HangingEngine(*replies, hangs_at=len(words))
     async with running_worker(feeder, {"sim://a": first}, journal=journal, tools=[garden]), asyncio.timeout(60):
         await first.is_hanging.wait()
@@ -154,7 +155,7 @@ async def resumed(tmp_path, garden: Garden, *words: str):
             await asyncio.sleep(0.01)
     await journal.close()
     feeder.lose_worker()
-    engine, journal = HangingEngine(*replies), TurnJournal(tmp_path, 0.02, young_s=0.0)
+    engine, journal = HangingEngine(*replies), TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
     async with running_worker(feeder, {"sim://a": engine}, journal=journal, tools=[garden]), asyncio.timeout(60):
         await feeder.is_done.wait()
     await journal.close()

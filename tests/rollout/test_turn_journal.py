@@ -13,6 +13,7 @@ from pydantic import Field
 from agentloop.codec import encode, to_builtins
 from agentloop.errors import EngineLost, ServiceUnavailable
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.loops import SHIPPED_LOOPS, ResumableLoop
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.turn_journal import FinishedTurn, RunProgress, ToolAnswers, TurnJournal
@@ -71,7 +72,7 @@ async def written(folder) -> None:
 
 @asynccontextmanager
 async def at_work(feeder, engine, folder, flush_s: float = 0.02, **options):
-    journal = TurnJournal(folder, flush_s, young_s=0.0)
+    journal = TurnJournal(JournalFolder(folder), flush_s, young_s=0.0)
     try:
         async with running_worker(feeder, {"sim://a": engine}, journal=journal, **options), asyncio.timeout(60):
             yield
@@ -406,7 +407,7 @@ def finished_turns(num: int, tokens: int = 3, left_s: float = 5.0) -> list[Finis
 
 @asynccontextmanager
 async def journal_at(folder, flush_s: float = 0.0):
-    journal = TurnJournal(folder, flush_s)
+    journal = TurnJournal(JournalFolder(folder), flush_s)
     try:
         yield journal
     finally:
@@ -437,10 +438,10 @@ async def test_a_flush_ends_after_what_is_being_written(tmp_path, call):
     """A worker says goodbye after a flush: who goes on with its work then finds all of it."""
     thread = HeldThread()
     thread.submit(lambda: None)  # the write waits for its turn
-    journal = TurnJournal(tmp_path, flush_s=0.0, young_s=0.0, executor=thread)
+    journal = TurnJournal(JournalFolder(tmp_path, thread), flush_s=0.0, young_s=0.0)
     run = await begun(journal)
     run.append(finished_turns(1)[0])
-    while not run.is_on_disk:  # the write is on its way
+    while not run.is_kept:  # the write is on its way
         await asyncio.sleep(0.001)
     ended = asyncio.create_task(getattr(journal, call)())
     await asyncio.sleep(0.05)

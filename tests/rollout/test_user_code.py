@@ -153,7 +153,7 @@ async def test_modules_are_imported_off_the_event_loop_and_failures_are_remember
         "import threading, time",
         f"with open({str(imports)!r}, 'a') as file:",
         "    print(threading.get_ident(), file=file)",
-        "time.sleep(0.6)",
+        "time.sleep(2.5)",
         "raise OSError('no GPU here')",
     )
     (tmp_path / "slow_user_module.py").write_text("\n".join(lines))
@@ -173,7 +173,7 @@ async def test_modules_are_imported_off_the_event_loop_and_failures_are_remember
     assert all("OSError: no GPU here" in (one.error or "") for one in found)
     (thread,) = imports.read_text().split()  # one import for five tasks
     assert int(thread) != threading.get_ident()
-    assert max(gaps) < 0.5
+    assert max(gaps) < 2.0  # also on busy cores
 
 
 # --- running ----------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ async def test_the_stores_url_may_come_from_a_secret(postgres_server: PostgresSe
     config = simulated_config(store=told[1])
     check_store(config, run_dir)
     keep_url(config, run_dir)
-    store = open_store(config, run_dir, SECRET)
+    store = open_store(config, run_dir, SECRET.key)
     try:
         assert await store.take_over() == 1
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -14,17 +14,28 @@ import yaml
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+from agentloop.api.coordinator import WorkerPort
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, ServiceUnavailable
+from agentloop.rollout.turn_journal import FinishedTurn, read_entries
 from agentloop.storage.home import Home
-from agentloop.types import Message, RolloutTask
+from agentloop.types import Message, RolloutTask, StopReason
 from agentloop_servers.app import begun_run
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.run_store import resumed_config
+from tests.support.engine.scripted import call
+from tests.support.fleet.lost_worker import HangingEngine
 from tests.support.service.postgres_server import PASSWORD, PostgresServer
-from tests.support.service.whole_service import SECRET, SIMULATED, simulated_config, whole_service
+from tests.support.service.whole_service import (
+    SECRET,
+    SIMULATED,
+    ServiceSite,
+    simulated_config,
+    whole_service,
+    whole_site,
+)
 
 runner = CliRunner()
 
@@ -37,7 +48,7 @@ def config_of(server: PostgresServer, **changed: Any) -> ServiceConfig:
 def run_dir(tmp_path: Path, postgres_server: PostgresServer) -> Path:
     folder = tmp_path / postgres_server.new_name()
     folder.mkdir()
-    (folder / SECRET_NAME).write_text(SECRET)
+    (folder / SECRET_NAME).write_text(SECRET.key)
     return folder
 
 
@@ -79,7 +90,7 @@ async def test_a_run_is_exported_shown_and_gone_on_with_from_its_database(
     run_dir: Path, postgres_server: PostgresServer
 ) -> None:
     config = config_of(postgres_server)
-    secret = begun_run(config, run_dir)
+    secret = begun_run(config, run_dir).key
     async with whole_service(config, run_dir) as url, RolloutClient(url) as client:
         rollout = await client.submit([RolloutTask("t", (Message("user", "What is 2 + 3?"),))], num_samples=2)
         assert len([record async for record in rollout]) == 2
@@ -94,7 +105,7 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     assert len(out.read_text().splitlines()) == 2
     shown = runner.invoke(app, ["show", f"{rollout_id}/{rollout_id}-000000/0", "--run", str(run_dir)])
     assert "reward" in shown.output, shown.output
-    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir) == secret
+    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir).key == secret
     for other in (simulated_config(), simulated_config(store="postgresql://127.0.0.1:1/elsewhere")):
         with pytest.raises(InvalidRequest, match=r"are in postgresql://127.0.0.1:\d+/postgres, not in"):
             begun_run(other, run_dir)
@@ -102,6 +113,57 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     with pytest.raises(InvalidRequest, match="is of another run"):
         begun_run(config, run_dir)
     assert not run_dir.exists()
+
+
+class DyingPort:
+    """The coordinator as a worker sees it until its host is cut off."""
+
+    def __init__(self, port: WorkerPort) -> None:
+        self._port = port
+        self.is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if self.is_cut:
+                raise ServiceUnavailable("cut off")
+            return await getattr(self._port, name)(*arguments)
+
+        return call
+
+
+async def num_kept(site: ServiceSite, assignment_id: str) -> int:
+    """The turns of a sample that the store has."""
+    found = await site.client.workers.kept_turns(assignment_id)
+    return sum(isinstance(entry, FinishedTurn) for _, data in found for _, entry in read_entries(data))
+
+
+async def test_a_lost_workers_trajectories_go_on_from_the_store_with_no_turn_sampled_again(
+    run_dir: Path, postgres_server: PostgresServer
+) -> None:
+    config = config_of(postgres_server, replicas=1)
+    begun_run(config, run_dir)
+    lookups = (call("calculator", expression="1+1"), call("calculator", expression="2+2"), "The answer is 4.")
+    engine = HangingEngine(*lookups, hangs_at=2)
+    work = [RolloutTask("t", (Message("user", "What is 2 + 2?"),), tools=("calculator",))]
+    async with (
+        whole_site(config, run_dir, lambda _: engine, has_worker=False) as site,
+        RolloutClient(site.urls[0]) as client,
+    ):
+        port = DyingPort(site.client.workers)
+        lost = site.add_worker("lost", cast(WorkerPort, port))
+        rollout = await client.submit(work)
+        async with asyncio.timeout(60.0):
+            await engine.is_hanging.wait()
+            while await num_kept(site, f"{rollout.rollout_ids[0]}/{rollout.rollout_ids[0]}-000000/0") < 2:
+                await asyncio.sleep(0.05)
+            port.is_cut = True
+            lost.close()
+            engine.hangs_at = 99
+            site.add_worker("next", site.client.workers)
+            (record,) = [record async for record in rollout]
+        assert (record.stop_reason, record.num_resumed_turns, record.attempt) == (StopReason.COMPLETED, 2, 1)
+        assert engine.num_turns == 4, "the turn that was under way, and the last one"
+        assert postgres_server.execute("SELECT count(*) FROM turn_journals", run_dir.name) == [(0,)]
 
 
 def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
@@ -112,7 +174,7 @@ def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(
     assert [path.name for path in run_dir.iterdir() if PASSWORD in path.read_text()] == ["store"]
     assert (run_dir / "store").stat().st_mode & 0o777 == 0o600
     assert saved_config(run_dir) == config.model_copy(update={"store": None})
-    setup = Setup.of(config, run_dir, None, takes_images=False)
+    setup = Setup.of(config, run_dir, None, takes_images=False, stores_turns=True)
     assert PASSWORD not in f"{setup} {config!r} {config.model_dump()} {config.model_dump_json()}"
     url = f"postgresql://db/x?password={PASSWORD}"
     engine = {"kind": "simulated", "device": "cpu", "load_format": "dummy"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import InvalidRequest, ToolError
+from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import RolloutTask
@@ -245,14 +246,14 @@ async def test_a_reward_sees_the_folder_and_a_lost_worker_costs_no_file(tmp_path
     ]
     given = shell_task(tool_setup={"shell": {"files": {"question.txt": "2+3"}}})
     feeder, engine = Relay([given]), HangingEngine(*replies, hangs_at=1)
-    tool, journal = ShellTool(), TurnJournal(tmp_path, 0.02, young_s=0.0)
+    tool, journal = ShellTool(), TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
     async with running_worker(feeder, {"sim://a": engine}, journal=journal, tools=[tool]), asyncio.timeout(60):
         await engine.is_hanging.wait()
         while not files(tmp_path):
             await asyncio.sleep(0.01)
     await journal.close()
     feeder.lose_worker()
-    tool, journal = ShellTool(), TurnJournal(tmp_path, 0.02, young_s=0.0)
+    tool, journal = ShellTool(), TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
     engines = {"sim://a": HangingEngine(*replies)}
     async with running_worker(feeder, engines, journal=journal, tools=[tool]), asyncio.timeout(60):
         await feeder.is_done.wait()

@@ -18,7 +18,7 @@ from typing import Any, cast
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
-from agentloop.api.coordinator import FrontPort, ReplicaPort, WorkerPort
+from agentloop.api.coordinator import FrontPort, MetricsPort, ReplicaPort, WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop_servers.coordinator.server import COMMANDS, CallType, calls_of
@@ -49,6 +49,7 @@ class CoordinatorClient:
         self.replicas = cast(ReplicaPort, _Port(ReplicaPort, self._call))
         self.workers = cast(WorkerPort, _Port(WorkerPort, self._call))
         self.front = cast(FrontPort, _Port(FrontPort, self._call))
+        self.metrics = cast(MetricsPort, _Port(MetricsPort, self._call))
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""

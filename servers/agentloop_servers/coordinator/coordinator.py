@@ -30,14 +30,17 @@ from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
 from agentloop.images import Image
+from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
+from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
 ENDPOINT_PLACES = "endpoint_places"
+METRICS = "metrics"
 """The names under which the store keeps what the next coordinator goes on with."""
 
 
@@ -73,6 +76,8 @@ class Coordinator:
         self._background: list[asyncio.Task[None]] = []
         save_places = partial(store.save_state, ENDPOINT_PLACES)
         self._places = EndpointPlaces(config.disk, config.num_endpoint_processes, clock.now, save_places, log)
+        store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
+        self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
 
@@ -83,7 +88,9 @@ class Coordinator:
         self.replicas.sync.restore(weights, orders)
         self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
+        self._metrics.restore(await self._store.saved_state(METRICS, SavedMetrics))
         self._background = [
+            asyncio.create_task(self._keep_metrics(), name="coordinator-metrics"),
             asyncio.create_task(self._watch(), name="coordinator-watch"),
             asyncio.create_task(self._probe_suspects(), name="coordinator-probe"),
         ]
@@ -139,6 +146,14 @@ class Coordinator:
         shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
         drained = (f"{host} is drained: it gets no work" for host in sorted(orders.drained))
         return replace(status, degraded=(*shortfalls, *drained))
+
+    async def report_metrics(self, report: MetricsReport) -> None:
+        """Take in what a process has counted."""
+        await self._metrics.report(report)
+
+    async def metrics(self) -> MetricsPage:
+        """Return the metrics of the service at this moment."""
+        return self._metrics.page(await self.status())
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -208,6 +223,24 @@ class Coordinator:
             if self._find_dead_nodes is not None:
                 self.replicas.dead_nodes = await asyncio.to_thread(self._find_dead_nodes)
             await self.replicas.probe_suspects(self._probe)
+
+    async def _keep_metrics(self) -> None:
+        tally, counted, looked_at = self.replicas.tally, self.replicas.sync.reports, self._clock.now()
+        while True:
+            await self._clock.sleep(REPORT_S)
+            passed_s, looked_at = self._clock.now() - looked_at, self._clock.now()
+            orders, reports = self.replicas.sync.desired.orders, self.replicas.sync.reports
+            for report in reports:
+                if report not in counted:
+                    count_update(tally, report)
+            counted = reports
+            for cause, holds in (("pause", orders.is_paused), ("sleep", bool(orders.asleep))):
+                if holds:
+                    tally.count("paused_seconds_total", cause, by=passed_s)
+            try:
+                await self._metrics.save()
+            except Exception as error:  # the disk may come back
+                self._log.debug("metrics_not_saved", error=repr(error))
 
     async def _watch(self) -> None:
         interval_s = self._config.heartbeat_interval_s

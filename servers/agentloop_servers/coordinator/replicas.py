@@ -27,13 +27,14 @@ from agentloop.api.owners import UserTable
 from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
+from agentloop.errors import AgentLoopError, EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
+from agentloop.metrics import MetricsTally
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
@@ -105,6 +106,7 @@ class Replicas:
         self._clock = clock
         self._log = log
         self._changed = changed
+        self.tally = MetricsTally()  # what the coordinator counts
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
         self.users = UserTurns(config.read_users, clock)
@@ -155,7 +157,9 @@ class Replicas:
         self.starts.ended(registration.replica_id)
         known = self.fleet.get(registration.replica_id)
         replica = self.fleet.register(registration, self._clock.now())
-        if known is not None and known.incarnation != replica.incarnation:
+        if known is None:
+            self.tally.count("replica_joins_total", registration.entry)
+        elif known.incarnation != replica.incarnation:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
         self.late.forget(replica.replica_id)
@@ -277,6 +281,9 @@ class Replicas:
                 report = await self.sync.update_weights(update, policy, force)
                 policy = report.kv_policy
                 return report
+            except AgentLoopError:
+                self.tally.count("weight_updates_total", "failed", "")
+                raise
             finally:
                 self._follow_version(policy)
                 for replica in self.fleet.replicas:

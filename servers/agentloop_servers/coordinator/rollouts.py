@@ -23,6 +23,7 @@ from agentloop.api.coordinator import (
     MAX_HAND_IN,
     EncodedPage,
     HeldLease,
+    JournalPart,
     LeaseOrders,
     LeaseReport,
     Orders,
@@ -285,6 +286,14 @@ class Rollouts:
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
+
+    async def keep_turns(
+        self, parts: tuple[JournalPart, ...], forgotten: tuple[tuple[str, str], ...]
+    ) -> tuple[str, ...]:
+        return await self._store.keep_turns(parts, forgotten)
+
+    async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
+        return tuple(await self._store.kept_turns(assignment_id))
 
     def look(self, now: float) -> None:
         """Count the silence of workers and of processes that report, and end the grace of a restart."""
@@ -576,6 +585,8 @@ class Rollouts:
         num_tokens = record.num_response_tokens if counts and record.is_complete else None
         if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
             return
+        if record.staleness is not None:
+            self._replicas.tally.observe("trajectory_staleness", record.staleness)
         self._replicas.end_lease(assignment_id, num_tokens)
         self._changed.notify()
         event = self._readers.pop(record.rollout_id, None)

@@ -2,7 +2,7 @@
 
     ReplicaPort, FleetPort                by `Replicas`     (replicas.py)
     WorkerPort, RolloutPort, LeasePort    by `Rollouts`     (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
-    the rest of FrontPort                 by `Coordinator`  (coordinator.py): `status`, `drain`, ...
+    MetricsPort, the rest of FrontPort    by `Coordinator`  (coordinator.py): `status`, `report_metrics`, ...
 
 A body is the codec's bytes of a call's arguments as a tuple, an answer those of what the call returns. Commands to
 the fleet are numbered by their caller, and one that arrives late is refused.
@@ -23,6 +23,7 @@ from agentloop.api.coordinator import (
     FleetPort,
     FrontPort,
     LeasePort,
+    MetricsPort,
     ReplicaPort,
     RolloutPort,
     WorkerPort,
@@ -83,12 +84,13 @@ class CoordinatorServer(PrivateServer):
             *(rollouts, rollouts, rollouts),
             coordinator,
         )
-        calls = {**calls_of(ReplicaPort), **calls_of(WorkerPort), **calls_of(FrontPort)}
+        for_workers = calls_of(WorkerPort) | calls_of(MetricsPort)
+        calls = calls_of(ReplicaPort) | for_workers | calls_of(FrontPort)
         routes = []
         for name, call in calls.items():
             method = next(getattr(port, name) for port in ports if hasattr(port, name))  # by the table above
             routes.append(web.post(f"/{name}", self._handler(call, method)))
-        worker_paths = frozenset(f"/{name}" for name in calls_of(WorkerPort))
+        worker_paths = frozenset(f"/{name}" for name in for_workers)
         super().__init__(SERVER_NAME, routes, trust, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
         coordinator.refused = self.refused
 

@@ -241,6 +241,9 @@ class Sessions:
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
         self._leases = CallLeases(coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases)
         self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
+        self.on_record: Callable[[Trajectory], None] = lambda record: (
+            None
+        )  # told of each that is in the run's store
         self._coordinator = coordinator
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
@@ -577,6 +580,7 @@ class Sessions:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process
             raise ServiceUnavailable(f"the run's store failed: {error}") from error
+        self.on_record(trajectory)
         self._notes.start(self.store.mark_recorded(session_id))
 
 

@@ -71,6 +71,7 @@ class Keys:
     """
 
     users: tuple[User, ...]
+    metrics_digest: bytes | None = None  # of the key that opens the metrics alone
 
     def __init__(self, users: Iterable[User] = (), *, is_open: bool | None = None) -> None:
         self.learn(users)
@@ -151,6 +152,12 @@ class Keys:
         elif not self.user_of(request).is_admin:
             raise Forbidden("this needs the admin key")
 
+    async def require_metrics(self, request: Request) -> None:
+        """Route dependency: raises as `require_admin` does, unless the request carries the metrics' key."""
+        credential = credential_of(request)
+        if credential is None or key_digest(credential) != self.metrics_digest:
+            await self.require_admin(request)
+
     def user_names_of(self, request: Request) -> tuple[str, ...]:
         """Return all names of the caller's user, ("",) where user routes are open. Raises Unauthorized."""
         if self.is_open:
@@ -176,6 +183,12 @@ class Keys:
 def key_digest(key: str) -> bytes:
     """Return the stored form of a key."""
     return hashlib.sha256(key.encode()).digest()
+
+
+def metrics_digest(name: str) -> bytes | None:
+    """Return the digest of the metrics' key in an environment variable; None without one."""
+    key = os.environ.get(name)
+    return key_digest(key) if key else None
 
 
 def _name_of(digest: bytes) -> str:

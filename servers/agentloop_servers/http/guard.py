@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentloop.api.requests import invalid_request, parse_body
 from agentloop.checks import is_loopback
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.metrics import MetricsTally
 from agentloop.strides import FairQueue, Strides
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
 
@@ -339,6 +340,7 @@ class HttpGuard:
         *,
         is_local_only: bool = False,
         user_of: Callable[[Headers], str] = lambda _: "",
+        tally: MetricsTally | None = None,
     ) -> None:
         """Requests begin in turns of their users, whom `user_of` finds in their headers, checked or not.
 
@@ -350,12 +352,14 @@ class HttpGuard:
         self._is_local_only = is_local_only
         self._limiter = TickLimiter(_BEGUN_AT_ONCE)
         self._user_of = user_of
+        self._tally = MetricsTally() if tally is None else tally
         self._bodies = LongBodies(limits.max_bytes_of_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begun_at = time.perf_counter()
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
         guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, receive, send, state)
@@ -365,6 +369,7 @@ class HttpGuard:
             refusal = self._refusal(headers)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, guarded.send)
+                self._count(scope, guarded, begun_at)
                 return
             if "content-length" in headers:
                 guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
@@ -387,6 +392,13 @@ class HttpGuard:
                 await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
             finally:
                 guarded.release_body()
+                self._count(scope, guarded, begun_at)
+
+    def _count(self, scope: Scope, guarded: _GuardedRequest, begun_at: float) -> None:
+        route = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if route != "none" else "any"  # a stranger's may be any word
+        self._tally.count("http_requests_total", route, method, str(guarded.status))
+        self._tally.observe("http_seconds", time.perf_counter() - begun_at, route)
 
     def _refusal(self, headers: Headers) -> AgentLoopError | None:
         limits, raw = self._limits, headers.raw
@@ -424,6 +436,7 @@ class _GuardedRequest:
         self._release: Callable[[], None] | None = None
         self.request_id = request_id
         self.is_started = False
+        self.status = 499  # the client left before an answer
         self._limits = limits
         self._receive = receive
         self._send = send
@@ -457,7 +470,7 @@ class _GuardedRequest:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.is_started = True
+            self.is_started, self.status = True, message["status"]
             headers = MutableHeaders(scope=message)
             for name in ("x-request-id", self._state.get("id_header")):
                 if name is not None:

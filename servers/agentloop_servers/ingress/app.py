@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
@@ -18,6 +19,7 @@ from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseConfig, LeaseReporter
+from agentloop.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -27,8 +29,17 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
+from agentloop_servers.ingress.metrics import metrics_route
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
+
+_ABOUT: dict[str, Any] = {
+    "title": "agentloop",
+    "description": "Asynchronous rollouts of language-model agents.",
+    "version": "1",
+    "docs_url": None,
+    "redoc_url": None,
+}
 
 
 def create_app(
@@ -44,6 +55,7 @@ def create_app(
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
+    tally: MetricsTally | None = None,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -51,6 +63,7 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
+    Requests are counted in `tally`.
     With an `endpoint`, agents are served and recorded too, and trainers that speak to vLLM's server; starting and
     closing its sessions is the caller's.
     """
@@ -72,22 +85,16 @@ def create_app(
         if endpoint is None:
             await reporter.close()
 
-    app = FastAPI(
-        title="agentloop",
-        description="Asynchronous rollouts of language-model agents.",
-        version="1",
-        lifespan=lifespan,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open, user_of=keys.turn_user)],
-    )
+    local_only, turns = keys.is_open, keys.turn_user
+    guard = Middleware(HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally)
+    app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
     add_error_handlers(app, limits)
     if endpoint is not None:
         # First: most requests are its.
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
-    for router in (rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)):
+    routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
+    for router in (*routers, metrics_route(coordinator, keys)):
         app.include_router(router)
     describe(app)
     return app

@@ -22,7 +22,7 @@ import orjson
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import freeze_gc
-from agentloop.api.coordinator import WorkerPort
+from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
@@ -32,6 +32,7 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageTokens
 from agentloop.logs import configure_logging
+from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
@@ -112,6 +113,14 @@ class WorkerLink:
         """Ask for another lease in place of the worker's own. The worker sees a request's needs itself."""
         return await self._ask(WorkerCall.MOVE, is_failed, Lease)
 
+    async def keep_turns(
+        self, parts: tuple[JournalPart, ...], forgotten: tuple[tuple[str, str], ...]
+    ) -> tuple[str, ...]:
+        return await self._ask(WorkerCall.KEEP_TURNS, (parts, forgotten), tuple[str, ...])
+
+    async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
+        return await self._ask(WorkerCall.KEPT_TURNS, assignment_id, tuple[tuple[str, bytes], ...])
+
     async def _ask(
         self, call: WorkerCall, argument: Any, kind: type[T], on_progress: OnProgress | None = None
     ) -> T:
@@ -130,9 +139,10 @@ class WorkerLink:
 def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
     """Load what trajectories share, as a worker does. Their engine and coordinator are `link`."""
     chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
-    engine = cast(TokenEngine, link)
+    engine, coordinator, folder = cast(TokenEngine, link), cast(WorkerPort, link), setup.turns_folder
+    home = JournalFolder(Path(folder)) if folder else StoredJournals(coordinator)
     return RunParts(
-        coordinator=cast(WorkerPort, link),
+        coordinator=coordinator,
         connect=lambda url: engine,
         renderer=chat.renderer,
         reader=TurnReader(chat.renderer, chat.parser),
@@ -142,7 +152,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         vocab_size=sizes.vocab_size,
         placer=ImagePlacer(takes_images=setup.takes_images),
         reporter=LeaseReporter("", None),
-        journal=TurnJournal(Path(setup.turns_folder)) if setup.turns_folder else None,
+        journal=None if folder is None else TurnJournal(home),
     )
 
 

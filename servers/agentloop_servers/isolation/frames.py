@@ -19,8 +19,8 @@ from agentloop.codec import decode, encode
 from agentloop.engine import Progress
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LOG_NAME
+from agentloop.rollout.journal_homes import TURNS_FOLDER
 from agentloop.rollout.trajectory_run import WorkerConfig
-from agentloop.rollout.turn_journal import TURNS_FOLDER
 from agentloop.types import Assignment
 from agentloop_servers.config import ServiceConfig
 
@@ -34,6 +34,8 @@ class WorkerCall(StrEnum):
     IMAGE_TOKENS = "image_tokens"  # tuple[Image, ...] -> tuple[ImageTokens, ...]
     ABORT = "abort"  # str -> None
     MOVE = "move"  # bool, that the replica failed -> Lease without its address
+    KEEP_TURNS = "keep_turns"  # the arguments of WorkerPort.keep_turns -> its answer
+    KEPT_TURNS = "kept_turns"  # str, the assignment -> the answer of WorkerPort.kept_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class Setup:
     worker: WorkerConfig
     takes_images: bool = False
     log_path: str = ""  # none: it logs nothing
-    turns_folder: str = ""  # of the journals of turns; none: there are none
+    turns_folder: str | None = None  # of the journals of turns; "": they are in the run's store, None: nowhere
 
     @classmethod
-    def of(cls, config: ServiceConfig, run_dir: Path, worker: WorkerConfig, *, takes_images: bool) -> Setup:
+    def of(
+        cls, config: ServiceConfig, run_dir: Path, worker: WorkerConfig, *, takes_images: bool, stores_turns: bool
+    ) -> Setup:
         """Return the setup of a worker's processes."""
-        log_path, turns_folder = str(run_dir / LOG_NAME), str(run_dir / TURNS_FOLDER)
+        log_path, turns_folder = str(run_dir / LOG_NAME), "" if stores_turns else str(run_dir / TURNS_FOLDER)
         return cls(config.model_dump_json(), worker, takes_images, log_path, turns_folder)
 
 

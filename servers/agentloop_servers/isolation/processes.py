@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import orjson
 import structlog
 
-from agentloop.api.coordinator import WorkerPort
+from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
@@ -39,6 +39,7 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import Connect, NewestVersion
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
+from agentloop.metrics import MetricsTally, count_record
 from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
@@ -136,11 +137,13 @@ class IsolatedRuns:
         *,
         journal: TurnJournal | None = None,
         own_s: Callable[[Sequence[str]], float] = lambda tools: 0.0,
+        tally: MetricsTally | None = None,
     ) -> None:
         """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
         may take beside a trajectory's own."""
         self.config = config
         self.own_s = own_s
+        self.tally = MetricsTally() if tally is None else tally
         self.coordinator = coordinator
         self.connect = connect
         self.reporter = reporter
@@ -253,9 +256,12 @@ class ProcessRun:
         try:
             self._child = child
             done = await self._serve(child)
-            record = EncodedRecord.of(self._own(decode(done.record, Trajectory)))
+            trajectory = self._own(decode(done.record, Trajectory))
+            record = EncodedRecord.of(trajectory)
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
+            if not self.is_dropped:
+                count_record(self._runs.tally, trajectory, "rollout")
             return record
         except AgentLoopError as error:
             reason = error.message
@@ -345,6 +351,14 @@ class ProcessRun:
                 if decode(ask.body, bool):
                     await self._lease.failed(self._held)
                 return encode(_blank(await self._lease.ask()))
+            case WorkerCall.KEEP_TURNS:
+                parts, forgotten = decode(ask.body, tuple[tuple[JournalPart, ...], tuple[tuple[str, str], ...]])
+                for named in (*(part.assignment_id for part in parts), *(name for name, _ in forgotten)):
+                    self._check_own(named)
+                return encode(await self._runs.coordinator.keep_turns(parts, forgotten))
+            case WorkerCall.KEPT_TURNS:
+                self._check_own(assignment_id := decode(ask.body, str))
+                return encode(await self._runs.coordinator.kept_turns(assignment_id))
 
     @property
     def _engine(self) -> TokenEngine:
@@ -386,6 +400,10 @@ class ProcessRun:
         """Raises Forbidden for a request that is not this trajectory's."""
         if not request_id.startswith(f"{self._assignment.assignment_id}@"):
             raise Forbidden(f"{request_id!r} is no request of {self._assignment.assignment_id}")
+
+    def _check_own(self, assignment_id: str) -> None:
+        if assignment_id != self._assignment.assignment_id:
+            raise Forbidden(f"{assignment_id!r} is not {self._assignment.assignment_id}")
 
     def _own(self, record: Trajectory) -> Trajectory:
         """Return a record under this trajectory's own name, whatever it says."""

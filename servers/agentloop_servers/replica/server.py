@@ -32,6 +32,7 @@ from agentloop.codec import decode
 from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
+from agentloop.metrics import MetricSample
 from agentloop.noise import NoiseWatch
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.host import software_of_process
@@ -106,13 +107,15 @@ class DataPlaneServer(PrivateServer):
     """The HTTP server of one engine, on 127.0.0.1 or the given host. `url` is known after `start`."""
 
     num_answered: int  # generations that callers got
+    num_prompt_tokens: int  # of all generations that ended
+    num_cached_tokens: int  # of these
     refuses_paused: bool  # the engine is paused for so long that new requests are refused
 
     def __init__(self, engine: Engine, replica_id: str, trust: Trust, host: str = "127.0.0.1") -> None:
         self._engine = engine
         self._replica_id = replica_id
         self._fencing = FencingGuard()
-        self.num_answered = 0
+        self.num_answered = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.refuses_paused = False
         self.noise = NoiseWatch()
         self._load = Load()
@@ -160,7 +163,7 @@ class DataPlaneServer(PrivateServer):
         self._check_pause()
         async with _FrameAnswer(request) as frames:
             try:
-                generation = self._stamped(await self._engine.generate(wanted, frames.tell))
+                generation = self._stamped(wanted, await self._engine.generate(wanted, frames.tell))
             except AgentLoopError as error:
                 if not frames.is_begun:
                     raise
@@ -171,7 +174,9 @@ class DataPlaneServer(PrivateServer):
         if self.refuses_paused:
             raise EnginePaused("the engine is paused for longer than requests are held")
 
-    def _stamped(self, generation: Generation) -> Generation:
+    def _stamped(self, wanted: GenerateRequest, generation: Generation) -> Generation:
+        self.num_prompt_tokens += len(wanted.token_ids)
+        self.num_cached_tokens += generation.cached_tokens
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
         self.noise.see(generation, self._engine.info.vocab_size)
@@ -195,7 +200,9 @@ class DataPlaneServer(PrivateServer):
                 # Closed here and now: a caller that left must not be sampled for until the generator is collected.
                 async with aclosing(self._engine.stream(wanted, frames.tell)) as pieces:  # type: ignore[type-var] # engines write generators
                     async for piece in pieces:
-                        await frames.write(frame(self._stamped(piece) if isinstance(piece, Generation) else piece))
+                        if isinstance(piece, Generation):
+                            piece = self._stamped(wanted, piece)
+                        await frames.write(frame(piece))
             except AgentLoopError as error:
                 if not frames.is_begun:  # an error before the first token is a plain answer
                     raise
@@ -298,6 +305,14 @@ class Replica:
     @property
     def url(self) -> str:
         return self._server.url
+
+    def gauges(self) -> tuple[MetricSample, ...]:
+        """Return the metrics that this process knows of its engine."""
+        name, server = self.replica_id, self._server
+        return (
+            MetricSample("replica_prompt_tokens_total", (name,), server.num_prompt_tokens),
+            MetricSample("replica_cached_prompt_tokens_total", (name,), server.num_cached_tokens),
+        )
 
     async def start(self) -> None:
         """Wait for the permission to take memory, load the engine, open the port, and join the fleet. Raises

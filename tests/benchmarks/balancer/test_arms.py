@@ -185,7 +185,7 @@ def test_every_arm_brings_a_run_to_its_end(arm: str, is_flushed: bool) -> None:
         assert policy.in_flight == {0: 0, 2: 0, 3: 0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_regime_has_a_fleet_that_holds_its_longest_context() -> None:
     for regime in REGIMES.values():
         assert fleet(regime).capacity_tokens >= regime.workload.max_context

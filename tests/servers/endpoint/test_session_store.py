@@ -481,7 +481,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
     assert len(await states_after(path)) == 5 + 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_thousand_calls_at_once(path: Path) -> None:
     random = Random(1)
     ids = [f"c{index}" for index in range(1000)]

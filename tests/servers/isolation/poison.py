@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from agentloop.api.coordinator import JournalPart
 from agentloop.rollout.tool import tool
 from agentloop.types import Message
 
@@ -67,6 +68,9 @@ class Pries:
         for call in (
             engine.connect("").abort("other/0@0:0"),
             engine.connect("").generate(ctx_request(ctx, "other/0@0:0")),
+            engine.connect("").keep_turns((JournalPart("other/0", "run", 0, b"x"),), ()),
+            engine.connect("").keep_turns((), (("other/0", ""),)),
+            engine.connect("").kept_turns("other/0"),
         ):
             try:
                 await call

@@ -30,6 +30,7 @@ from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
+from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage import facts
 from agentloop.types import (
@@ -43,6 +44,7 @@ from agentloop.types import (
     StalenessLimit,
     Trajectory,
 )
+from agentloop_servers.coordinator.metrics import of_status
 from tests.support.records.samples import make_trajectory
 
 
@@ -321,6 +323,12 @@ class FakeCoordinator:
         one = RecordFacts(*(7, *row[:5], bool(row[5]), *row[6:]))
         total = FactsTotal("completed", None, 0, 1, 1, 0.5, 1.0, 6)
         return FactsPage((one,), "[7,7]", (total,), is_indexed=True)
+
+    async def metrics(self) -> MetricsPage:
+        return MetricsPage(tuple(of_status(await self.status())), ())
+
+    async def report_metrics(self, report: MetricsReport) -> None:
+        pass
 
     async def status(self) -> ServiceStatus:
         self.num_status_calls += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -120,6 +120,9 @@ class MemoryStore:
     async def save_state(self, name: str, value: object) -> None:
         await self._disk()
         self.state[name] = codec.encode(value)
+
+    def time_commits(self, observe: Callable[[float], None]) -> None:
+        pass
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
         await self._turn()

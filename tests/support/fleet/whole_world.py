@@ -24,6 +24,7 @@ from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, Ser
 from agentloop.generation.leases import LeaseConfig
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
+from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
@@ -173,7 +174,7 @@ class WholeWorld(World):
         port = FaultyPort(self.network, CALLS, self._deliver, stall)
         tool = NoteTool(self.rng.choice((0.0, 0.05, 0.5)))
         toolbox, thread = Toolbox([tool]), self.disk.executor()
-        journal = TurnJournal(self.turns, executor=thread)
+        journal = TurnJournal(JournalFolder(self.turns, thread))
         worker = Worker(
             name,
             cast(WorkerPort, port),

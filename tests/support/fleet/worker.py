@@ -12,6 +12,7 @@ from agentloop.engine import Engine
 from agentloop.generation.leases import LeaseReporter
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
 from agentloop.rollout.tool import Tool
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -79,7 +80,7 @@ async def isolated_worker(
     *,
     tools: Mapping[str, str],
     capacity: int = 4,
-    turns_folder: str = "",
+    turns_folder: str | None = None,
     **settings: Any,
 ):
     """A worker whose trajectories have processes with `tools`, import paths by name; yields these processes."""
@@ -88,7 +89,8 @@ async def isolated_worker(
     limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
     setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits, turns_folder=turns_folder)
     reporter = LeaseReporter("w", coordinator.report_leases)
-    journal = TurnJournal(Path(turns_folder)) if turns_folder else None
+    home = JournalFolder(Path(turns_folder)) if turns_folder else StoredJournals(coordinator)
+    journal = None if turns_folder is None else TurnJournal(home)
     runs = IsolatedRuns(setup, coordinator, {"sim://a": engine}.__getitem__, reporter, journal=journal, **settings)
     worker = Worker(
         "w",

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentloop.api.coordinator import FrontPort
+from agentloop.api.coordinator import FrontPort, WorkerPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.fleet.registry import FleetConfig
+from agentloop.rollout.journal_homes import StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
@@ -54,9 +56,14 @@ class ServiceSite:
     config: ServiceConfig
     run_dir: Path
     coordinator: Coordinator
-    front: FrontPort
+    client: CoordinatorClient
     urls: tuple[str, ...]
     ingresses: list[IngressProcess]
+    add_worker: Callable[[str, WorkerPort], Worker]
+
+    @property
+    def front(self) -> FrontPort:
+        return self.client.front
 
     def ingress(self, **options: Any) -> IngressProcess:
         """Another ingress process of this service, not started."""
@@ -74,11 +81,16 @@ async def whole_service(
 
 @asynccontextmanager
 async def whole_site(
-    config: ServiceConfig, run_dir: Path, build: Callable[[ServiceConfig], Engine] = build_engine, **options: Any
+    config: ServiceConfig,
+    run_dir: Path,
+    build: Callable[[ServiceConfig], Engine] = build_engine,
+    *,
+    has_worker: bool = True,
+    **options: Any,
 ) -> AsyncIterator[ServiceSite]:
     """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
     async with AsyncExitStack() as closing:
-        store = open_store(config, run_dir, SECRET)
+        store = open_store(config, run_dir, SECRET.key)
         clients = EngineClients(SECRET, await store.take_over(), store.take_over)
         closing.push_async_callback(clients.close)
         coordinator = Coordinator(
@@ -115,20 +127,30 @@ async def whole_site(
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         closing.push_async_callback(toolbox.close)
         facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
-        worker = Worker(
-            "worker",
-            client.workers,
-            clients.connect,
-            chat.renderer,
-            chat.parser,
-            toolbox,
-            WorkerConfig(capacity=config.workers.num_at_once, kv_policy=config.kv_policy, poll_s=0.2),
-            max_context_tokens=facts.max_context_tokens,
-            vocab_size=facts.vocab_size,
-        )
-        running = asyncio.create_task(worker.run())
-        closing.push_async_callback(asyncio.wait, [running])
-        closing.callback(worker.close)
+
+        def add_worker(name: str, port: WorkerPort) -> Worker:
+            journal = None if config.store is None else TurnJournal(StoredJournals(port), young_s=0.0)
+            worker = Worker(
+                name,
+                port,
+                clients.connect,
+                chat.renderer,
+                chat.parser,
+                toolbox,
+                WorkerConfig(capacity=config.workers.num_at_once, kv_policy=config.kv_policy, poll_s=0.2),
+                max_context_tokens=facts.max_context_tokens,
+                vocab_size=facts.vocab_size,
+                journal=journal,
+            )
+            running = asyncio.create_task(worker.run())
+            if journal is not None:
+                closing.push_async_callback(journal.close)
+            closing.push_async_callback(asyncio.wait, [running])
+            closing.callback(worker.close)
+            return worker
+
+        if has_worker:
+            add_worker("worker", client.workers)
         urls = []
         ingresses: list[IngressProcess] = []
         for index in range(config.num_ingress):
@@ -140,4 +162,4 @@ async def whole_site(
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
-        yield ServiceSite(config, run_dir, coordinator, client.front, tuple(urls), ingresses)
+        yield ServiceSite(config, run_dir, coordinator, client, tuple(urls), ingresses, add_worker)

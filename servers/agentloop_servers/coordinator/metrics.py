@@ -1,0 +1,171 @@
+"""The metrics of the whole service: what its processes counted, added up, and what its state says.
+
+A report counts once it is in the store, is answered then, and is shown from then on: so a count that was seen does
+not fall, whichever process dies, this one too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
+from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally
+
+_SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
+_GONE_S = 600.0  # after which nothing is said of it
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """The counts that the next coordinator goes on with."""
+
+    counted: MetricsPage
+    sequences: dict[str, int] = field(default_factory=dict)  # of the last report of each life that counts
+
+
+@dataclass(slots=True)
+class _ReportingProcess:
+    name: str
+    heard_at: float
+    sequence: int = 0
+    gauges: tuple[MetricSample, ...] = ()
+
+
+class MetricsBook:
+    """The counts of all processes. `save` is called every REPORT_S."""
+
+    def __init__(self, save: Callable[[SavedMetrics], Awaitable[None]], now: Callable[[], float]) -> None:
+        self._save = save
+        self._now = now
+        self._total = MetricsTally()
+        self._shown = MetricsPage((), ())
+        self._processes: dict[str, _ReportingProcess] = {}  # by life
+        self._unsaved: set[str] = set()  # lives
+        self._saved = asyncio.Event()  # set by the next save, and then another one
+
+    def restore(self, saved: SavedMetrics | None) -> None:
+        """Take up the counts of an earlier coordinator."""
+        if saved is not None:
+            self._total.add(saved.counted)
+            self._shown = self._total.seen()
+            now = self._now()
+            self._processes = {
+                life: _ReportingProcess("", now, sequence) for life, sequence in saved.sequences.items()
+            }
+
+    async def report(self, report: MetricsReport) -> None:
+        """Add a report, each once; returns when it is in the store."""
+        process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
+        process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges
+        if report.sequence > process.sequence:
+            process.sequence = report.sequence
+            self._total.add(report.counted)
+            self._unsaved.add(report.life)
+        if report.life in self._unsaved:
+            await self._saved.wait()
+
+    async def save(self) -> None:
+        """Save, show and answer what was reported. Raises what the store raises: the next save has it all, and
+        processes repeat what is not answered."""
+        now = self._now()
+        self._processes = {life: one for life, one in self._processes.items() if now - one.heard_at < _GONE_S}
+        if not self._unsaved:
+            return
+        unsaved, self._unsaved = self._unsaved, set()
+        saved, self._saved = self._saved, asyncio.Event()
+        counted = self._total.seen()
+        try:
+            await self._save(SavedMetrics(counted, {life: one.sequence for life, one in self._processes.items()}))
+        except BaseException:
+            self._unsaved |= unsaved
+            raise
+        self._shown = counted
+        saved.set()
+
+    def page(self, status: ServiceStatus) -> MetricsPage:
+        """Return all that there is to show."""
+        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_status(status)), self._shown.observed)
+
+    def _of_processes(self) -> Iterator[MetricSample]:
+        now = self._now()
+        silent = {one.name for one in self._processes.values() if one.name}
+        for one in self._processes.values():
+            if one.name and now - one.heard_at < _SILENT_S:
+                silent.discard(one.name)
+                yield MetricSample("process_up", (one.name,), 1.0)
+                yield from one.gauges
+        for name in silent:
+            yield MetricSample("process_up", (name,), 0.0)
+
+
+def of_status(status: ServiceStatus) -> Iterator[MetricSample]:
+    """Iterate over the metrics that the service's state says."""
+    states = Counter((replica.entry, replica.state) for replica in status.replicas)
+    yield from (MetricSample("replicas", labels, num) for labels, num in states.items())
+    for replica in status.replicas:
+        yield from _of_replica(replica)
+    yield from _of_queue(status)
+    if status.weight_version is not None:
+        yield MetricSample("weight_version", (), status.weight_version)
+    yield from (MetricSample("asleep", (memory,), 1.0) for memory in status.asleep)
+
+
+def _of_replica(replica: ReplicaStatus) -> Iterator[MetricSample]:
+    name, load = replica.replica_id, replica.load
+    yield MetricSample("replica_requests", (name, "running"), load.num_running)
+    yield MetricSample("replica_requests", (name, "waiting"), load.num_waiting)
+    yield MetricSample("replica_kv_tokens", (name, "used"), load.kv_used_tokens)
+    yield MetricSample("replica_kv_tokens", (name, "promised"), replica.kv_predicted_tokens)
+    yield MetricSample("replica_kv_tokens", (name, "limit"), replica.kv_limit_tokens)
+    yield MetricSample("replica_kv_tokens", (name, "capacity"), load.kv_capacity_tokens)
+    if replica.weight_version is not None:
+        yield MetricSample("replica_weight_version", (name,), replica.weight_version)
+    if replica.kv_hit_rate is not None:
+        yield MetricSample("replica_kv_hit_ratio", (name,), replica.kv_hit_rate)
+    yield MetricSample("replica_heartbeat_age_seconds", (name,), replica.heartbeat_age_s)
+    yield MetricSample("replica_steps_total", (name,), load.num_steps)
+    yield MetricSample("replica_sampled_tokens_total", (name,), load.num_sampled_tokens)
+    yield MetricSample("replica_preemptions_total", (name,), load.num_preemptions)
+
+
+def _of_queue(status: ServiceStatus) -> Iterator[MetricSample]:
+    num_queued = sum(rollout.num_queued for rollout in status.rollouts)
+    num_held = sum(rollout.num_held for rollout in status.rollouts)
+    yield MetricSample("samples", ("queued",), num_queued - num_held)
+    yield MetricSample("samples", ("held",), num_held)
+    yield MetricSample("samples", ("running",), sum(rollout.num_running for rollout in status.rollouts))
+    yield MetricSample("calls_waiting", (), status.queue.num_waiting)
+    yield MetricSample("workers", (), status.num_workers)
+    reasons = {
+        "paused": status.is_paused,
+        "asleep": bool(status.asleep),
+        "no_replica": not status.is_ready,
+        "no_worker": status.num_workers == 0 and num_queued > 0,
+        "no_room": bool(status.queue.reason),
+        "stale": 0 < num_queued == num_held,
+    }
+    yield from (MetricSample("not_begun", (reason,), 1.0) for reason, holds in reasons.items() if holds)
+
+
+def count_update(tally: MetricsTally, report: UpdateReport) -> None:
+    """Count a weight update that at least one replica took."""
+    came = [replica for replica in report.replicas if replica.error is None]
+    transports = sorted({replica.transport or "files" for replica in came})
+    outcome = "ok" if len(came) == len(report.replicas) else "partial"
+    tally.count("weight_updates_total", outcome, "+".join(transports))
+    for replica in came:
+        tally.count("weight_bytes_total", replica.transport or "files", by=replica.num_bytes)
+    steps = {
+        "stage": max((replica.stage_ms for replica in came), default=0.0),
+        "transfer": report.transfer_ms,
+        "swap": max((replica.swap_ms for replica in came), default=0.0),
+        "verify": max((replica.verify_ms for replica in came), default=0.0),
+        "stall": report.stall_ms,
+        "total": report.total_ms,
+    }
+    for step, ms in steps.items():
+        tally.observe("weight_update_seconds", ms / 1000, step)
+    tally.count("paused_seconds_total", "update", by=report.stall_ms / 1000)

@@ -1,0 +1,117 @@
+"""Metrics on their way: from each process to the coordinator, and from there into Prometheus' text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import psutil
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from agentloop.aio import LoopWatch
+from agentloop.errors import AgentLoopError
+from agentloop.metrics import (
+    FAMILIES,
+    PREFIX,
+    REPORT_S,
+    Family,
+    Kind,
+    MetricSample,
+    MetricsPage,
+    MetricsReport,
+    MetricsTally,
+)
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class MetricsReporter:
+    """The reports of one process. Construct it on the process's event loop, which it watches from then on."""
+
+    def __init__(
+        self,
+        process: str,
+        tally: MetricsTally,
+        report: Callable[[MetricsReport], Awaitable[None]],
+        gauges: Callable[[], Sequence[MetricSample]] = tuple,
+    ) -> None:
+        """`process` is the label of its gauges; `gauges` returns those that it has beside every process's."""
+        self._process = process
+        self._tally = tally
+        self._report = report
+        self._gauges = gauges
+        self._watch = LoopWatch()
+        self._psutil = psutil.Process()
+        self._task = asyncio.create_task(self._run(), name="metrics")
+
+    def close(self) -> None:
+        """Stop reporting. Idempotent."""
+        self._watch.close()
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        life, sequence, counted = uuid.uuid4().hex, 0, None
+        while True:
+            if counted is None:  # else the last report was not answered
+                sequence, counted = sequence + 1, self._tally.take()
+            gauges = (*self._of_process(), *self._gauges())
+            try:
+                await self._report(MetricsReport(self._process, life, sequence, counted, gauges))
+                counted = None
+            except AgentLoopError as error:
+                _log.debug("metrics_not_reported", error=repr(error))
+            await asyncio.sleep(REPORT_S)
+
+    def _of_process(self) -> Iterator[MetricSample]:
+        labels = (self._process,)
+        lag_s, self._watch.longest_s = self._watch.longest_s, 0.0
+        yield MetricSample("process_resident_memory_bytes", labels, self._psutil.memory_info().rss)
+        yield MetricSample("process_cpu_seconds_total", labels, time.process_time())
+        yield MetricSample("loop_lag_seconds", labels, lag_s)
+
+
+def prometheus_text(page: MetricsPage) -> bytes:
+    """Return a page in Prometheus' text format, with the families that have a series."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Page(page))
+    return generate_latest(registry)
+
+
+class _Page(Collector):
+    """A page as the library's families."""
+
+    def __init__(self, page: MetricsPage) -> None:
+        self._page = page
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for sample in self._page.samples:
+            family = FAMILIES[sample.name]
+            metric = found.setdefault(sample.name, _metric(family))
+            assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
+            metric.add_metric(sample.labels, sample.value)
+        for seen in self._page.observed:
+            family = FAMILIES[seen.name]
+            metric = found.setdefault(seen.name, _metric(family))
+            assert isinstance(metric, HistogramMetricFamily)
+            buckets, num = [], 0
+            for bound, count in zip((*family.buckets, float("inf")), seen.counts, strict=True):
+                num += count
+                buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", num))
+            metric.add_metric(seen.labels, buckets, seen.total)
+        yield from found.values()
+
+
+def _metric(family: Family) -> Metric:
+    kinds = {
+        Kind.COUNTER: CounterMetricFamily,
+        Kind.GAUGE: GaugeMetricFamily,
+        Kind.HISTOGRAM: HistogramMetricFamily,
+    }
+    made: Metric = kinds[family.kind](PREFIX + family.name, family.about, labels=family.labels)
+    return made

@@ -1,0 +1,82 @@
+"""`GET /metrics`: who may read it, what it says, and that it is what Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentloop.errors import ServiceUnavailable
+from agentloop.metrics import FAMILIES, PREFIX, MetricsPage
+from agentloop_servers import metrics
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.coordinator import coordinator
+from agentloop_servers.http.auth import Keys, key_digest
+from agentloop_servers.metrics import MetricsReporter
+from tests.servers.ingress.test_ingress import opened
+from tests.support.service.whole_service import simulated_config, whole_site
+
+
+async def read(url: str, key: str | None = None) -> tuple[int, dict[tuple[str, str], float]]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics", headers=headers) as answer:
+        text = await answer.text()
+    if answer.status != 200:
+        return answer.status, {}
+    families = list(text_string_to_metric_families(text))
+    found = {(s.name, "/".join(s.labels.values())): s.value for family in families for s in family.samples}
+    for family in families:
+        name = family.name.removeprefix(PREFIX)
+        assert family.type == FAMILIES.get(name, FAMILIES.get(f"{name}_total")).kind
+    return 200, found
+
+
+async def test_the_metrics_key_opens_them_and_nothing_else(tmp_path: Path) -> None:
+    keys = Keys.of(["user-1"], "admin-1")
+    keys.metrics_digest = key_digest("m-1")
+    async with opened(tmp_path, keys) as door:
+        assert [(await read(door.url, key))[0] for key in (None, "user-1", "other")] == [401, 403, 401]
+        assert [(await read(door.url, key))[0] for key in ("m-1", "admin-1")] == [200, 200]
+        for path in ("/status", "/rollouts/r"):
+            status, _, _ = await door.call("GET", path, headers={"authorization": "Bearer m-1"})
+            assert status == 401
+
+
+async def test_without_the_coordinator_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path, Keys()) as door:
+
+        async def away() -> MetricsPage:
+            raise ServiceUnavailable("away")
+
+        monkeypatch.setattr(door.coordinator, "metrics", away)
+        assert await read(door.url) == (200, {("agentloop_process_up", "coordinator"): 0.0})
+
+
+async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (metrics, coordinator):
+        monkeypatch.setattr(module, "REPORT_S", 0.1)
+    config: ServiceConfig = simulated_config()
+    async with whole_site(config, tmp_path) as site:
+        tally = site.ingresses[0].tally
+        reporter = MetricsReporter("ingress-0", tally, site.coordinator.report_metrics)
+        async with aiohttp.ClientSession() as http:
+            for path in ("/health", "/nothing", "/rollouts/none"):
+                async with http.get(site.urls[0] + path):
+                    pass
+        async with asyncio.timeout(30):
+            found: dict[tuple[str, str], float] = {}
+            while ("agentloop_http_requests_total", "any/none/404") not in found:
+                await asyncio.sleep(0.1)
+                _, found = await read(site.urls[0])
+        reporter.close()
+    assert found["agentloop_http_requests_total", "GET//health/200"] == 1
+    assert found["agentloop_http_requests_total", "GET//rollouts/{rollout_id}/404"] == 1
+    assert found["agentloop_http_seconds_count", "/health"] == 1
+    assert found["agentloop_replicas", "simulated/ready"] == config.num_replicas
+    assert found["agentloop_process_resident_memory_bytes", "ingress-0"] > 1e6
+    assert found["agentloop_loop_lag_seconds", "ingress-0"] < 5
