@@ -64,6 +64,11 @@ SELECT t.seq FROM trajectories t WHERE (t.crc != 0 OR length(t.value) > 0)
     AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)
 ORDER BY t.seq LIMIT 1
 """
+_ADD = f"""
+INSERT INTO fresh_facts SELECT t.seq, {", ".join("?" * (len(fields(RecordFacts)) - 1))} FROM trajectories t
+WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.crc = ?
+    AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq) ON CONFLICT DO NOTHING
+"""
 _ORDERS = {
     ListOrder.NEWEST: ("seq", "DESC", "<"),
     ListOrder.SLOWEST: ("total_s", "DESC", "<"),
@@ -79,9 +84,10 @@ def row_of(record: EncodedRecord) -> Values:
     return (*place, int(record.is_complete), *versions, *record.facts)
 
 
-def add(db: Database, rows: Sequence[Values]) -> None:
-    """Add the facts of new records, each with its number."""
-    db.executemany(f"INSERT INTO fresh_facts VALUES ({', '.join('?' * len(rows[0]))})", rows)
+def add(db: Database, records: Sequence[EncodedRecord]) -> int:
+    """Add the facts of records that were just stored. Returns how many; a repeat or a second record adds none."""
+    rows = [(*row_of(one), one.rollout_id, one.group_id, one.sample_index, one.value_crc) for one in records]
+    return max(db.executemany(_ADD, rows).rowcount, 0)
 
 
 def has_no_tables(error: Exception) -> bool:
@@ -112,7 +118,9 @@ def index_some(db: Database, before: int, read: Callable[[int, bytes, int], Traj
     rows = db.execute(_MISSING, (before, _INDEX_ROWS)).fetchall()
     found = [(seq, record, data) for seq, data, crc in rows if (record := read(seq, data, crc)) is not None]
     if found:
-        add(db, [(seq, *row_of(EncodedRecord.of(record, data))) for seq, record, data in found])
+        marks = ", ".join("?" * len(fields(RecordFacts)))
+        made = [(seq, *row_of(EncodedRecord.of(record, data))) for seq, record, data in found]
+        db.executemany(f"INSERT INTO fresh_facts VALUES ({marks})", made)
     return len(rows), rows[-1][0] if rows else before
 
 

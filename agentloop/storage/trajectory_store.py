@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ import structlog
 from agentloop import codec
 from agentloop.api.coordinator import JournalPart, RolloutTerms, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.api.facts import FactsPage, FactsQuery, Values
+from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.owners import owner_of, shown_id
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
@@ -109,8 +109,10 @@ _ADD_DAMAGED = (
     "INSERT INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ? ON CONFLICT DO NOTHING"
 )
 _EPOCH = "epoch"  # the number of coordinators that this store has had
-_ADD_RECORDS = "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES"
-_RETURNING = "ON CONFLICT DO NOTHING RETURNING seq, rollout_id, group_id, sample_index"
+_ADD_RECORD = (
+    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
+)
 _FORGET_RUN = "DELETE FROM turn_journals WHERE assignment_id = ? AND (run = ? OR ? = '')"
 _FORGET_SAMPLE = "DELETE FROM turn_journals WHERE assignment_id = ?"
 _BEGIN_JOURNAL = (
@@ -230,7 +232,7 @@ class TrajectoryStore:
         )  # rows found so, by rollout; earlier owners' too
         for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
             self._damaged[rollout_id].add(seq)
-        self._new_facts: list[Values] = []  # of the transaction under way
+        self._new_facts: list[EncodedRecord] = []  # records of the transaction under way
         (self._num_fresh,) = db.execute("SELECT COUNT(*) FROM fresh_facts").fetchone()
         self._epoch: int | None = None
         self._successor: int | None = None
@@ -612,20 +614,12 @@ class TrajectoryStore:
 
     def _add(self, db: Database, records: Sequence[EncodedRecord]) -> int:
         """Add records, and their facts as the transaction ends. Returns the number of new ones."""
-        if not records:
-            return 0
-        place = attrgetter("rollout_id", "group_id", "sample_index")
-        by_place = {place(one): one for one in reversed(records)}  # the first of a place counts
-        marks = ", ".join(["(?, ?, ?, ?, ?)"] * len(records))
-        values = [value for one in records for value in _row(one)]
-        rows = db.execute(f"{_ADD_RECORDS} {marks} {_RETURNING}", values).fetchall()
-        self._new_facts += [(seq, *facts.row_of(by_place[tuple(found)])) for seq, *found in rows]
-        return len(rows)
+        self._new_facts += records
+        return max(db.executemany(_ADD_RECORD, map(_row, records)).rowcount, 0)
 
     def _add_facts(self, db: Database) -> None:
         if self._new_facts:
-            facts.add(db, self._new_facts)
-            self._num_fresh += len(self._new_facts)
+            self._num_fresh += facts.add(db, self._new_facts)
             if self._num_fresh >= facts.MAX_FRESH:
                 facts.roll_up(db)
                 self._num_fresh = 0
