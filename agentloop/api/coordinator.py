@@ -15,6 +15,7 @@ from zlib import crc32
 import msgspec
 
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import Flight, FlightPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
@@ -609,6 +610,9 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     ) -> UsersNews:
         """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
         users' file is read anew. Raises InvalidRequest."""
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all stored records. Raises InvalidRequest."""
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         """Give a host no more work, over restarts too, or end that. Returns what it still has. Idempotent.

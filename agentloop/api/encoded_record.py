@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 from agentloop import codec
+from agentloop.api.facts import Values, facts_of
 from agentloop.types import StopReason, Trajectory
 
 
@@ -30,13 +31,18 @@ class EncodedRecord:
     newest_version: int | None
     max_staleness: int | None
     staleness: int | None
+    facts: Values  # `facts_of` it
     data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
     crc: int  # CRC-32 of `data`
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> EncodedRecord:
-        """Encode a record. Raises what the codec raises for text or numbers that have no wire form."""
-        encoded, staleness = codec.encode(trajectory), codec.encode(trajectory.staleness)
+    def of(cls, trajectory: Trajectory, encoded: bytes | None = None) -> EncodedRecord:
+        """Encode a record, unless it is `encoded`.
+
+        Raises what the codec raises for text or numbers that have no wire form.
+        """
+        encoded = codec.encode(trajectory) if encoded is None else encoded
+        staleness = codec.encode(trajectory.staleness)
         data = memoryview(encoded)[: -len(staleness)]
         versions = {version for path in trajectory.paths for version in path.trained_versions}
         return cls(
@@ -52,6 +58,7 @@ class EncodedRecord:
             newest_version=max(versions, default=None),
             max_staleness=trajectory.max_staleness,
             staleness=trajectory.staleness,
+            facts=facts_of(trajectory),
             data=data,
             crc=zlib.crc32(data),
         )

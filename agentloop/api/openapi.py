@@ -14,6 +14,7 @@ import numpy as np
 
 from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.facts import FactsPage
 from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
@@ -21,7 +22,7 @@ SCHEMA_PREFIX = "#/components/schemas/"
 _OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
 
-_ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
+_ANSWERS = (Generation, FactsPage, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import orjson
 import structlog
@@ -27,6 +27,7 @@ from pydantic import BaseModel
 
 from agentloop import codec
 from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.owners import shown_id
@@ -375,6 +376,12 @@ class RolloutClient:
     async def status(self) -> ServiceStatus:
         """The service at this moment."""
         return await self._get("/status", ServiceStatus)
+
+    async def list_records(self, query: FactsQuery = FactsQuery()) -> FactsPage:  # noqa: B008 - frozen
+        """A page of the facts of all stored records, of every user. Raises InvalidRequest. Needs the admin key."""
+        parameters = urlencode(codec.to_builtins(query))
+        answer = await self._transport.call("GET", f"/trajectories?{parameters}", is_admin=True)
+        return codec.from_builtins(_loads(answer), FactsPage)
 
     async def check_precision(self, dtype: str) -> str | None:
         """Compare the type that a trainer computes in ("bfloat16", "torch.float32") with the engines'.

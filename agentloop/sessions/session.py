@@ -287,7 +287,8 @@ class Session:
             return self._trajectory
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
-        times = record.times or self._times(ended_at)
+        # A record of an earlier release stays as it was: it may be given to the store once more.
+        times = record.times if record.state is SessionState.FINISHED else self._times(ended_at)
         paths = token_paths(self.graph)
         trajectory = Trajectory(
             task_id=record.task_id,
@@ -303,7 +304,7 @@ class Session:
             thinking=self._parts.renderer.facts.thinking,
             timings=Timings(
                 generate_s=sum(call.generate_s for call in self._table.records),
-                total_s=times.ended_us / 1e6,
+                total_s=max(ended_at - record.created_at, 0.0),
             ),
             times=times,
             rollout_id=record.rollout_id,

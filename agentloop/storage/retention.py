@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from agentloop.storage import facts
 from agentloop.storage.home import Database
 
 TABLES = """
@@ -87,6 +88,7 @@ def trim(db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinish
     _mark(db, policy, now)
     rows = list(_rows_to_empty(db, policy, now, unfinished))
     db.executemany("UPDATE trajectories SET value = ?, crc = 0 WHERE seq = ?", [(b"", seq) for seq, _ in rows])
+    facts.forget(db, [seq for seq, _ in rows])
     for rollout_id in {rollout_id for _, rollout_id in rows} - set(unfinished.live):
         _delete_if_empty(db, rollout_id)
     return len(rows) or db.shrink()

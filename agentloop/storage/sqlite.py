@@ -198,14 +198,15 @@ class BatchWriter:
         *,
         max_batch: int,
         guard: Callable[[Database], None] = lambda db: None,
+        finish: Callable[[Database], None] = lambda db: None,
         is_read_only: bool = False,
     ) -> None:
         """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work.
 
-        Each begins with `guard`: what that raises is the outcome of all of them. With `is_read_only` no work
-        writes, and none waits for another connection's commit.
+        Each begins with `guard`, and ends with `finish`: what these raise is the outcome of all of them. With
+        `is_read_only` no work writes, and none waits for another connection's commit.
         """
-        self._guard = guard
+        self._guard, self._finish = guard, finish
         self._is_read_only = is_read_only
         self._db = db
         self._kind = kind
@@ -283,6 +284,7 @@ class BatchWriter:
             db.begin(writes=not (self._is_full or self._is_read_only))
             self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
+            self._finish(db)
             db.commit()
             self._note_room(is_full=self._is_full and (is_part or db.total_changes == num_changes))
             return outcomes

@@ -32,10 +32,11 @@ import structlog
 from agentloop import codec
 from agentloop.api.coordinator import JournalPart, RolloutTerms, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.owners import owner_of, shown_id
-from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
+from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
-from agentloop.storage import retention
+from agentloop.storage import facts, retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
 from agentloop.storage.home import LEASE_S, Database, Home, Schema
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
@@ -60,6 +61,7 @@ _SCHEMA = Schema(
     kind="trajectory store",
     version=1,
     tables=retention.TABLES
+    + facts.TABLES
     + """
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollout_terms (
@@ -168,6 +170,15 @@ class TrajectoryReader:
                 yield from (trajectory for _, trajectory in page)
                 cursor = page[-1][0]
 
+    def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all records. Raises InvalidRequest, also for a store without facts."""
+        try:
+            return facts.page(self._db, query)
+        except Exception as error:
+            if not facts.has_no_tables(error):
+                raise
+            raise InvalidRequest("a store of an earlier release: `agentloop index` makes it listable") from error
+
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the acknowledged records; None if nothing was acknowledged."""
         if self._db.execute("SELECT 1 FROM acknowledged").fetchone() is None:
@@ -221,6 +232,8 @@ class TrajectoryStore:
         )  # rows found so, by rollout; earlier owners' too
         for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
             self._damaged[rollout_id].add(seq)
+        self._new_facts: list[EncodedRecord] = []  # records of the transaction under way
+        (self._num_fresh,) = db.execute("SELECT COUNT(*) FROM fresh_facts").fetchone()
         self._epoch: int | None = None
         self._successor: int | None = None
         self._writer = BatchWriter(
@@ -228,7 +241,8 @@ class TrajectoryStore:
             _SCHEMA.kind,
             new_thread("trajectories"),
             max_batch=MAX_RECORD_BATCH,
-            guard=self._check_owner,
+            guard=self._begin,
+            finish=self._add_facts,
         )
         # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
         self._reader = BatchWriter(
@@ -304,7 +318,7 @@ class TrajectoryStore:
 
         def work(db: Database) -> int:
             db.executemany(_FORGET_SAMPLE, [(_assignment_id(record),) for record in records])
-            return max(db.executemany(_ADD_RECORD, map(_row, records)).rowcount, 0)
+            return self._add(db, records)
 
         return await self._writer.run(work)
 
@@ -371,7 +385,7 @@ class TrajectoryStore:
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
                 db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
-                db.execute(_ADD_RECORD, _row(record))
+                self._add(db, [record])
                 return True
             if not stored[1]:
                 return False  # it was, and is deleted
@@ -454,6 +468,33 @@ class TrajectoryStore:
                 self._settled.popitem(last=False)
         return num_accepted, num_finished
 
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all records. Raises InvalidRequest."""
+        return await self._reader.run(lambda db: facts.page(db, query))
+
+    async def index(self) -> int:
+        """Make the facts of records of an earlier release. Returns how many. A service may run meanwhile."""
+
+        def read(seq: int, data: bytes, crc: int) -> Trajectory | None:
+            record = self._rows.value("trajectories", Trajectory, seq, data, crc)
+            if record is None:
+                damaged.append((seq,))
+            return record
+
+        def work(db: Database) -> tuple[int, int]:
+            found = facts.index_some(db, before, read)
+            db.executemany(_ADD_DAMAGED, damaged)
+            if not found[0] or (num_indexed + found[0]) // facts.MAX_FRESH > num_indexed // facts.MAX_FRESH:
+                facts.roll_up(db)
+            return found
+
+        num_indexed, before, num_found = 0, 1 << 62, 1
+        while num_found:
+            damaged = list[tuple[int]]()
+            num_found, before = await self._writer.run(work)
+            num_indexed += num_found
+        return num_indexed
+
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         """Note the cursor up to which a trainer has a rollout's records: the policy may delete them."""
         await self._order(lambda db: retention.acknowledge(db, rollout_id, cursor))
@@ -482,6 +523,7 @@ class TrajectoryStore:
             met = {seq for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None}
             damaged = [(rollout_id, seq) for seq in met | self._damaged.get(rollout_id, set())]
             db.executemany("DELETE FROM damaged_records WHERE rollout_id = ? AND seq = ?", damaged)
+            facts.forget(db, [seq for _, seq in damaged])
             statement = "DELETE FROM trajectories WHERE rollout_id = ? AND seq = ?"
             return max(db.executemany(statement, damaged).rowcount, 0)
 
@@ -582,6 +624,23 @@ class TrajectoryStore:
                 await self._writer.run(lambda db: lease.release(db, own))
         await self._reader.close()
         await self._writer.close()
+
+    def _add(self, db: Database, records: Sequence[EncodedRecord]) -> int:
+        """Add records, and their facts as the transaction ends. Returns the number of new ones."""
+        self._new_facts += records
+        return max(db.executemany(_ADD_RECORD, map(_row, records)).rowcount, 0)
+
+    def _add_facts(self, db: Database) -> None:
+        if self._new_facts:
+            self._num_fresh += facts.add(db, self._new_facts)
+            if self._num_fresh >= facts.MAX_FRESH:
+                facts.roll_up(db)
+                self._num_fresh = 0
+
+    def _begin(self, db: Database) -> None:
+        """Begin a transaction of the writer."""
+        self._new_facts = []
+        self._check_owner(db)
 
     def _require_room(self) -> None:
         """Raises StorageFull for records and new work while the reserve is used up."""

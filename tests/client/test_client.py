@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from agentloop.api.facts import FactsQuery, ListOrder
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
 from agentloop.engine import MemoryTag, PushSource, TensorInfo, WeightUpdate
@@ -260,6 +261,15 @@ async def test_pause_resume_status_and_cancel(service: Service) -> None:
         assert (await rollout.cancel()).rollout_id == rollout.rollout_ids[0]
         [status] = (await client.status()).rollouts
         assert (status.num_accepted, status.num_finished) == (1, 1)
+
+
+async def test_records_are_listed(service: Service) -> None:
+    query = FactsQuery(ListOrder.BEST, failed=True, task="t & u", text="50%", limit=3, cursor="[1.5,2]")
+    async with client_of(service) as client:
+        page = await client.list_records(query)
+        await client.list_records()
+    assert service.coordinator.listed == [query, FactsQuery()]
+    assert (page.records[0].seq, page.records[0].reward, page.totals[0].num_records) == (7, 0.5, 1)
 
 
 async def test_adapters_sleep_and_wake(service: Service) -> None:

@@ -19,6 +19,8 @@ COMMANDS = {
     "serve": ("service", "Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM."),
     "rollout": ("service", "Roll out a task file, by a service of its own or by a running one."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
+    "list": ("records", "List a run's trajectories: newest, slowest, failed, by reward, task or text."),
+    "index": ("records", "Make the records of a run of an earlier release listable."),
     "export": ("export", "Write a run's trajectories, also while it is running."),
     "check-logprobs": (
         "check_logprobs",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from agentloop import codec
+from agentloop.api.facts import MAX_LISTED, FactsQuery, ListOrder
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import Message, Trajectory, Turn
-from agentloop_servers.cli.terminal import clear_errors, store_of
+from agentloop_servers.cli.terminal import clear_errors, run_to_end, store_of
 
 MAX_NAMED = 10  # of several trajectories that a word means
 
@@ -46,6 +49,57 @@ def show(
             versions = ", ".join(f"v{span.version}" for span in spans)
             table.add_row(str(number), *_of_turn(turn, versions))
         console.print(table)
+
+
+@app.command("list")
+def list_records(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
+    order: Annotated[ListOrder, typer.Option(help="What comes first.")] = ListOrder.NEWEST,
+    failed: Annotated[bool, typer.Option("--failed", help="Only those that a failure ended.")] = False,
+    task: Annotated[str, typer.Option(help="Only those of this task id.")] = "",
+    text: Annotated[str, typer.Option(help="Only those with this in the first line of task or answer.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=MAX_LISTED)] = 20,
+    cursor: Annotated[str, typer.Option(help="The cursor that the page before ended with.")] = "",
+) -> None:
+    """List a run's trajectories: newest, slowest, failed, by reward, task or text."""
+    with clear_errors():
+        reader = TrajectoryReader(store_of(run))
+        try:
+            page = reader.list_records(FactsQuery(order, failed, task, text, limit, cursor))
+        finally:
+            reader.close()
+    console, columns = Console(), ("began", "trajectory", "seconds", "reward", "turns", "tokens", "end", "answer")
+    table = Table(*columns, box=None)
+    for one in page.records:
+        began = "-" if one.began_at is None else f"{datetime.fromtimestamp(one.began_at):%m-%d %H:%M:%S}"
+        name = f"{one.rollout_id}/{one.group_id}/{one.sample_index}"
+        numbers = (f"{one.total_s:.1f}", "-" if one.reward is None else f"{one.reward:g}", str(one.num_turns))
+        end = one.stop_reason if one.failure is None else f"{one.stop_reason} ({one.failure})"
+        table.add_row(began, name, *numbers, f"{one.num_sampled_tokens:,}", end, Text(one.answer))
+    console.print(table)
+    if page.totals:
+        console.print(f"{sum(total.num_records for total in page.totals):,} records so far", highlight=False)
+    if page.cursor:
+        console.print(f"more: --cursor {shlex.quote(page.cursor)}", highlight=False, markup=False, soft_wrap=True)
+    if not page.is_indexed:
+        console.print("older records are not listed: `agentloop index` makes them so", highlight=False)
+
+
+@app.command()
+def index(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
+) -> None:
+    """Make the records of a run of an earlier release listable."""
+
+    async def indexed() -> int:
+        store = TrajectoryStore(store_of(run))
+        try:
+            return await store.index()
+        finally:
+            await store.close()
+
+    with clear_errors():
+        Console().print(f"{run_to_end(indexed()):,} records indexed", highlight=False)
 
 
 def _of_turn(turn: Turn, versions: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
+from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import FlightPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
@@ -191,6 +192,10 @@ class Coordinator:
         if reads_again:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all stored records."""
+        return await self._store.list_records(query)
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         """Give a host no more work, or end that; returns what it still has."""

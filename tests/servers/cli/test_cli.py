@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -215,6 +217,29 @@ def test_a_trajectory_is_shown_as_a_conversation(run_dir: Path) -> None:
     assert (several.exit_code, "'a' means r/a/0, r/a/1" in several.output) == (1, True)
     none = runner.invoke(app, ["show", "c", "--run", str(run_dir)], env={"COLUMNS": "200"})
     assert "'c' means none; there are r/a/0" in none.output
+
+
+def test_a_run_is_listed_and_an_older_one_is_indexed(run_dir: Path) -> None:
+    def run(*arguments: str) -> str:
+        result = runner.invoke(app, list(arguments), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    listed = run("list", str(run_dir), "--limit", "2")
+    assert "r/b/0" in listed.splitlines()[1]
+    assert "r/a/1" in listed.splitlines()[2]
+    assert "3 records so far" in listed
+    assert "r/a/0" in run("list", str(run_dir), *shlex.split(listed.split("more: ")[1]))
+    assert "r/" not in run("list", str(run_dir), "--failed")
+    assert "r/b/0" in run("list", str(run_dir), "--task", "task-b", "--order", "best")
+    with sqlite3.connect(run_dir / STORE_NAME) as db:
+        for table in ("facts", "fresh_facts", "fact_totals"):
+            db.execute(f"DROP TABLE {table}")
+    db.close()
+    old = runner.invoke(app, ["list", str(run_dir)], env={"COLUMNS": "200"})
+    assert (old.exit_code, "`agentloop index`" in old.output) == (1, True)
+    assert "3 records indexed" in run("index", str(run_dir))
+    assert run("list", str(run_dir), "--limit", "2") == listed
 
 
 def test_a_rollout_on_a_running_service_makes_a_run_of_its_own(

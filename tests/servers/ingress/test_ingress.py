@@ -15,6 +15,7 @@ from fastapi import Request
 
 from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutTerms
+from agentloop.api.facts import FactsQuery, ListOrder
 from agentloop.checks import is_loopback
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
@@ -320,6 +321,22 @@ async def test_the_mode_says_what_is_possible(tmp_path: Path, rules: ModeRules, 
         assert len(door.coordinator.updates) == 3 - len(refused & {"directory", "push", "adapter"})
 
 
+async def test_records_are_listed_by_their_facts(door: Door) -> None:
+    query = "order=slowest&failed=true&task=t1&text=a%20b&limit=200&cursor=[1,2]"
+    status, page, _ = await door.call("GET", f"/trajectories?{query}")
+    assert status == 200
+    assert door.coordinator.listed == [FactsQuery(ListOrder.SLOWEST, True, "t1", "a b", 200, "[1,2]")]
+    assert (page["records"][0]["reward"], page["records"][0]["task"], page["cursor"]) == (
+        0.5,
+        "What is 2 + 3?",
+        "[7,7]",
+    )
+    assert page["totals"][0]["num_records"] == 1
+    for wrong in ("order=longest", "limit=201", "limit=0", "failed=maybe", f"text={'x' * 300}"):
+        status, answer, _ = await door.call("GET", f"/trajectories?{wrong}")
+        assert (status, answer["error"]["param"]) == (400, wrong.partition("=")[0])
+
+
 async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
     _, schema, _ = await door.call("GET", "/openapi.json")
     assert set(schema["paths"]) == {
@@ -332,6 +349,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/cancel",
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
+        "/trajectories",
         "/metrics",
         "/flight",
         "/why",
@@ -567,6 +585,7 @@ USER_ROUTES = [
     ("GET", "/status"),
 ]
 ADMIN_ROUTES = [("POST", f"/admin/{verb}") for verb in ("pause", "resume", "weights", "sleep", "wake")]
+ADMIN_ROUTES.append(("GET", "/trajectories"))
 
 
 @pytest.mark.parametrize(("method", "path"), USER_ROUTES + ADMIN_ROUTES)

@@ -24,6 +24,7 @@ from agentloop.api.coordinator import (
     WorkerReport,
 )
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, RecordFacts
 from agentloop.api.flight import FlightPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
@@ -32,6 +33,7 @@ from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
 from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.scheduling.user_turns import UserTurns
+from agentloop.storage import facts
 from agentloop.types import (
     Assignment,
     KVPolicy,
@@ -77,6 +79,7 @@ class FakeCoordinator:
         self.next_orders = LeaseOrders()
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
+        self.listed: list[FactsQuery] = []
         self.paused: PauseMode | None = None
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.sleep_levels: list[int] = []
@@ -316,6 +319,14 @@ class FakeCoordinator:
 
     async def flight(self, limit: int) -> FlightPage:
         return FlightPage((), (), (), 0)
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        self._raise_next()
+        self.listed.append(query)
+        row = facts.row_of(EncodedRecord.of(make_trajectory(reward=0.5)))
+        one = RecordFacts(*(7, *row[:5], bool(row[5]), *row[6:]))
+        total = FactsTotal("completed", None, 0, 1, 1, 0.5, 1.0, 6)
+        return FactsPage((one,), "[7,7]", (total,), is_indexed=True)
 
     async def metrics(self) -> MetricsPage:
         return MetricsPage(tuple(of_status(await self.status())), ())

@@ -1,0 +1,127 @@
+"""The facts of a record: one row of numbers and names, made by the record's maker and listed without the record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from agentloop.types import Message, Trajectory
+
+Values: TypeAlias = tuple[str | int | float | None, ...]
+
+MAX_LISTED = 200
+MAX_QUERY_CHARS = 256
+_MAX_LINE_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFacts:
+    """One record in a listing. Its fields are the columns of the store's table."""
+
+    seq: int  # grows in the order the records were committed
+    rollout_id: str
+    group_id: str
+    sample_index: int
+    attempt: int
+    stop_reason: str
+    is_complete: bool
+    oldest_version: int | None  # of the tokens in its mask
+    newest_version: int | None
+    staleness: int | None
+    task_id: str
+    began_at: float | None  # seconds since 1970
+    total_s: float
+    reward: float | None
+    failure: str | None
+    num_turns: int
+    num_paths: int
+    num_tool_calls: int
+    num_tool_errors: int
+    num_prompt_tokens: int
+    num_observed_tokens: int
+    num_sampled_tokens: int
+    num_cached_tokens: int
+    num_lost_tokens: int
+    replica: str  # of the last turn
+    worker: str
+    task: str  # the first line of the task, cut
+    answer: str  # the first line of the last answer, cut
+
+
+def facts_of(trajectory: Trajectory) -> Values:
+    """Return the values of `RecordFacts` from `task_id` on."""
+    paths, times = trajectory.paths, trajectory.times
+    turns = [turn for path in paths for turn in path.own_turns]
+    messages, failure = trajectory.messages, trajectory.failure
+    num_sampled = trajectory.num_sampled_tokens
+    return (
+        trajectory.task_id,
+        None if times is None else times.began_at,
+        trajectory.timings.total_s,
+        trajectory.reward,
+        None if failure is None else failure.value,
+        len(turns),
+        len(paths),
+        trajectory.num_tool_calls,
+        trajectory.num_tool_errors,
+        sum(len(path.prompt_ids) for path in paths),
+        sum(len(path.response_ids) for path in paths) - num_sampled,
+        num_sampled,
+        sum(turn.cached_tokens for turn in turns),
+        0 if times is None else sum(times.lost_tokens.values()),
+        turns[-1].replica_id if turns else "",
+        "" if times is None else times.worker,
+        _line(next((one for one in messages if one.role == "user"), None)),
+        _line(next((one for one in reversed(messages) if one.role == "assistant" and one.content), None)),
+    )
+
+
+def _line(message: Message | None) -> str:
+    text = "" if message is None else message.content[: 16 * _MAX_LINE_CHARS].replace("\0", "").strip()
+    return text.partition("\n")[0][:_MAX_LINE_CHARS]
+
+
+class ListOrder(StrEnum):
+    """The order of a listing."""
+
+    NEWEST = "newest"
+    SLOWEST = "slowest"
+    BEST = "best"  # by reward; records without one are left out
+    WORST = "worst"
+
+
+@dataclass(frozen=True, slots=True)
+class FactsQuery:
+    """The records to list. A search for `text` is for newest-first listings."""
+
+    order: ListOrder = ListOrder.NEWEST
+    failed: bool = False  # only those that ended by a failure
+    task: str = ""  # only those of this task id
+    text: str = ""  # within the first lines of task and answer, in any case
+    limit: int = 50
+    cursor: str = ""  # of the page before; empty: the first page
+
+
+@dataclass(frozen=True, slots=True)
+class FactsTotal:
+    """The records so far that ended alike, deleted ones too. Sums are over them."""
+
+    stop_reason: str
+    failure: str | None
+    newest_version: int | None
+    num_records: int
+    num_rewarded: int
+    reward: float
+    total_s: float
+    num_sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactsPage:
+    """One page of a listing."""
+
+    records: tuple[RecordFacts, ...]
+    cursor: str  # of the next page, which a search may fill; empty: this is the last
+    totals: tuple[FactsTotal, ...]  # on the first page
+    is_indexed: bool  # False: older records are not listed until `agentloop index`

@@ -1,0 +1,200 @@
+"""The facts of a store's records (`api.facts`): written with each record, listed by index, totals kept.
+
+A fact goes into `fresh_facts`, which has no index, in its record's transaction; `MAX_FRESH` of them go on together
+to `facts`, which has. So a commit pays for no index page, and a listing looks at one indexed table and a small one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import orjson
+
+from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, ListOrder, RecordFacts, Values
+from agentloop.errors import InvalidRequest
+from agentloop.storage.home import Database
+from agentloop.types import Trajectory
+
+MAX_FRESH = 4096
+_INDEX_ROWS = 256  # of an older store, in one transaction
+_MAX_SEARCHED = 5_000  # rows that one page of a search looks at
+
+_SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
+_COLUMNS = ", ".join(
+    f"{one.name} {_SQL_TYPES[str(one.type).partition(' ')[0]]}{'' if '|' in str(one.type) else ' NOT NULL'}"
+    for one in fields(RecordFacts)[1:]
+)
+TABLES = f"""
+CREATE TABLE IF NOT EXISTS fresh_facts (seq INTEGER PRIMARY KEY, {_COLUMNS});
+CREATE TABLE IF NOT EXISTS facts (seq INTEGER PRIMARY KEY, {_COLUMNS});
+CREATE INDEX IF NOT EXISTS facts_by_time ON facts (total_s, seq);
+CREATE INDEX IF NOT EXISTS facts_by_reward ON facts (reward, seq) WHERE reward IS NOT NULL;
+CREATE INDEX IF NOT EXISTS facts_by_task ON facts (task_id, seq);
+CREATE INDEX IF NOT EXISTS facts_failed ON facts (seq) WHERE failure IS NOT NULL;
+CREATE INDEX IF NOT EXISTS facts_failed_by_time ON facts (total_s, seq) WHERE failure IS NOT NULL;
+CREATE TABLE IF NOT EXISTS fact_totals (
+    stop_reason TEXT, failure TEXT, newest_version INTEGER, num_records INTEGER NOT NULL,
+    num_rewarded INTEGER NOT NULL, reward REAL NOT NULL, total_s REAL NOT NULL, num_sampled_tokens INTEGER NOT NULL,
+    PRIMARY KEY (stop_reason, failure, newest_version));
+"""
+_FRESH_TOTALS = """
+SELECT stop_reason, COALESCE(failure, '') AS f, COALESCE(newest_version, -1) AS v, COUNT(*), COUNT(reward),
+    COALESCE(SUM(reward), 0.0), SUM(total_s), CAST(SUM(num_sampled_tokens) AS INTEGER)
+FROM fresh_facts WHERE seq > 0 GROUP BY stop_reason, f, v
+"""
+_SUMS = ("num_records", "num_rewarded", "reward", "total_s", "num_sampled_tokens")
+_ADD_TOTALS = (
+    f"INSERT INTO fact_totals {_FRESH_TOTALS} ON CONFLICT (stop_reason, failure, newest_version) DO UPDATE SET "
+    + ", ".join(f"{name} = fact_totals.{name} + excluded.{name}" for name in _SUMS)
+)
+_MISSING = """
+SELECT t.seq, CAST(t.value AS BLOB), t.crc FROM trajectories t
+WHERE t.seq < ? AND (t.crc != 0 OR length(t.value) > 0)
+    AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq)
+    AND NOT EXISTS (SELECT 1 FROM fresh_facts f WHERE f.seq = t.seq)
+    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)
+ORDER BY t.seq DESC LIMIT ?
+"""
+_OLDEST = """
+SELECT t.seq FROM trajectories t WHERE (t.crc != 0 OR length(t.value) > 0)
+    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)
+ORDER BY t.seq LIMIT 1
+"""
+_ADD = f"""
+INSERT INTO fresh_facts SELECT t.seq, {", ".join("?" * (len(fields(RecordFacts)) - 1))} FROM trajectories t
+WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.crc = ?
+    AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq) ON CONFLICT DO NOTHING
+"""
+_ORDERS = {
+    ListOrder.NEWEST: ("seq", "DESC", "<"),
+    ListOrder.SLOWEST: ("total_s", "DESC", "<"),
+    ListOrder.BEST: ("reward", "DESC", "<"),
+    ListOrder.WORST: ("reward", "ASC", ">"),
+}
+
+
+def row_of(record: EncodedRecord) -> Values:
+    """Return a record's row, but for its number."""
+    place = (record.rollout_id, record.group_id, record.sample_index, record.attempt, record.stop_reason.value)
+    versions = (record.oldest_version, record.newest_version, record.staleness)
+    return (*place, int(record.is_complete), *versions, *record.facts)
+
+
+def add(db: Database, records: Sequence[EncodedRecord]) -> int:
+    """Add the facts of records that were just stored. Returns how many; a repeat or a second record adds none."""
+    rows = [(*row_of(one), one.rollout_id, one.group_id, one.sample_index, one.value_crc) for one in records]
+    return max(db.executemany(_ADD, rows).rowcount, 0)
+
+
+def has_no_tables(error: Exception) -> bool:
+    """Tell if a database's error means that its store has no facts."""
+    is_sqlite = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    return is_sqlite or getattr(error, "sqlstate", None) == "42P01"
+
+
+def roll_up(db: Database) -> None:
+    """Move the fresh facts to the indexed ones, and count them."""
+    db.execute(_ADD_TOTALS)
+    db.execute("INSERT INTO facts SELECT * FROM fresh_facts ORDER BY seq")
+    db.execute("DELETE FROM fresh_facts")
+
+
+def forget(db: Database, seqs: Iterable[int]) -> None:
+    """Delete the facts of records that are deleted. Their totals stay."""
+    rows = [(seq,) for seq in seqs]
+    for table in ("facts", "fresh_facts"):
+        db.executemany(f"DELETE FROM {table} WHERE seq = ?", rows)
+
+
+def index_some(db: Database, before: int, read: Callable[[int, bytes, int], Trajectory | None]) -> tuple[int, int]:
+    """Make the facts of some records that have none, the newest first. Returns their number, and where to go on.
+
+    `read` returns a record, or None for a damaged one, which it notes.
+    """
+    rows = db.execute(_MISSING, (before, _INDEX_ROWS)).fetchall()
+    found = [(seq, record, data) for seq, data, crc in rows if (record := read(seq, data, crc)) is not None]
+    if found:
+        marks = ", ".join("?" * len(fields(RecordFacts)))
+        made = [(seq, *row_of(EncodedRecord.of(record, data))) for seq, record, data in found]
+        db.executemany(f"INSERT INTO fresh_facts VALUES ({marks})", made)
+    return len(rows), rows[-1][0] if rows else before
+
+
+def page(db: Database, query: FactsQuery) -> FactsPage:
+    """Return a page of a listing. Raises InvalidRequest."""
+    column, way, beyond = _ORDERS[query.order]
+    if query.text and query.order is not ListOrder.NEWEST:
+        raise InvalidRequest("a search for text lists the newest first", param="order")
+    wheres, values = ["seq > 0"], list[str | int | float]()
+    if query.failed:
+        wheres.append("failure IS NOT NULL")
+    if column == "reward":
+        wheres.append("reward IS NOT NULL")
+    if query.task:
+        wheres.append("task_id = ?")
+        values.append(query.task)
+    if query.cursor:
+        wheres.append(f"({column}, seq) {beyond} (?, ?)")
+        values += _read_cursor(query.cursor)
+    ordered = f"ORDER BY {column} {way}, seq {way}" if column != "seq" else f"ORDER BY seq {way}"
+    ends = None
+    if query.text:
+        looked_at = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} {ordered} LIMIT 1 OFFSET ?"
+        ends = db.execute(looked_at, (*values, _MAX_SEARCHED)).fetchone()
+        escaped = query.text.lower().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        wheres += ["seq > ?", "LOWER(task || ' ' || answer) LIKE ? ESCAPE '\\'"]
+        values += [ends[0] if ends else 0, f"%{escaped}%"]
+    parts = " UNION ALL ".join(
+        f"SELECT * FROM (SELECT * FROM {table} WHERE {' AND '.join(wheres)} {ordered} LIMIT ?) {table}_part"
+        for table in ("facts", "fresh_facts")
+    )
+    most = query.limit + 1
+    statement = f"SELECT * FROM ({parts}) both_parts {ordered} LIMIT ?"
+    rows = db.execute(statement, (*values, most, *values, most, most)).fetchall()
+    records = tuple(_read_row(row) for row in rows[: query.limit])
+    cursor = ""
+    if len(rows) > query.limit:
+        cursor = orjson.dumps([getattr(records[-1], column), records[-1].seq]).decode()
+    elif ends is not None:
+        cursor = orjson.dumps([ends[0] + 1] * 2).decode()
+    return FactsPage(records, cursor, () if query.cursor else _totals(db), _is_indexed(db))
+
+
+def _read_row(row: tuple[Any, ...]) -> RecordFacts:
+    return RecordFacts(*(*row[:6], bool(row[6]), *row[7:]))
+
+
+def _read_cursor(cursor: str) -> list[int | float]:
+    try:
+        key, seq = orjson.loads(cursor)
+    except ValueError as error:
+        raise InvalidRequest("a cursor is what the page before said", param="cursor") from error
+    if not isinstance(key, int | float) or not isinstance(seq, int):
+        raise InvalidRequest("a cursor is what the page before said", param="cursor")
+    return [key, seq]
+
+
+def _totals(db: Database) -> tuple[FactsTotal, ...]:
+    sums = ", ".join(f"SUM({name})" for name in _SUMS)
+    kept = f"SELECT stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM fact_totals"
+    statement = f"SELECT stop_reason, f, v, {sums} FROM ({kept} UNION ALL {_FRESH_TOTALS}) both_parts"
+    rows = db.execute(f"{statement} GROUP BY stop_reason, f, v ORDER BY stop_reason, f, v")
+    return tuple(
+        FactsTotal(
+            *(reason, failure or None, None if version < 0 else version),
+            *(int(num), int(scored), reward, total_s, int(tokens)),
+        )
+        for reason, failure, version, num, scored, reward, total_s, tokens in rows
+    )
+
+
+def _is_indexed(db: Database) -> bool:
+    oldest = db.execute(_OLDEST).fetchone()
+    if oldest is None:
+        return True
+    statement = "SELECT 1 FROM {} WHERE seq = ?"
+    return any(db.execute(statement.format(one), oldest).fetchone() for one in ("facts", "fresh_facts"))
