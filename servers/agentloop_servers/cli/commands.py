@@ -27,6 +27,7 @@ COMMANDS = {
         "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
     ),
     "status": ("remote", "Show a running service."),
+    "why": ("remote", "Say why nothing moves, or why it is slow."),
     "cancel": ("remote", "End what is queued or running of a rollout; each sample still gets its record."),
     "weights": ("remote", "Weights of a running service."),
     "pause": ("remote", "Freeze all replicas between two tokens, until `resume`."),
