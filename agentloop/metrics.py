@@ -125,6 +125,7 @@ FAMILIES = {
         # Weights
         *_gauges(
             ("weight_version", "The weight version that the fleet serves.", ()),
+            ("weight_update_age_seconds", "The time since the update under way began.", ()),
             ("asleep", "1 for memory that the fleet has given back.", ("memory",)),
         ),
         *_counters(

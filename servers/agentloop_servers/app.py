@@ -179,7 +179,7 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
-        tally, gauges = self._coordinator.replicas.tally, partial(_run_gauges, config, run_dir)
+        tally, gauges = self._coordinator.replicas.tally, partial(run_gauges, config, run_dir)
         self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
@@ -489,7 +489,7 @@ def build_app(
     )
 
 
-def _run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
+def run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
     """Return the metrics of a run as such."""
     store = run_dir / STORE_NAME
     engines = "+".join(sorted({entry.kind for entry in config.entries}))

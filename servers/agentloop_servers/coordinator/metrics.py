@@ -110,6 +110,8 @@ def of_status(status: ServiceStatus) -> Iterator[MetricSample]:
     yield from _of_queue(status)
     if status.weight_version is not None:
         yield MetricSample("weight_version", (), status.weight_version)
+    if status.update is not None:
+        yield MetricSample("weight_update_age_seconds", (), status.update.age_s)
     yield from (MetricSample("asleep", (memory,), 1.0) for memory in status.asleep)
 
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import QueueStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import (
+    QueueStatus,
+    ReplicaUpdate,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateProgress,
+    UpdateReport,
+)
 from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_status
@@ -135,6 +142,13 @@ def test_the_queue_says_why_nothing_begins() -> None:
     assert found["samples", ("queued",)] == 0
     assert found["calls_waiting", ()] == 2
     assert all(name in FAMILIES and len(labels) == len(FAMILIES[name].labels) for name, labels in found)
+
+
+def test_the_update_under_way_says_its_age() -> None:
+    under_way = replace(NOTHING, update=UpdateProgress(3, "staging", 0, age_s=7.5))
+    aged = MetricSample("weight_update_age_seconds", (), 7.5)
+    assert aged in set(of_status(under_way))
+    assert aged.name not in {one.name for one in of_status(NOTHING)}
 
 
 def test_an_update_is_counted_by_its_outcome_and_steps() -> None:
