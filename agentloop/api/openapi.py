@@ -24,7 +24,7 @@ SCHEMA_PREFIX = "#/components/schemas/"
 _OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
 
-_ANSWERS = (Finding, FlightPage, Generation, FactsPage, Page, ServiceStatus, UpdateReport)  # and what they are made of
+_ANSWERS = (  # and what they are made of
     Finding,
     FlightPage,
     Generation,
@@ -32,7 +32,7 @@ _ANSWERS = (Finding, FlightPage, Generation, FactsPage, Page, ServiceStatus, Upd
     Page,
     ServiceStatus,
     UpdateReport,
-)  # these, and what they are made of
+)
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:
