@@ -350,7 +350,7 @@ class Sessions:
     @property
     def num_bytes(self) -> int:
         """An estimate of the bytes that sessions take in memory."""
-        return self._cache.num_bytes
+        return self.cache.num_bytes
 
     async def num_of_owners(self) -> dict[str, int]:
         """Count the open sessions of each owner."""
