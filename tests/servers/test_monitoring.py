@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,6 +258,7 @@ def test_an_alert_fires_for_its_fault_alone(fault: str, tmp_path: Path) -> None:
 # --- a Prometheus, a service, and a minute of work ---
 
 ABSENT_THERE = {
+    "agentloop_tools_running": "the calculator answers at once",
     "agentloop_asleep": "the service does not sleep",
     "agentloop_weight_update_age_seconds": "an update of simulated engines is over at once",
     'agentloop_not_begun{reason="no_replica"}': "there is a replica",
@@ -277,6 +279,13 @@ class Works:
         await ctx.sample(max_tokens=16)
         await ctx.run_tools([ToolCall("c", "calculator", {"expression": "2 + 3"})])
         await ctx.sample(max_tokens=16)
+
+
+class Waits:
+    """A loop that is busy with something of its own."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        await asyncio.sleep(60)
 
 
 async def work(url: str, seconds: float) -> None:
@@ -303,6 +312,8 @@ async def work(url: str, seconds: float) -> None:
                 await client.rollout_status("none")
             await asyncio.sleep(1)
             assert (await client.rollout_status(rollout.rollout_ids[0])).num_finished
+        await client.submit([replace(tasks[0], loop=f"{__name__}:Waits")])
+        await asyncio.sleep(3)
 
 
 def fails(task: RolloutTask, messages: tuple[Message, ...]) -> float:

@@ -24,6 +24,7 @@ from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
     run_gauges,
+    session_gauges,
     tool_names,
     user_table,
 )
@@ -178,7 +179,8 @@ async def whole_site(
             public = listening_socket(config.host)
             urls.append(url_of(config.host, public.getsockname()[1]))
             await ingresses[index].start(index, public)
-            report(f"ingress-{index}", ingresses[index].tally)
+            name = f"ingress-{index}"
+            report(name, ingresses[index].tally, partial(session_gauges, name, ingresses[index]))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
