@@ -358,7 +358,10 @@ class IngressDeployment:
         self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
-        self._closing.report(f"ingress-{self._process.number}", client.metrics.report_metrics)
+        name = f"ingress-{self._process.number}"
+        self._closing.report(
+            name, client.metrics.report_metrics, gauges=partial(_session_gauges, name, self._process)
+        )
         if (notice := keys.notice) is not None:
             _log.warning("open_admin_routes", because=notice)
         freeze_gc()
@@ -486,6 +489,14 @@ def build_app(
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
         tally=tally,
+    )
+
+
+def _session_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ...]:
+    sessions = process.sessions
+    return (
+        MetricSample("sessions_open", (name,), sessions.num_open),
+        MetricSample("session_bytes", (name,), sessions.num_bytes),
     )
 
 
