@@ -53,7 +53,8 @@ class Tally:
     def describe(self) -> str:
         """Speed, versions, seconds a trajectory, and the time to the end if the rest goes as fast."""
         elapsed_s = max(time.monotonic() - self.started_at, 1e-6)
-        versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in self._versions())
+        by_version = sorted(self.by_version.items())
+        versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in by_version)
         parts = [f"{self.num_sampled_tokens / elapsed_s:,.0f} tok/s", versions]
         if self.total_s:
             p50, p95 = np.percentile(self.total_s, (50, 95))
@@ -62,9 +63,6 @@ class Tally:
             eta_s = elapsed_s * (self.num_trajectories - self.num_finished) / self.num_finished
             parts.append(f"ETA {eta_s:.0f} s")
         return "  ".join(filter(None, parts))
-
-    def _versions(self) -> list[tuple[str, int]]:
-        return sorted(self.by_version.items())
 
 
 class ProgressView(Protocol):

@@ -21,7 +21,7 @@ from typing import Annotated, TypeAlias
 
 import orjson
 import typer
-from rich.cells import cell_len, set_cell_size
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.control import Control
 from rich.segment import Segment, Segments
@@ -107,13 +107,13 @@ def picture(seen: Snapshot, width: int, height: int, view: View | None = None) -
     found = [line for one in seen.findings for line in _sentence(f"{one.text} → {one.action}", width)]
     if len(found) > (most := max(4, height // 4)):
         found[most - 1 :] = [Text("… more: agentloop why")]
-    below = [_header("findings", width), *found]
+    below = [Text("findings".ljust(width), "reverse"), *found]
     left = height - len(above) - len(below) - (view is not None)
     if shown.is_open:
         its = about(shown.selected, flights)
         gone = f"{shown.selected} has ended, or is none of the {NUM_ROWS} oldest any more"
         text = gone if its is None else f"{its.text} → {its.action or 'wait'}"
-        middle = [_header("why", width), *_sentence(text, width)]
+        middle = [Text("why".ljust(width), "reverse"), *_sentence(text, width)]
     else:
         tools = _tools(flights, width, max(2, height // 8))
         middle = [*_trajectories(flights, shown, width, left - len(tools)), *tools]
@@ -211,17 +211,14 @@ def _table(columns: list[tuple[str, int]], rows: Sequence[tuple[str, ...]], widt
 
     shown = rows if len(rows) <= most else rows[: most - 1]
     more = [] if shown is rows else [Text(f"… {len(rows) - len(shown)} more")]
-    return [_header(line([name for name, _ in columns]), width), *(Text(line(row)) for row in shown), *more]
+    header = Text(line([name for name, _ in columns]).ljust(width), "reverse")
+    return [header, *(Text(line(row)) for row in shown), *more]
 
 
 def _fitted(cell: str, num: int) -> str:
     if len(cell) > abs(num):
         cell = f"…{cell[1 - abs(num) :]}"  # the end of an id tells it from others
     return set_cell_size(cell.rjust(-num) if num < 0 else cell, abs(num))
-
-
-def _header(text: str, width: int) -> Text:
-    return Text(text + " " * (width - cell_len(text)), "reverse")
 
 
 def _sentence(text: str, width: int) -> list[Text]:

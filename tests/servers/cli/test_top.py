@@ -81,8 +81,8 @@ def test_every_part_is_seen(size: tuple[int, int]) -> None:
     text = " ".join("\n".join(lines).split())  # a finding may take several lines
     for part in (
         "ready, weight version 7, 4 worker(s), 9 places free, update to 8 staging 3 s",
-        "120 queued (5 held), 60 running, 2 calls wait, KV 150k of 180k",
-        "no replica has room",
+        "60 running, 120 queued (5 held), 2 calls wait, KV 150k of 180k",
+        "no replica has room 20 decode",
         "20 decode, 20 tool search, 20 reward",
         "20k / 90k",
         "vllm-new starting 12 s",
@@ -153,7 +153,7 @@ async def test_one_document_or_one_picture(tmp_path: Path) -> None:
             assert process.returncode == 0
     document = json.loads(outputs[0])
     jsonschema.validate(document, TypeAdapter(Snapshot).json_schema(mode="serialization"))
-    assert document["flight"]["oldest"][0][0] == name
+    assert document["flight"]["oldest"][0]["id"] == name
     assert name[-9:] in outputs[1]
     assert "\x1b" not in outputs[1]
 
