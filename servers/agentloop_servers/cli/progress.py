@@ -23,7 +23,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.storage.summary import LengthSummary, StaleSummary, Summary, version_key
 from agentloop.types import Trajectory
 
-_LOOK_S = 2.0
+_OLDEST_S = 2.0
 _NUM_LOOKED_AT = 1000  # trajectories of the service, among which a run's oldest are looked for
 
 
@@ -95,7 +95,7 @@ class LiveProgress:
                 page = await client.flight(_NUM_LOOKED_AT)
                 own = [row.id for row in page.oldest if row.id.partition("/")[0] in self._rollout_ids]
                 self._oldest = tuple(found.text for name in own[:3] if (found := about(name, page)) is not None)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_OLDEST_S)
         self._oldest = ()
 
     def picture(self) -> Group:

@@ -32,7 +32,7 @@ def test_seconds_and_the_time_to_the_end() -> None:
 
 
 async def test_the_three_oldest_of_the_run_and_what_they_wait_for(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.1)
+    monkeypatch.setattr(module, "_OLDEST_S", 0.1)
     task = RolloutTask("t", (Message("user", "Hi"),), loop=LOOP, limits=Limits(timeout_s=100))
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)

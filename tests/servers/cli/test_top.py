@@ -81,8 +81,7 @@ def test_every_part_is_seen(size: tuple[int, int]) -> None:
     text = " ".join("\n".join(lines).split())  # a finding may take several lines
     for part in (
         "ready, weight version 7, 4 worker(s), 9 places free, update to 8 staging 3 s",
-        "60 running, 120 queued (5 held), 2 calls wait, KV 150k of 180k",
-        "no replica has room 20 decode",
+        "60 running, 120 queued (5 held), 2 calls wait, KV 150k of 180k, no replica has room 20 decode",
         "20 decode, 20 tool search, 20 reward",
         "20k / 90k",
         "vllm-new starting 12 s",
