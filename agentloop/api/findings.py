@@ -87,7 +87,7 @@ def about(name: str, flights: FlightPage) -> Finding | None:
         return None
     where = f" on {row.replica}" if row.replica else ""
     flight = row.flight
-    what = f"{flight.doing}{f' {flight.what}' if flight.what else ''} since {flight.for_s:.0f} s{where}"
+    what = f"{flight.name} since {flight.for_s:.0f} s{where}"
     left = "" if flight.left_s is None else f"; its deadline is in {flight.left_s:.0f} s"
     text = f"{row.id}: {what}, turn {flight.turn}, {flight.num_tokens} tokens{left}"
     return Finding(_CAUSE_OF.get(flight.doing, Cause.LONG), text, _ACTION_OF.get(flight.doing, ""), flight.for_s)
@@ -232,9 +232,8 @@ def _slowest(rows: list[FlightRow]) -> str:
     row = rows[0]
     others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
     left = "" if row.flight.left_s is None else f", deadline in {row.flight.left_s:.0f} s"
-    what = f"{row.flight.doing}{f' {row.flight.what}' if row.flight.what else ''}"
     where = row.worker or row.replica
-    return f"{row.id} waits for its {what} since {row.flight.for_s:.0f} s{left} on {where}{others}"
+    return f"{row.id} waits for its {row.flight.name} since {row.flight.for_s:.0f} s{left} on {where}{others}"
 
 
 def _age(replica: ReplicaStatus) -> str:

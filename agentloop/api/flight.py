@@ -32,6 +32,11 @@ class Flight:
     num_tokens: int = 0  # sampled so far, of the turn under way too
     left_s: float | None = None  # until its deadline
 
+    @property
+    def name(self) -> str:
+        """What it waits for, in words: "decode", "tool NAME"."""
+        return f"{self.doing} {self.what}".rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class FlightRow:
@@ -59,6 +64,5 @@ def doing_of(flights: Iterable[Flight]) -> tuple[tuple[str, int], ...]:
     """Count flights by what they do, the most first."""
     counts: dict[str, int] = {}
     for flight in flights:
-        name = f"{flight.doing} {flight.what}".rstrip()
-        counts[name] = counts.get(name, 0) + 1
+        counts[flight.name] = counts.get(flight.name, 0) + 1
     return tuple(sorted(counts.items(), key=lambda one: -one[1]))

@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "status": ("remote", "Show a running service."),
     "why": ("remote", "Say why nothing moves, or why it is slow."),
+    "top": ("top", "Watch a running service: replicas, queue, the oldest in flight, tools, and what is wrong."),
     "cancel": ("remote", "End what is queued or running of a rollout; each sample still gets its record."),
     "weights": ("remote", "Weights of a running service."),
     "pause": ("remote", "Freeze all replicas between two tokens, until `resume`."),

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from agentloop.api.findings import about
+from agentloop.client.client import RolloutClient
+from agentloop.errors import AgentLoopError
 from agentloop.storage.summary import LengthSummary, StaleSummary, Summary, version_key
 from agentloop.types import Trajectory
+
+_OLDEST_S = 2.0
+_NUM_LOOKED_AT = 1000  # trajectories of the service, among which a run's oldest are looked for
 
 
 @dataclass(slots=True)
@@ -22,28 +33,36 @@ class Tally:
 
     num_trajectories: int
     started_at: float
+    rollout_ids: tuple[str, ...] = ()  # empty: agents do the work
     num_finished: int = 0
     num_sampled_tokens: int = 0
     by_version: Counter[str] = field(default_factory=Counter)
+    total_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # of the latest
 
     def add(self, trajectory: Trajectory) -> None:
         """Count one more."""
         self.num_finished += 1
         self.num_sampled_tokens += trajectory.num_sampled_tokens
         self.by_version[version_key(trajectory)] += 1
+        self.total_s.append(trajectory.timings.total_s)
 
     def add_lost(self) -> None:
         """Count one more, without a record."""
         self.num_finished += 1
 
     def describe(self) -> str:
-        """Speed and versions, in a few words."""
+        """Speed, versions, seconds a trajectory, and the time to the end if the rest goes as fast."""
         elapsed_s = max(time.monotonic() - self.started_at, 1e-6)
-        versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in self._versions())
-        return f"{self.num_sampled_tokens / elapsed_s:,.0f} tok/s  {versions}".rstrip()
-
-    def _versions(self) -> list[tuple[str, int]]:
-        return sorted(self.by_version.items())
+        by_version = sorted(self.by_version.items())
+        versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in by_version)
+        parts = [f"{self.num_sampled_tokens / elapsed_s:,.0f} tok/s", versions]
+        if self.total_s:
+            p50, p95 = np.percentile(self.total_s, (50, 95))
+            parts.append(f"p50 {p50:.1f} s, p95 {p95:.1f} s")
+        if 0 < self.num_finished < self.num_trajectories:
+            eta_s = elapsed_s * (self.num_trajectories - self.num_finished) / self.num_finished
+            parts.append(f"ETA {eta_s:.0f} s")
+        return "  ".join(filter(None, parts))
 
 
 class ProgressView(Protocol):
@@ -57,35 +76,39 @@ class ProgressView(Protocol):
 
 
 class LiveProgress:
-    """A bar on a terminal."""
+    """A bar on a terminal, the counts, and what the three oldest trajectories wait for."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._bar = Progress(
-            TextColumn("rollout "),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
+            TextColumn("rollout "), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn()
         )
         self._task = self._bar.add_task("", total=None)
+        self._rollout_ids: tuple[str, ...] = ()
+        self._counts = ""
+        self._oldest: tuple[str, ...] = ()
 
-    def __enter__(self) -> LiveProgress:
-        self._bar.start()
-        return self
+    async def follow(self, client: RolloutClient) -> None:
+        """Look at the oldest from time to time, for as long as the service shows them: it needs the admin key."""
+        with suppress(AgentLoopError):
+            while True:
+                page = await client.flight(_NUM_LOOKED_AT)
+                own = [row.id for row in page.oldest if row.id.partition("/")[0] in self._rollout_ids]
+                self._oldest = tuple(found.text for name in own[:3] if (found := about(name, page)) is not None)
+                await asyncio.sleep(_OLDEST_S)
+        self._oldest = ()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    def picture(self) -> Group:
+        """The bar and the lines below it, as they are now."""
+        lines = (Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in (self._counts, *self._oldest))
+        return Group(self._bar, *lines)
 
     def show(self, tally: Tally) -> None:
-        self._bar.update(
-            self._task, completed=tally.num_finished, total=tally.num_trajectories, description=tally.describe()
-        )
+        self._rollout_ids, self._counts = tally.rollout_ids, tally.describe()
+        self._bar.update(self._task, completed=tally.num_finished, total=tally.num_trajectories)
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False)
+        self._console.print(line, highlight=False)
 
 
 class PlainProgress:
@@ -94,14 +117,6 @@ class PlainProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tenths_shown = -1
-
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def show(self, tally: Tally) -> None:
         tenths = 10 * tally.num_finished // max(tally.num_trajectories, 1)
@@ -113,9 +128,18 @@ class PlainProgress:
         self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def open_progress(console: Console) -> LiveProgress | PlainProgress:
-    """The view that fits the console."""
-    return LiveProgress(console) if console.is_terminal else PlainProgress(console)
+@asynccontextmanager
+async def open_progress(console: Console, client: RolloutClient) -> AsyncIterator[LiveProgress | PlainProgress]:
+    """Show the progress of a run on a service, in the view that fits the console."""
+    if not console.is_terminal:
+        yield PlainProgress(console)
+        return
+    progress = LiveProgress(console)
+    async with asyncio.TaskGroup() as group:
+        with Live(console=console, get_renderable=progress.picture):
+            following = group.create_task(progress.follow(client))
+            yield progress
+        following.cancel()
 
 
 def summary_table(summary: Summary) -> Table:

@@ -29,7 +29,7 @@ app.add_typer(weights, name="weights")
 @app.command()
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Show a running service."""
-    service = _asked(url, lambda client: client.status(), api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0)
+    service = asked(url, lambda client: client.status(), api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0)
     _show_status(Console(), service)
 
 
@@ -41,7 +41,7 @@ def why(
 ) -> None:
     """Say why nothing moves, or why it is slow."""
     console = Console()
-    for finding in _asked(url, lambda client: client.why(trajectory), admin_key=admin_key, retry_timeout_s=2.0):
+    for finding in asked(url, lambda client: client.why(trajectory), admin_key=admin_key, retry_timeout_s=2.0):
         console.print(f"{finding.text}\n  → {finding.action}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -62,7 +62,7 @@ def push_weights(
             return await client.update_adapter(directory, version=version, kv_policy=kv_policy, force=force)
         return await client.update_weights(directory, version=version, kv_policy=kv_policy, force=force)
 
-    report = _asked(url, send, admin_key=admin_key)
+    report = asked(url, send, admin_key=admin_key)
     console = Console()
     for replica in report.replicas:
         outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
@@ -77,7 +77,7 @@ def cancel(
     api_key: ApiKey = None,
 ) -> None:
     """End what is queued or running of a rollout; each sample still gets its record."""
-    left = _asked(url, lambda client: client.cancel(run), api_key=api_key)
+    left = asked(url, lambda client: client.cancel(run), api_key=api_key)
     Console().print(f"{run}: {left.num_finished} of {left.num_accepted} have their records", highlight=False)
 
 
@@ -89,14 +89,14 @@ def pause(
     admin_key: AdminKey = None,
 ) -> None:
     """Freeze all replicas between two tokens, until `resume`."""
-    _asked(url, lambda client: client.pause(mode, reason=reason), admin_key=admin_key)
+    asked(url, lambda client: client.pause(mode, reason=reason), admin_key=admin_key)
     Console().print("paused", highlight=False)
 
 
 @app.command()
 def resume(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
     """Let frozen replicas go on."""
-    _asked(url, lambda client: client.resume(), admin_key=admin_key)
+    asked(url, lambda client: client.resume(), admin_key=admin_key)
     Console().print("resumed", highlight=False)
 
 
@@ -108,7 +108,7 @@ def sleep(
     admin_key: AdminKey = None,
 ) -> None:
     """Freeze all replicas and give their memory back, until `wake`."""
-    _asked(url, lambda client: client.sleep(level, reason=reason), admin_key=admin_key)
+    asked(url, lambda client: client.sleep(level, reason=reason), admin_key=admin_key)
     Console().print(f"asleep at level {level}", highlight=False)
 
 
@@ -119,7 +119,7 @@ def wake(
     admin_key: AdminKey = None,
 ) -> None:
     """Take memory back; once all of it is, generation goes on."""
-    _asked(url, lambda client: client.wake(tag or None), admin_key=admin_key)
+    asked(url, lambda client: client.wake(tag or None), admin_key=admin_key)
     Console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
@@ -139,21 +139,21 @@ def drain(
                 shown.update(f"{left.num_running} trajectories run there, {left.num_leases} have a place there")
                 await asyncio.sleep(_DRAIN_POLL_S)
 
-    _asked(url, drained, admin_key=admin_key)
+    asked(url, drained, admin_key=admin_key)
     console.print(
         f"{host} gets work" if undo else f"{host} may go; sessions that it holds go with it", highlight=False
     )
 
 
-def _asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any) -> T:
+def asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any) -> T:
     """Ask a service, as a client with these options; what goes wrong ends the command."""
 
-    async def asked() -> T:
+    async def connected() -> T:
         async with RolloutClient(url, **{"retry_timeout_s": 5.0, **options}) as client:
             return await ask(client)
 
     with clear_errors():
-        return run_to_end(asked())
+        return run_to_end(connected())
 
 
 def _waiting(queue: QueueStatus) -> str:
@@ -161,16 +161,22 @@ def _waiting(queue: QueueStatus) -> str:
     return f"{queue.num_queued} queued trajectories{calls} wait: {queue.reason}"
 
 
-def _in_thousands(num_tokens: int) -> str:
+def in_thousands(num_tokens: int) -> str:
+    """Write a number of tokens in few letters."""
     return str(num_tokens) if num_tokens < 10_000 else f"{num_tokens / 1000:,.0f}k"
 
 
-def _show_status(console: Console, service: ServiceStatus) -> None:
+def described(service: ServiceStatus) -> str:
+    """Say in a few words if a service works, and with which weights."""
     state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
     if service.asleep:
         state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
-    console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
+    return f"{state}, weight version {version}"
+
+
+def _show_status(console: Console, service: ServiceStatus) -> None:
+    console.print(f"{described(service)}, {service.num_workers} worker(s)", highlight=False)
     if service.public_urls:
         console.print(f"at {', '.join(service.public_urls)}", highlight=False, soft_wrap=True)
     names = ("state", "engine", "version", "running", "waiting", "leases")
@@ -184,7 +190,7 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
         kv = (replica.load.kv_used_tokens, replica.kv_predicted_tokens, replica.kv_limit_tokens)
         hits = "-" if replica.kv_hit_rate is None else f"{replica.kv_hit_rate:.0%}"
-        tokens = " / ".join(map(_in_thousands, kv))
+        tokens = " / ".join(map(in_thousands, kv))
         where = (replica.host,) if has_hosts else ()
         state_of = (replica.state, replica.engine, own, *map(str, numbers))
         replicas.add_row(replica.replica_id, *where, *state_of, tokens, hits)

@@ -158,7 +158,7 @@ async def run_rollout(
         console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)
         async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
             await client.wait_until_ready()
-            with open_progress(console) as progress:
+            async with open_progress(console, client) as progress:
                 collected = await (collect_with or collect)(client, tasks, options, progress)
     summary = await asyncio.to_thread(write_results, run_dir, collected)
     return RunResult(run_dir, summary, collected.push_error)
@@ -176,13 +176,16 @@ async def run_on(
     begin_run(run_dir, console)
     store = TrajectoryStore(run_dir / STORE_NAME)
     try:
-        async with address.client() as client, asyncio.TaskGroup() as storing:
-            with open_progress(console) as progress:
+        async with (
+            address.client() as client,
+            asyncio.TaskGroup() as storing,
+            open_progress(console, client) as progress,
+        ):
 
-                def keep(trajectory: Trajectory) -> None:
-                    storing.create_task(store.record(EncodedRecord.of(trajectory)))
+            def keep(trajectory: Trajectory) -> None:
+                storing.create_task(store.record(EncodedRecord.of(trajectory)))
 
-                collected = await (collect_with or collect)(client, tasks, options, progress, keep)
+            collected = await (collect_with or collect)(client, tasks, options, progress, keep)
     finally:
         await store.close()
     summary = await asyncio.to_thread(write_results, run_dir, collected)
@@ -210,7 +213,7 @@ async def collect(
     """Submit everything, take every trajectory, push when it is time."""
     started_at = time.monotonic()
     rollout = await _submit(client, tasks, options)
-    tally = Tally(rollout.num_trajectories, started_at)
+    tally = Tally(rollout.num_trajectories, started_at, rollout.rollout_ids)
     progress.show(tally)
     doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
     async with MidRunPush(client, options.push, rollout.num_trajectories, progress, doomed) as pushing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -48,7 +49,8 @@ class SeeingRoutes:
             page = await in_time(self._coordinator.metrics(), TIMEOUT_S, "no answer")
         except AgentLoopError:
             page = MetricsPage((MetricSample("process_up", ("coordinator",), 0.0),), ())
-        return Response(prometheus_text(page), media_type=CONTENT_TYPE_LATEST)
+        text = await asyncio.to_thread(prometheus_text, page)  # a tenth of a second for 3,000 series
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def flight(self, limit: Limit = 20) -> Response:
         """The work of live trajectories and sessions; `limit` rows of the oldest, and of the slowest tools."""

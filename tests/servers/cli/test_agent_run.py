@@ -32,7 +32,8 @@ async def collect(
     output = io.StringIO()
     tasks = [replace(make_task(f"t{index}"), reward=None) for index in range(num_tasks)]
     async with session_service(service) as url, RolloutClient(url) as client:
-        with PlainProgress(Console(file=output, width=200)) as progress, AgentProgram.load(agent) as program:
+        progress = PlainProgress(Console(file=output, width=200))
+        with AgentProgram.load(agent) as program:
             run = AgentCollect(program, concurrency=4)
             collected = await run(client, tasks, RunOptions(tmp_path, 2, tmp_path, push), progress)
     return collected, output.getvalue()

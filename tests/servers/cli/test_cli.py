@@ -388,8 +388,8 @@ async def run(
     front_door = create_app(coordinator, ReversingEngine().connect, Keys(), weight_roots=[tmp_path])
     async with serving(front_door) as url, RolloutClient(url) as client:
         tasks = [make_task(f"t{index}") for index in range(50)]
-        with PlainProgress(console) as progress:
-            collected = await collect(client, tasks, RunOptions(tmp_path, 2, tmp_path, push, limit), progress)
+        options = RunOptions(tmp_path, 2, tmp_path, push, limit)
+        collected = await collect(client, tasks, options, PlainProgress(console))
     return collected, output.getvalue()
 
 
