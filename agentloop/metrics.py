@@ -95,6 +95,10 @@ FAMILIES = {
             ),
             ("calls_waiting", "Sessions and direct calls that wait for a place.", ()),
             ("workers", "Worker processes.", ()),
+            ("doing", "Live trajectories, by what they wait for.", ("doing",)),
+            ("tools_running", "Of these, those at a tool.", ("tool",)),
+            ("free_places", "Places of workers that are free.", ()),
+            ("oldest_running_seconds", "The age of the oldest live trajectory.", ()),
             ("not_begun", "1 for each reason why what waits does not begin.", ("reason",)),
         ),
         *_histograms(("queue_wait_seconds", "The wait of a sample for its worker.", (), _S)),
@@ -125,6 +129,7 @@ FAMILIES = {
         # Weights
         *_gauges(
             ("weight_version", "The weight version that the fleet serves.", ()),
+            ("weight_update_age_seconds", "The time since the update under way began.", ()),
             ("asleep", "1 for memory that the fleet has given back.", ("memory",)),
         ),
         *_counters(
@@ -136,6 +141,10 @@ FAMILIES = {
         # The endpoint
         *_counters(("http_requests_total", "Answers of the public port.", ("route", "method", "status"))),
         *_histograms(("http_seconds", "From a request's headers to the end of its answer.", ("route",), _S)),
+        *_gauges(
+            ("sessions_open", "Sessions that have not ended.", ("process",)),
+            ("session_bytes", "Memory of sessions.", ("process",)),
+        ),
         # Processes
         *_gauges(
             ("process_up", "0: nothing was heard of the process for half a minute.", ("process",)),

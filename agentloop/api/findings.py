@@ -6,8 +6,8 @@ A pure function of what `GET /status` and the flights say, so that each cause ca
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus
 from agentloop.api.flight import Doing, FlightPage, FlightRow
@@ -46,7 +46,8 @@ class Cause(StrEnum):
     LONG = "long"
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finding:
     """One cause, in a sentence that names its evidence, and what to do about it."""
 
     cause: Cause

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 
 class Doing(StrEnum):
@@ -21,7 +20,8 @@ class Doing(StrEnum):
     HAND_IN = "hand_in"  # the coordinator, for its record
 
 
-class Flight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Flight:
     """A live trajectory at one moment, as its worker tells it."""
 
     doing: Doing
@@ -33,7 +33,8 @@ class Flight(NamedTuple):
     left_s: float | None = None  # until its deadline
 
 
-class FlightRow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FlightRow:
     """A live trajectory, or a session with a place (`worker` is then empty)."""
 
     id: str

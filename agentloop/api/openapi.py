@@ -15,6 +15,8 @@ import numpy as np
 from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage
+from agentloop.api.findings import Finding
+from agentloop.api.flight import FlightPage
 from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
@@ -22,7 +24,15 @@ SCHEMA_PREFIX = "#/components/schemas/"
 _OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
 
-_ANSWERS = (Generation, FactsPage, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
+_ANSWERS = (  # and what they are made of
+    Finding,
+    FlightPage,
+    Generation,
+    FactsPage,
+    Page,
+    ServiceStatus,
+    UpdateReport,
+)
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:

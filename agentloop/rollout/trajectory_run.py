@@ -181,7 +181,7 @@ class TrajectoryRun:
         if self._ended_at is None:
             return flight
         is_done, for_s = self._record is not None, time.perf_counter() - self._ended_at
-        return flight._replace(doing=Doing.HAND_IN if is_done else Doing.REWARD, for_s=for_s, left_s=None)
+        return replace(flight, doing=Doing.HAND_IN if is_done else Doing.REWARD, for_s=for_s, left_s=None)
 
     def cancel(self) -> None:
         if not self._cancelled.done():

@@ -83,6 +83,10 @@ class Balancer:
         self._lines: dict[str, None] = {}  # replicas that have holders in line
         self._is_refusing = False  # since the last look
         self._is_freed = False  # since `next_up` was asked
+        self._found: tuple[Demand | None, str | None] = (
+            None,
+            None,
+        )  # by `has_room`: to look at all replicas takes long
 
     # --- what others see ---
 
@@ -143,11 +147,12 @@ class Balancer:
         Raises UnsupportedParameter as `acquire`.
         """
         try:
-            has_room = self._room_for(demand, over) is not None
+            found = self._room_for(demand, over)
         except NoHealthyReplica:
             return False
-        self._is_refusing |= not has_room
-        return has_room
+        self._found = demand, found
+        self._is_refusing |= found is None
+        return found is not None
 
     def acquire(self, demand: Demand, now: float) -> Lease:
         """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
@@ -161,7 +166,9 @@ class Balancer:
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
             self._end(holding)
-        chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
+        (asked, chosen), self._found = self._found, (None, None)
+        if asked is not demand or chosen is None or not self._books.suits(chosen, demand.needs):
+            chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
         self._prefixes.note(_prefixes_of(demand), chosen)
         lease = self._grant(chosen)
         self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)

@@ -179,7 +179,7 @@ class CoordinatorDeployment:
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
-        tally, gauges = self._coordinator.replicas.tally, partial(_run_gauges, config, run_dir)
+        tally, gauges = self._coordinator.replicas.tally, partial(run_gauges, config, run_dir)
         self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
@@ -358,7 +358,10 @@ class IngressDeployment:
         self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
-        self._closing.report(f"ingress-{self._process.number}", client.metrics.report_metrics)
+        name = f"ingress-{self._process.number}"
+        self._closing.report(
+            name, client.metrics.report_metrics, gauges=partial(session_gauges, name, self._process)
+        )
         if (notice := keys.notice) is not None:
             _log.warning("open_admin_routes", because=notice)
         freeze_gc()
@@ -489,7 +492,16 @@ def build_app(
     )
 
 
-def _run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
+def session_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ...]:
+    """Return the metrics of the sessions that an ingress process has."""
+    sessions = process.sessions
+    return (
+        MetricSample("sessions_open", (name,), sessions.num_open),
+        MetricSample("session_bytes", (name,), sessions.num_bytes),
+    )
+
+
+def run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]:
     """Return the metrics of a run as such."""
     store = run_dir / STORE_NAME
     engines = "+".join(sorted({entry.kind for entry in config.entries}))

@@ -51,8 +51,8 @@ MUTATIONS = (
     Mutation(
         "epoch_not_checked_in_writes",
         _STORE,
-        "guard=self._check_owner,\n        )\n        #",
-        "guard=lambda db: None,\n        )\n        #",
+        "self._new_facts = []\n        self._check_owner(db)",
+        "self._new_facts = []",
         _COORDINATOR_TESTS,
     ),
     Mutation("cancel_not_durable", _STORE, "is_cancelled=True)", "is_cancelled=False)", _COORDINATOR_TESTS),

@@ -165,7 +165,7 @@ class Coordinator:
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""
-        return self._metrics.page(await self.status())
+        return self._metrics.page(await self.status(), self.rollouts.flights(1))
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""

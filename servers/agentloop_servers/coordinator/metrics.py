@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
+from agentloop.api.flight import FlightPage
 from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally
 
 _SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
@@ -85,9 +86,10 @@ class MetricsBook:
         self._shown = counted
         saved.set()
 
-    def page(self, status: ServiceStatus) -> MetricsPage:
+    def page(self, status: ServiceStatus, flights: FlightPage) -> MetricsPage:
         """Return all that there is to show."""
-        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_status(status)), self._shown.observed)
+        of_state = *of_status(status), *of_flights(flights)
+        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_state), self._shown.observed)
 
     def _of_processes(self) -> Iterator[MetricSample]:
         now = self._now()
@@ -110,7 +112,23 @@ def of_status(status: ServiceStatus) -> Iterator[MetricSample]:
     yield from _of_queue(status)
     if status.weight_version is not None:
         yield MetricSample("weight_version", (), status.weight_version)
+    if status.update is not None:
+        yield MetricSample("weight_update_age_seconds", (), status.update.age_s)
     yield from (MetricSample("asleep", (memory,), 1.0) for memory in status.asleep)
+
+
+def of_flights(flights: FlightPage) -> Iterator[MetricSample]:
+    """Iterate over the metrics of what is live."""
+    doing = Counter[str]()
+    for name, num in flights.doing:
+        kind, _, tool = name.partition(" ")
+        doing[kind] += num
+        if tool:
+            yield MetricSample("tools_running", (tool,), num)
+    yield from (MetricSample("doing", (kind,), num) for kind, num in doing.items())
+    yield MetricSample("free_places", (), flights.num_free)
+    if flights.oldest:
+        yield MetricSample("oldest_running_seconds", (), flights.oldest[0].flight.age_s)
 
 
 def _of_replica(replica: ReplicaStatus) -> Iterator[MetricSample]:

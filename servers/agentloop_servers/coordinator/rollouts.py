@@ -144,7 +144,7 @@ class Rollouts:
             for name, flight in poll.flights.items():
                 if self.queue.is_live(name):
                     lease = balancer.lease_of(name)
-                    told = flight._replace(for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
+                    told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
                     rows.append(FlightRow(name, told, worker_id, "" if lease is None else lease.replica_id))
         users = [row for row in rows if row.flight.doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
         return FlightPage(

@@ -7,13 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import QueueStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import (
+    QueueStatus,
+    ReplicaUpdate,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateProgress,
+    UpdateReport,
+)
+from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
 from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
-from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_status
+from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
 from tests.support.records.samples import make_trajectory
 
 NOTHING = ServiceStatus(False, False, None, (), 0, (), ())
+EMPTY = FlightPage((), (), (), 0)
 
 
 class Saving:
@@ -31,8 +40,8 @@ class Saving:
         self.saved = value
 
     def shown(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        of_state = {(one.name, one.labels) for one in of_status(NOTHING)}
-        shown = {(one.name, one.labels): one.value for one in self.book.page(NOTHING).samples}
+        of_state = {(one.name, one.labels) for one in (*of_status(NOTHING), *of_flights(EMPTY))}
+        shown = {(one.name, one.labels): one.value for one in self.book.page(NOTHING, EMPTY).samples}
         return {series: value for series, value in shown.items() if series not in of_state}
 
 
@@ -94,7 +103,7 @@ async def test_the_next_coordinator_goes_on_with_the_counts_and_knows_what_it_ha
     await after.book.save()
     await other
     assert after.shown()[OOPS] == 3
-    [seen] = after.book.page(NOTHING).observed
+    [seen] = after.book.page(NOTHING, EMPTY).observed
     assert sum(seen.counts) == 3
     assert seen.total == pytest.approx(0.06)
 
@@ -135,6 +144,13 @@ def test_the_queue_says_why_nothing_begins() -> None:
     assert found["samples", ("queued",)] == 0
     assert found["calls_waiting", ()] == 2
     assert all(name in FAMILIES and len(labels) == len(FAMILIES[name].labels) for name, labels in found)
+
+
+def test_the_update_under_way_says_its_age() -> None:
+    under_way = replace(NOTHING, update=UpdateProgress(3, "staging", 0, age_s=7.5))
+    aged = MetricSample("weight_update_age_seconds", (), 7.5)
+    assert aged in set(of_status(under_way))
+    assert aged.name not in {one.name for one in of_status(NOTHING)}
 
 
 def test_an_update_is_counted_by_its_outcome_and_steps() -> None:
@@ -183,3 +199,16 @@ def test_a_record_is_counted_by_its_end_its_turns_and_its_tools() -> None:
     assert seen["turn_seconds", ("first_token",)] == pytest.approx(0.2)
     assert seen["turn_seconds", ("decode",)] == pytest.approx(0.5)
     assert seen["trajectory_turns", ()] == len(path.turns)
+
+
+def test_what_is_live_is_counted_by_what_it_waits_for() -> None:
+    row = FlightRow("r/g/0", Flight(Doing.DECODE, 1.0, 77.0), "w")
+    flights = FlightPage((row,), (), (("decode", 5), ("tool search", 2), ("tool shell", 1)), 9)
+    assert {(one.name, one.labels): one.value for one in of_flights(flights)} == {
+        ("doing", ("decode",)): 5,
+        ("doing", ("tool",)): 3,
+        ("tools_running", ("search",)): 2,
+        ("tools_running", ("shell",)): 1,
+        ("free_places", ()): 9,
+        ("oldest_running_seconds", ()): 77.0,
+    }

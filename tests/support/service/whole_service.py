@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from agentloop.api.coordinator import FrontPort, WorkerPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.fleet.registry import FleetConfig
+from agentloop.metrics import MetricSample, MetricsTally
 from agentloop.rollout.journal_homes import StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -21,6 +23,8 @@ from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
+    run_gauges,
+    session_gauges,
     tool_names,
     user_table,
 )
@@ -31,6 +35,7 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.engine_parts import build_engine, initial_weights
+from agentloop_servers.metrics import MetricsReporter
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
@@ -87,10 +92,11 @@ async def whole_site(
     *,
     has_worker: bool = True,
     num_hosts: int = 0,
+    reports: bool = False,
     **options: Any,
 ) -> AsyncIterator[ServiceSite]:
     """As `whole_service`, with all of it in the open; `options` are those of its ingress processes. On several
-    hosts the test starts these."""
+    hosts the test starts these. With `reports` each part reports its metrics, as a process of its own would."""
     async with AsyncExitStack() as closing:
         store = open_store(config, run_dir, SECRET.key)
         clients = EngineClients(SECRET, await store.take_over(), store.take_over)
@@ -116,6 +122,12 @@ async def whole_site(
         closing.push_async_callback(server.close)
         await server.start()
 
+        def report(process: str, tally: MetricsTally, gauges: Callable[[], Sequence[MetricSample]] = tuple) -> None:
+            if reports:
+                closing.callback(MetricsReporter(process, tally, coordinator.report_metrics, gauges).close)
+
+        report("coordinator", coordinator.replicas.tally, partial(run_gauges, config, run_dir))
+
         async def find() -> str:
             return server.url
 
@@ -128,12 +140,15 @@ async def whole_site(
             replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds)
             closing.push_async_callback(replica.close)
             await replica.start()
+            report(name, MetricsTally(), replica.gauges)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         closing.push_async_callback(toolbox.close)
         facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
 
         def add_worker(name: str, port: WorkerPort) -> Worker:
             journal = None if config.store is None else TurnJournal(StoredJournals(port), young_s=0.0)
+            tally = MetricsTally()
+            report(f"worker-{name}", tally)
             worker = Worker(
                 name,
                 port,
@@ -145,6 +160,7 @@ async def whole_site(
                 max_context_tokens=facts.max_context_tokens,
                 vocab_size=facts.vocab_size,
                 journal=journal,
+                tally=tally,
             )
             running = asyncio.create_task(worker.run())
             if journal is not None:
@@ -163,6 +179,8 @@ async def whole_site(
             public = listening_socket(config.host)
             urls.append(url_of(config.host, public.getsockname()[1]))
             await ingresses[index].start(index, public)
+            name = f"ingress-{index}"
+            report(name, ingresses[index].tally, partial(session_gauges, name, ingresses[index]))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
