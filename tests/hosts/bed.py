@@ -142,9 +142,10 @@ class Bed:
     """The hosts that a test has. Use it as a context; `add` a host at any time."""
 
     def __init__(self) -> None:
-        self._name = f"alh{secrets.token_hex(2)}"
-        self._folder = STATE / self._name
+        self.name = f"alh{secrets.token_hex(2)}"
+        self._folder = STATE / self.name
         self.hosts: list[Host] = []
+        self.address = f"{_NETWORK}.1"  # of the switch, in the namespace `name`: it is no host, and loses no power
 
     def __enter__(self) -> Bed:
         _remove_abandoned()
@@ -153,10 +154,10 @@ class Bed:
         names = "".join(f"{_NETWORK}.{10 + number} host{number}\n" for number in range(16))
         (self._folder / "names").write_text(f"127.0.0.1 localhost\n{names}")
         try:
-            _ip("netns", "add", self._name)
-            _ip("-n", self._name, "link", "add", "switch", "type", "bridge")
-            _ip("-n", self._name, "addr", "add", f"{_NETWORK}.1/24", "dev", "switch")
-            _ip("-n", self._name, "link", "set", "switch", "up")
+            _ip("netns", "add", self.name)
+            _ip("-n", self.name, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "switch")
+            _ip("-n", self.name, "link", "set", "switch", "up")
         except BaseException:
             self.close()
             raise
@@ -168,12 +169,12 @@ class Bed:
     def add(self, **environment: str) -> Host:
         """Start one more host, whose processes have these variables too."""
         number = len(self.hosts)
-        namespace = f"{self._name}-{number}"
+        namespace = f"{self.name}-{number}"
         _ip("netns", "add", namespace)
         _ip("-n", namespace, "link", "set", "lo", "up")
         address = f"{_NETWORK}.{10 + number}/24"
         link = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.link", self._name, namespace, f"tap{number}", address],
+            [sys.executable, "-m", "tests.hosts.link", self.name, namespace, f"tap{number}", address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -31,7 +31,7 @@ class Cluster:
     """Hosts of which the first is the head of a Ray cluster. `folder` is no host's own."""
 
     def __init__(self, bed: Bed, folder: Path, head_cpus: int = 2) -> None:
-        self._bed = bed
+        self.bed = bed
         self._folder = folder
         self._variables = {
             "RAY_AUTH_MODE": "token",
@@ -48,20 +48,20 @@ class Cluster:
 
     @property
     def hosts(self) -> list[Host]:
-        return self._bed.hosts
+        return self.bed.hosts
 
     def add(self, num_cpus: int = 2, clock_s: float = 0.0) -> Host:
         """Start a host and Ray on it, as one more node. Its clock, as Python tells it, is so much ahead."""
         apart = {}
         if clock_s:
             apart = {CLOCK_VARIABLE: str(clock_s), "PYTHONPATH": f"{_CLOCK}:{self._variables['PYTHONPATH']}"}
-        host = self._bed.add(**{**self._variables, **apart})
+        host = self.bed.add(**{**self._variables, **apart})
         self.start_ray(host, num_cpus)
         return host
 
     def bystander(self) -> Host:
         """Start a host that is no node of the cluster."""
-        return self._bed.add(**self._variables)
+        return self.bed.add(**self._variables)
 
     def restart(self, host: Host) -> None:
         """Power a host off and on again, and start Ray there."""
@@ -83,9 +83,11 @@ class Cluster:
         """The service's status."""
         return self.call(self.head, "/status")
 
-    def call(self, host: Host, path: str, body: object | None = None, timeout_s: float = 30.0) -> Any:
-        """Call the service from a host, with the admin's key. Raises CalledProcessError."""
-        command = ["curl", "-sSf", "-m", f"{timeout_s:g}", "-H", f"Authorization: Bearer {ADMIN_KEY}"]
+    def call(
+        self, host: Host, path: str, body: object | None = None, timeout_s: float = 30.0, key: str = ADMIN_KEY
+    ) -> Any:
+        """Call the service from a host, by default with the admin's key. Raises CalledProcessError."""
+        command = ["curl", "-sSf", "-m", f"{timeout_s:g}", "-H", f"Authorization: Bearer {key}"]
         if body is not None:
             command += ["-H", "content-type: application/json", "-d", json.dumps(body)]
         return json.loads(host.run([*command, f"http://{self.head.address}:{PORT}{path}"], timeout_s + 10.0))

@@ -1,6 +1,6 @@
 """The load of a test: trajectories of some seconds, submitted from a host; a line of JSON for each record.
 
-python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES
+python -m tests.hosts.load URL NUM_TASKS NUM_SAMPLES [LOOP]: Paced, or Searching, whose trajectories can resume
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 import msgspec
 
 from agentloop.client.client import RolloutClient
-from agentloop.rollout import LoopContext
-from agentloop.types import Limits, Message, RolloutTask
+from agentloop.rollout import LoopContext, tool
+from agentloop.types import Limits, Message, RolloutTask, ToolCall, Trajectory
 from tests.hosts.cluster import KEY
 
 NUM_TURNS = 6
 TURN_TOKENS = 160
 PAUSE_S = 0.5  # of a tool, say
+SEARCHING_TURNS, SEARCHING_TOKENS = 12, 32
 PROMPT = "Begin with the words of this prompt."
 
 
@@ -33,6 +34,11 @@ class Arrival(msgspec.Struct):
     attempt: int
     replica_ids: list[str]
     num_sampled: int
+    num_lost: int  # tokens that were sampled again, but for those of a turn that its worker was lost in
+    num_resumed_turns: int
+    num_turns: int
+    num_tool_calls: int
+    first_turn_at: float  # of the attempt that made the record: the first one that it did not resume
 
 
 class Paced:
@@ -45,29 +51,69 @@ class Paced:
             ctx.observe(Message("user", f"go on, {number}"))
 
 
-async def main(url: str, num_tasks: int, num_samples: int) -> None:
-    limits = Limits(max_turns=NUM_TURNS, max_tokens_per_turn=TURN_TOKENS)
+@tool
+async def search(number: int) -> str:
+    """Look for a number."""
+    await asyncio.sleep(PAUSE_S)
+    return f"found {number}"
+
+
+class Searching:
+    """Turns with calls of a tool between them; what a lost worker had of them is resumed."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample(max_tokens=SEARCHING_TOKENS)
+        await self.resume(task, ctx)
+
+    async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
+        while True:
+            await ctx.run_tools([ToolCall(ctx.turn_id, "search", {"number": len(ctx.messages)})])
+            await ctx.sample(max_tokens=SEARCHING_TOKENS)
+
+
+def arrival_of(record: Trajectory) -> Arrival:
+    """What a test asks of a record that has come just now."""
+    turns = [turn for path in record.paths for turn in path.turns]
+    assert record.times is not None
+    new = [turn.times.begun_us for turn in turns[record.num_resumed_turns :] if turn.times is not None]
+    return Arrival(
+        at=time.time(),
+        name=f"{record.task_id}/{record.sample_index}",
+        is_complete=record.is_complete,
+        stop_reason=str(record.stop_reason),
+        error=record.error,
+        attempt=record.attempt,
+        replica_ids=sorted({turn.replica_id for turn in turns}),
+        num_sampled=sum(turn.end - turn.start for turn in turns),
+        num_lost=sum(record.times.lost_tokens.values()),
+        num_resumed_turns=record.num_resumed_turns,
+        num_turns=len(turns),
+        num_tool_calls=record.num_tool_calls,
+        first_turn_at=record.times.began_at + (new[0] if new else record.times.ended_us) / 1e6,
+    )
+
+
+async def main(url: str, num_tasks: int, num_samples: int, loop: str = "Paced") -> None:
+    is_paced = loop == "Paced"
+    tools = () if is_paced else ("search",)
+    paced = Limits(max_turns=NUM_TURNS, max_tokens_per_turn=TURN_TOKENS)
+    limits = paced if is_paced else Limits(max_turns=SEARCHING_TURNS)
     asked = (Message("user", PROMPT),)
     tasks = [
-        RolloutTask(f"t{number}", asked, loop="tests.hosts.load:Paced", limits=limits)
+        RolloutTask(
+            f"t{number}",
+            asked,
+            loop=f"tests.hosts.load:{loop}",
+            limits=limits,
+            tools=tools,
+        )
         for number in range(num_tasks)
     ]
     async with RolloutClient(url, api_key=KEY, retry_timeout_s=300.0) as client:
         print("begun", flush=True)
         async for record in await client.submit(tasks, num_samples=num_samples):
-            turns = [turn for path in record.paths for turn in path.turns]
-            arrival = Arrival(
-                at=time.time(),
-                name=f"{record.task_id}/{record.sample_index}",
-                is_complete=record.is_complete,
-                stop_reason=str(record.stop_reason),
-                error=record.error,
-                attempt=record.attempt,
-                replica_ids=sorted({turn.replica_id for turn in turns}),
-                num_sampled=sum(turn.end - turn.start for turn in turns),
-            )
-            print(msgspec.json.encode(arrival).decode(), flush=True)
+            print(msgspec.json.encode(arrival_of(record)).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

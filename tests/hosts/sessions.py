@@ -1,8 +1,9 @@
 """Agents in sessions over the hosts of a service: opened at one, continued at the next, until the last is lost.
 
-python -m tests.hosts.sessions URL... A line "continued" says that the last one may be killed. Exits with 0 if each
-session of the others went on at once, each of the lost host was answered 410 within 30 s, and their ids were of use
-again.
+python -m tests.hosts.sessions lost|kept URL... A line "continued" says that the last one may be killed. Exits
+with 0 if each session of the others went on at once, and those of the lost host did what the first word says. lost:
+each was answered 410 within 30 s, and its id was of use again. kept: each went on within 20 s, also those whose ids
+the service made; the last line tells of all of them, each a `Kept`.
 """
 
 from __future__ import annotations
@@ -13,32 +14,53 @@ import time
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from tests.hosts.cluster import KEY
 
 NUM_SESSIONS = 24
 SYSTEM = "Be as brief as this prompt of a session."
 LOST_WITHIN_S = 30.0
+KEPT_WITHIN_S = 20.0
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _SLOW_FACTOR = 2.0  # two busy cores are three hosts
+
+
+class Kept(msgspec.Struct):
+    """A session that went on."""
+
+    path: str
+    key: str
+    control_key: str
+    num_turns: int
 
 
 class Agent:
     """One session, at whichever host it is told to call."""
 
-    def __init__(self, http: aiohttp.ClientSession, session_id: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, session_id: str | None) -> None:
+        """Without an id the service makes one."""
         self._http = http
         self.session_id = session_id
         self.messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
-        self.key = self.holder = ""
+        self.key = self.control_key = self.holder = ""
+        self.num_turns = 0
 
     async def open(self, url: str) -> None:
         """Make the session, anew."""
         self.messages = self.messages[:1]
-        body, user = {"session_id": self.session_id}, {"authorization": f"Bearer {KEY}"}
-        async with self._http.post(f"{url}/sessions", json=body, headers=user) as answer:
-            assert answer.status == 200, await answer.text()
-            said = await answer.json()
-        self.key, self.holder = said["api_key"], urlsplit(said["direct_url"]).netloc
+        body = {} if self.session_id is None else {"session_id": self.session_id}
+        user = {"authorization": f"Bearer {KEY}"}
+        said: dict[str, str] = {}
+        while not said:
+            async with self._http.post(f"{url}/sessions", json=body, headers=user) as answer:
+                if answer.status == 503:  # the processes do not know each other yet
+                    await asyncio.sleep(0.5)
+                    continue
+                assert answer.status == 200, await answer.text()
+                said = await answer.json()
+        self.session_id, self.key, self.control_key = said["session_id"], said["api_key"], said["control_key"]
+        self.holder = urlsplit(said["direct_url"]).netloc
 
     async def say(self, url: str) -> tuple[int, str]:
         """One call; returns its status, and the code of its error."""
@@ -49,6 +71,7 @@ class Agent:
         async with self._http.post(path, json=body, headers=headers) as answer:
             said = await answer.json()
         if answer.status == 200:
+            self.num_turns += 1
             self.messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"] or ""})
             return 200, ""
         del self.messages[-1]
@@ -65,10 +88,20 @@ async def until_lost(agent: Agent, url: str) -> float:
     return time.monotonic() - began_at
 
 
-async def main(*urls: str) -> None:
+async def until_kept(agent: Agent, url: str, since: float) -> float:
+    """Call until the session goes on; returns the seconds since then."""
+    while (said := await agent.say(url)) != (200, ""):
+        assert said[0] == 503, said
+        assert time.monotonic() - since < 3 * KEPT_WITHIN_S, said
+        await asyncio.sleep(0.5)
+    return time.monotonic() - since
+
+
+async def main(fate: str, *urls: str) -> None:
     lost = urlsplit(urls[-1]).netloc
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as http:
-        agents = [Agent(http, f"agent-{number}") for number in range(NUM_SESSIONS)]
+        ids = [None if fate == "kept" and number % 2 else f"agent-{number}" for number in range(NUM_SESSIONS)]
+        agents = [Agent(http, session_id) for session_id in ids]
         for number, agent in enumerate(agents):
             await agent.open(urls[number % len(urls)])
             said = [await agent.say(urls[(number + step) % len(urls)]) for step in range(2 * len(urls))]
@@ -78,16 +111,27 @@ async def main(*urls: str) -> None:
         print("continued", flush=True)
         while True:
             try:
-                async with http.get(f"{urls[-1]}/health"):
+                there_at = time.monotonic()
+                async with http.get(f"{urls[-1]}/health", timeout=_HEALTH_TIMEOUT):
                     await asyncio.sleep(0.1)
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 break
+        with_it = [agent for agent in agents if agent.holder == lost]
+        kept_ones = with_it if fate == "kept" else []
+        keeping = [asyncio.create_task(until_kept(agent, urls[0], there_at)) for agent in kept_ones]
         others = [agent for agent in agents if agent.holder != lost]
         began_at = time.monotonic()
         said = [await agent.say(url) for agent in others for url in urls[:-1]]
         assert said == [(200, "")] * len(said), said
         print(f"{len(said)} calls of other hosts' sessions in {time.monotonic() - began_at:.1f} s")
-        with_it = [agent for agent in agents if agent.holder == lost]
+        if fate == "kept":
+            times = [await one for one in keeping]
+            print(f"{len(with_it)} sessions of the lost host went on after {max(times):.1f} s at most")
+            for agent in agents:
+                assert await agent.say(urls[1]) == (200, "")
+            kept = [Kept(f"/sessions/{one.session_id}", one.key, one.control_key, one.num_turns) for one in agents]
+            print(msgspec.json.encode(kept).decode())
+            return
         times = await asyncio.gather(*(until_lost(agent, urls[0]) for agent in with_it))
         print(f"{len(with_it)} sessions of the lost host named lost after {max(times):.1f} s at most")
         for agent in with_it:

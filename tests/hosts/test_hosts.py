@@ -29,11 +29,12 @@ from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.hosts.bed import Bed, Host, why_not
 from tests.hosts.capture import flows
 from tests.hosts.cluster import KEY, PORT, Cluster
-from tests.hosts.load import PROMPT, Arrival
+from tests.hosts.load import PROMPT, SEARCHING_TURNS, Arrival
 from tests.hosts.policy import ANSWER_TOKENS, POLICY, Said, prompts
 from tests.hosts.push import values_of
-from tests.hosts.sessions import SYSTEM
+from tests.hosts.sessions import SYSTEM, Kept
 from tests.hosts.sockets import HELLO, Listener, documented, listeners, told
+from tests.support.service.postgres_server import PostgresServer
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
@@ -61,12 +62,19 @@ def cluster(head: Cluster) -> Cluster:
 class Load:
     """A load under way on a host, by the public port of a host: both are the head if left out."""
 
-    def __init__(self, cluster: Cluster, folder: Path, host: Host | None = None, by: Host | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        host: Host | None = None,
+        by: Host | None = None,
+        loop: str = "Paced",
+    ) -> None:
         host = host or cluster.head
         folder.mkdir(exist_ok=True)
         self._output = folder / "load.jsonl"
         url = f"http://{(by or cluster.head).address}:{PORT}"
-        command = [cluster.python, "-m", "tests.hosts.load", url, str(NUM_TASKS), str(NUM_SAMPLES)]
+        command = [cluster.python, "-m", "tests.hosts.load", url, str(NUM_TASKS), str(NUM_SAMPLES), loop]
         self._process = host.start(command, self._output)
 
     def arrivals(self) -> list[Arrival]:
@@ -425,10 +433,10 @@ def test_a_cut_a_join_and_a_kill_in_one_run(head: Cluster, tmp_path: Path) -> No
         until_ready(cluster, 2)
 
 
-def talking(cluster: Cluster, output: Path) -> subprocess.Popen[str]:
+def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Popen[str]:
     """Agents with sessions that were opened on one host and continued through the others, until one is lost."""
     urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
-    talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", *urls], output)
+    talk = cluster.head.start([cluster.python, "-m", "tests.hosts.sessions", fate, *urls], output)
     while "continued" not in output.read_text():
         assert talk.poll() is None, output.read_text()
         time.sleep(0.2)
@@ -453,6 +461,72 @@ def test_sessions_are_on_every_host_and_lost_with_theirs_alone(head: Cluster, tm
         cluster.hosts[-1].kill()
         assert talk.wait(120.0) == 0, output.read_text()
         print(output.read_text())
+
+
+@pytest.fixture
+def database(cluster: Cluster) -> Iterator[PostgresServer]:
+    """A PostgreSQL server that all hosts reach, and that is on none of them."""
+    server = PostgresServer(cluster.bed.address, cluster.bed.name)
+    yield server
+    server.close()
+
+
+def num_recorded(cluster: Cluster, session: Kept) -> int:
+    """The turns in its record, which has one path."""
+    path = f"{session.path}/trajectories"
+    (record,) = cluster.call(cluster.head, path, key=session.control_key)
+    (one,) = record["paths"]
+    return len(one["turns"])
+
+
+def told_on(host: Host, sessions: list[Kept]) -> set[int]:
+    """The statuses of calls of sessions, made on a host to itself."""
+    body = {"model": "default", "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
+    with ThreadPoolExecutor(len(sessions)) as threads:
+        told = threads.map(
+            lambda one: answered(host, f"{one.path}/v1/chat/completions", body, one.key)[0], sessions
+        )
+        return set(told)
+
+
+@pytest.mark.parametrize("event", ["kill", "cut"])
+def test_with_a_database_what_a_lost_host_had_goes_on(
+    cluster: Cluster, database: PostgresServer, tmp_path: Path, event: str
+) -> None:
+    """Trajectories at their last turn, sessions with all their turns: so they are after a cut is healed, too."""
+    struck = cluster.hosts[-1]
+    roomy = {"capacity": NUM_TASKS * NUM_SAMPLES // 2, "tools": {"search": "tests.hosts.load:search"}}
+    args = {**ARGS, "workers": {**ARGS["workers"], **roomy}}  # two workers have places for all
+    with cluster.service(store=database.url, **args):
+        output = tmp_path / "sessions.txt"
+        talk = talking(cluster, output, "kept")
+        load = Load(cluster, tmp_path, loop="Searching")
+        load.wait_for(1)
+        since = time.time()
+        struck.kill() if event == "kill" else struck.order("cut")
+        assert talk.wait(180.0) == 0, output.read_text()
+        *told, kept = output.read_text().splitlines()
+        print("", *told, sep="\n")
+        sessions = msgspec.json.decode(kept, type=list[Kept])
+        arrivals = load.ended()
+        report(event, arrivals, since)
+        again = [one for one in arrivals if one.attempt > 0]
+        resumed = [one for one in again if one.num_resumed_turns > 0]
+        after_s = [one.first_turn_at - since for one in resumed]
+        num_lost, num_sampled = (sum(getattr(one, of) for one in again) for of in ("num_lost", "num_sampled"))
+        print(f"resumed {len(resumed)} of {len(again)}, after {min(after_s):.1f} to {max(after_s):.1f} s")
+        print(f"tokens of finished turns sampled again: {num_lost} of {num_sampled}, {num_lost / num_sampled:.1%}")
+        assert {(one.num_turns, one.num_tool_calls) for one in arrivals} == {(SEARCHING_TURNS, SEARCHING_TURNS - 1)}
+        assert max(after_s) < 60.0
+        assert longest_gap_s(arrivals, since) < 60.0
+        assert all(one.num_lost < one.num_sampled / 4 for one in resumed)
+        assert len(resumed) > len(again) / 2
+        assert [num_recorded(cluster, one) for one in sessions] == [one.num_turns for one in sessions]
+        if event == "cut":
+            assert 200 not in told_on(struck, sessions)
+            struck.order("heal")
+            until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), cluster.status)
+            assert [num_recorded(cluster, one) for one in sessions] == [one.num_turns for one in sessions]
 
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:

@@ -28,13 +28,14 @@ def _programs() -> Path | None:
 class PostgresServer:
     """A server that a test may stop and start. It ends with this process."""
 
-    def __init__(self) -> None:
-        """Skips the test where there is no server."""
+    def __init__(self, address: str = "127.0.0.1", namespace: str | None = None) -> None:
+        """Skips the test where there is no server. `namespace`: the network that has the address, by its name."""
         pytest.importorskip("psycopg", reason="the extra postgres is not installed")
         programs = _programs()
         if programs is None:
             pytest.skip("no PostgreSQL server is installed: as root, .ci/run installs it")
         self._programs = programs
+        self._address, self._namespace = address, namespace
         self._folder = Path(tempfile.mkdtemp(prefix="agentloop-postgres-"))
         if os.geteuid() == 0:
             shutil.chown(self._folder, "nobody")
@@ -46,12 +47,14 @@ class PostgresServer:
             check=True,
             capture_output=True,
         )
+        with (self.data / "pg_hba.conf").open("a") as rules:
+            rules.write("host all all samenet trust\n")
         self._names = itertools.count()
         self.start()
 
     @property
     def url(self) -> str:
-        return f"postgresql://agentloop:{PASSWORD}@127.0.0.1:{self.port}/postgres"
+        return f"postgresql://agentloop:{PASSWORD}@{self._address}:{self.port}/postgres"
 
     def new_name(self) -> str:
         """A name that no run has."""
@@ -66,7 +69,7 @@ class PostgresServer:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        settings = ("-p", str(self.port), "-k", str(self._folder), "-c", "fsync=off")
+        settings = ("-p", str(self.port), "-k", str(self._folder), "-h", self._address, "-c", "fsync=off")
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(self._command("postgres", *settings), stdout=log, stderr=log)
         deadline_at = time.monotonic() + _START_S
@@ -100,5 +103,15 @@ class PostgresServer:
     def _command(self, program: str, *arguments: str) -> list[str]:
         """The command of a program, as a user that it does not refuse; it dies with this process."""
         user = ["--reuid", "nobody", "--regid", "nogroup", "--clear-groups"] if os.geteuid() == 0 else []
-        command = ["setpriv", *user, "--pdeathsig", "QUIT", str(self._programs / program), "-D", str(self.data)]
+        entered = ["ip", "netns", "exec", self._namespace] if self._namespace is not None else []
+        command = [
+            *entered,
+            "setpriv",
+            *user,
+            "--pdeathsig",
+            "QUIT",
+            str(self._programs / program),
+            "-D",
+            str(self.data),
+        ]
         return [*command, *arguments]
