@@ -34,7 +34,7 @@ class Flight:
 
     @property
     def name(self) -> str:
-        """What it waits for, in words: "decode", "tool NAME"."""
+        """The work that it waits for, in words: "decode", "tool NAME"."""
         return f"{self.doing} {self.what}".rstrip()
 
 
