@@ -596,8 +596,8 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
 
-    async def flight(self, limit: int) -> FlightPage:
-        """Return what the live trajectories and sessions do, with rows for `limit` of them."""
+    async def flight(self, limit: int, name: str = "") -> FlightPage:
+        """Return what the live trajectories and sessions do, with rows for `limit` of them, and for `name`."""
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of all processes, and what the state of the service says."""

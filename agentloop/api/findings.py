@@ -109,10 +109,10 @@ _ACTION_OF = {
 
 def _of_service(status: ServiceStatus) -> Iterator[Finding]:
     if status.paused_s is not None:
-        text = f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
+        text = f"paused for {status.paused_s:.0f} s{because(status.pause_reason)}"
         yield Finding(Cause.PAUSED, text, "agentloop resume", status.paused_s)
     if status.asleep_s is not None:
-        text = f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){_because(status.sleep_reason)}"
+        text = f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){because(status.sleep_reason)}"
         yield Finding(Cause.ASLEEP, text, "agentloop wake", status.asleep_s)
     for line in status.degraded:
         if "disk is full" in line:
@@ -125,7 +125,7 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
 
 def _no_traffic(status: ServiceStatus) -> Finding:
     if status.replicas:
-        why = "; ".join(f"{one.replica_id} is {one.state}{_because(one.error or '')}" for one in status.replicas)
+        why = "; ".join(f"{one.replica_id} is {one.state}{because(one.error or '')}" for one in status.replicas)
         is_dummy = status.weight_version is None
         action = "push weights: they are dummy ones" if is_dummy else "see each one's reason, and its log"
         return Finding(Cause.NO_REPLICA, f"no replica takes traffic: {why}", action)
@@ -175,7 +175,7 @@ def _of_replicas(status: ServiceStatus) -> Iterator[Finding]:
         return
     for replica in status.replicas:
         if replica.state not in ("ready", "updating", "asleep"):
-            text = f"replica {replica.replica_id} is {replica.state}{_because(replica.error or _age(replica))}"
+            text = f"replica {replica.replica_id} is {replica.state}{because(replica.error or _age(replica))}"
             yield Finding(Cause.REPLICA, text, "others have its work; if it stays so, look at its log")
         elif replica.is_noise:
             text = f"replica {replica.replica_id} samples noise: its logprobs stay at -ln(vocabulary)"
@@ -240,5 +240,6 @@ def _age(replica: ReplicaStatus) -> str:
     return f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > _STARTING_S else ""
 
 
-def _because(reason: str) -> str:
+def because(reason: str) -> str:
+    """Return a reason as the end of a sentence; nothing without one."""
     return f": {reason}" if reason else ""

@@ -50,7 +50,8 @@ class FlightRow:
 
 @dataclass(frozen=True, slots=True)
 class FlightPage:
-    """The live trajectories and sessions: the oldest, and how many there are of each kind."""
+    """The live trajectories and sessions: the oldest, and how many there are of each kind. One that was asked for
+    by name comes after them."""
 
     oldest: tuple[FlightRow, ...]
     sessions: tuple[FlightRow, ...]  # those that have been idle for longest

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import orjson
 import structlog
@@ -112,8 +112,8 @@ class RolloutClient:
 
         `trajectory` is an id as `flight` has it: what that one waits for comes first. Raises NotFound.
         """
-        query = "" if trajectory is None else f"?trajectory={quote(trajectory, safe='')}"
-        return tuple(await self._get(f"/why{query}", list[Finding], is_admin=True))
+        query = "" if trajectory is None else urlencode({"trajectory": trajectory})
+        return tuple(await self._get(f"/why?{query}", list[Finding], is_admin=True))
 
     async def wait_until_ready(self, timeout_s: float = 300.0) -> None:
         """Return once a replica takes traffic. Raises DeadlineExceeded."""
@@ -380,8 +380,7 @@ class RolloutClient:
     async def list_records(self, query: FactsQuery = FactsQuery()) -> FactsPage:  # noqa: B008 - frozen
         """A page of the facts of all stored records, of every user. Raises InvalidRequest. Needs the admin key."""
         parameters = urlencode(codec.to_builtins(query))
-        answer = await self._transport.call("GET", f"/trajectories?{parameters}", is_admin=True)
-        return codec.from_builtins(_loads(answer), FactsPage)
+        return await self._get(f"/trajectories?{parameters}", FactsPage, is_admin=True)
 
     async def check_precision(self, dtype: str) -> str | None:
         """Compare the type that a trainer computes in ("bfloat16", "torch.float32") with the engines'.

@@ -32,6 +32,7 @@ from agentloop.api.coordinator import (
     TurnBegun,
     TurnEnded,
     is_session_holder,
+    session_holder,
 )
 from agentloop.api.flight import Doing, Flight, FlightRow
 from agentloop.capabilities import NO_NEEDS, Needs
@@ -123,13 +124,16 @@ class Balancer:
         holding = self._table.of_lease(lease_id)
         return None if holding is None else holding.demand.holder_id
 
-    def sessions(self, limit: int, now: float) -> tuple[FlightRow, ...]:
-        """Return sessions and direct calls with a place, those first that have been idle for longest."""
+    def sessions(self, limit: int, now: float, name: str = "") -> tuple[FlightRow, ...]:
+        """Return sessions and direct calls with a place, the longest idle first, and `name` after them."""
         found = heapq.nsmallest(
             limit,
             (one for one in self._table if one.demand.is_session),
             key=lambda one: now if one.idle_since is None else one.idle_since,
         )
+        named = self._table.of_holder(session_holder(name))
+        if named is not None and named not in found:
+            found.append(named)
         return tuple(_session_row(one, now) for one in found)
 
     def next_up(self) -> tuple[str, ...]:

@@ -196,18 +196,17 @@ def check_certificates(config: ServiceConfig) -> None:
 
 def announce_coordinator(app_name: str, url: str) -> None:
     """Keep the coordinator's URL in Ray's key-value store, where every process of the application finds it."""
-    _internal_kv_put(_key(app_name), url.encode(), overwrite=True, namespace=_KV_NAMESPACE)
+    _announce(_key(app_name), url)
 
 
 def announce_wanted(app_name: str, deployment: str, num: int) -> None:
     """Keep the number of a deployment's processes that are of use, where Serve's controller finds it."""
-    key = f"wanted {deployment} of {app_name}".encode()
-    _internal_kv_put(key, str(num).encode(), overwrite=True, namespace=_KV_NAMESPACE)
+    _announce(_wanted_key(app_name, deployment), str(num))
 
 
 def find_wanted(app_name: str, deployment: str) -> int | None:
     """Return what `announce_wanted` has kept; None before that."""
-    found = _internal_kv_get(f"wanted {deployment} of {app_name}".encode(), namespace=_KV_NAMESPACE)
+    found = _internal_kv_get(_wanted_key(app_name, deployment), namespace=_KV_NAMESPACE)
     return int(found) if found else None
 
 
@@ -227,8 +226,16 @@ async def find_coordinator(app_name: str) -> str:
         await asyncio.sleep(_FIND_RETRY_S)
 
 
+def _announce(key: bytes, value: str) -> None:
+    _internal_kv_put(key, value.encode(), overwrite=True, namespace=_KV_NAMESPACE)
+
+
 def _key(app_name: str) -> bytes:
     return f"coordinator of {app_name}".encode()
+
+
+def _wanted_key(app_name: str, deployment: str) -> bytes:
+    return f"wanted {deployment} of {app_name}".encode()
 
 
 async def _listens(url: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from agentloop.api.coordinator import JournalPart
 from agentloop.codec import encode
 from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop.rollout.journal_homes import StoredJournals
-from agentloop.rollout.turn_journal import RunJournal, ToolAnswers, TurnJournal
+from agentloop.rollout.turn_journal import FinishedTurn, RunJournal, ToolAnswers, TurnJournal
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import ToolResult
 from tests.rollout.test_turn_journal import ASSIGNMENT, finished_turns
@@ -122,15 +122,23 @@ async def test_many_large_parts_go_in_several_calls(store: TrajectoryStore) -> N
         assert {len(await store.kept_turns(run.assignment_id)) for run in runs} == {1}
 
 
+async def begun_twice(
+    lost: TurnJournal, other: TurnJournal, entries: Sequence[FinishedTurn]
+) -> tuple[RunJournal, RunJournal]:
+    """The runs of one sample by a worker that was given up for lost, and by the next one, each with an entry."""
+    late = await begun(lost)
+    late.append(entries[0])
+    await lost.flush()
+    run = await begun(other, 1)
+    run.append(entries[1])
+    await other.flush()
+    return late, run
+
+
 async def test_a_sample_with_a_record_has_no_journal_and_gets_none(store: TrajectoryStore, home: StoreHome) -> None:
     entries = finished_turns(3)
     async with worker_of(store) as lost, worker_of(store) as other:
-        late = await begun(lost)
-        late.append(entries[0])
-        await lost.flush()
-        run = await begun(other, 1)
-        run.append(entries[1])
-        await other.flush()
+        late, _ = await begun_twice(lost, other, entries)
         assert len(await store.kept_turns(SAMPLE.assignment_id)) == 2
         await store.add_records(encoded([make_trajectory()]))
         assert await store.kept_turns(SAMPLE.assignment_id) == []
@@ -151,12 +159,7 @@ async def test_a_sample_with_a_record_has_no_journal_and_gets_none(store: Trajec
 async def test_a_worker_that_was_given_up_for_lost_spoils_nothing(store: TrajectoryStore) -> None:
     entries = finished_turns(3)
     async with worker_of(store) as lost, worker_of(store) as other:
-        late = await begun(lost)
-        late.append(entries[0])
-        await lost.flush()
-        run = await begun(other, 1)
-        run.append(entries[1])
-        await other.flush()
+        late, run = await begun_twice(lost, other, entries)
         late.append(ToolAnswers("0", (), {}, 1.0))
         late.forget()
         await lost.flush()

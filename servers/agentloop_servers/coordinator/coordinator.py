@@ -23,6 +23,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
 from agentloop.api.facts import FactsPage, FactsQuery
+from agentloop.api.findings import because
 from agentloop.api.flight import FlightPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
@@ -159,9 +160,9 @@ class Coordinator:
         """Take in what a process has counted."""
         await self._metrics.report(report)
 
-    async def flight(self, limit: int) -> FlightPage:
+    async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do."""
-        return self.rollouts.flights(limit)
+        return self.rollouts.flights(limit, name)
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""
@@ -288,9 +289,9 @@ def _shortfalls(status: ServiceStatus, *, is_draining: bool, is_full: bool) -> I
     if is_full:
         yield "the run's disk is full: records and new work wait until there is room"
     if status.paused_s is not None:
-        yield f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
+        yield f"paused for {status.paused_s:.0f} s{because(status.pause_reason)}"
     if status.asleep_s is not None:
-        yield f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){_because(status.sleep_reason)}"
+        yield f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){because(status.sleep_reason)}"
     elif not status.is_ready:
         yield "no replica takes traffic"
     if status.num_workers == 0 and any(rollout.num_queued for rollout in status.rollouts):
@@ -298,7 +299,7 @@ def _shortfalls(status: ServiceStatus, *, is_draining: bool, is_full: bool) -> I
     for replica in status.replicas:
         if replica.state not in _HEALTHY:
             seen = f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > 5.0 else ""
-            yield f"replica {replica.replica_id} is {replica.state}{_because(replica.error or seen)}"
+            yield f"replica {replica.replica_id} is {replica.state}{because(replica.error or seen)}"
     for replica in status.replicas:
         if replica.is_thrashing and replica.kv_hit_rate is not None:
             found = f"turns that return find {replica.kv_hit_rate:.0%} of their KV"
@@ -307,8 +308,4 @@ def _shortfalls(status: ServiceStatus, *, is_draining: bool, is_full: bool) -> I
             yield f"replica {replica.replica_id} samples noise: its logprobs stay at -ln(vocabulary)"
     for start in status.starting:
         what = "waits to start" if start.reason else "loads"
-        yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{_because(start.reason)}"
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""
+        yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{because(start.reason)}"

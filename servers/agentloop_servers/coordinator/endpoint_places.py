@@ -119,10 +119,8 @@ class EndpointPlaces:
                 return
             orphans = [slot for slot in range(NUM_SLOTS) if not held or held[slot] in lost]
             if orphans:
-                holders, load = list(held) or [-1] * NUM_SLOTS, Counter(held)
-                for slot in orphans:
-                    holders[slot] = min(there, key=lambda number: (load[number], number))
-                    load[holders[slot]] += 1
+                holders = list(held) or [-1] * NUM_SLOTS
+                _give(orphans, holders, there, Counter(held))
                 inherited = self._saved.inherited | set(orphans if held and not self._are_taken_over else ())
                 await self._keep(replace(self._saved, holders=tuple(holders), inherited=inherited))
 
@@ -135,13 +133,18 @@ class EndpointPlaces:
             return
         heirs, holders = dict(saved.heirs), list(saved.holders)
         load = Counter([*heirs.values(), *holders])
-        for given, places in ((heirs, orphans), (holders, slots)):
-            for place in places:
-                given[place] = heir = min(there, key=lambda number: (load[number], number))
-                load[heir] += 1
+        _give(orphans, heirs, there, load)
+        _give(slots, holders, there, load)
         leases = [sessions_lease(number) for number in gone]
         await self._keep(replace(saved, heirs=heirs, holders=tuple(holders)), leases)
 
     async def _keep(self, saved: SavedPlaces, revokes: Sequence[str] = ()) -> None:
         await self._save(saved, revokes)
         self._saved = saved
+
+
+def _give(places: Sequence[int], holders: dict[int, int] | list[int], there: list[int], load: Counter[int]) -> None:
+    """Give each place to the process that has the fewest then."""
+    for place in places:
+        holders[place] = holder = min(there, key=lambda number: (load[number], number))
+        load[holder] += 1

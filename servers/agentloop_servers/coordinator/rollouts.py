@@ -62,6 +62,7 @@ from agentloop.types import (
 from agentloop_servers.coordinator.assignments import assignment, demand, needs_of_task, owed_record
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
+_UNHEARD_S = 8.0  # a worker that was not heard of for so long is told of: it asks for work every few seconds
 _TRIM_GAP_S = 0.02  # between two batches of deletions
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
@@ -136,23 +137,28 @@ class Rollouts:
     def num_workers(self) -> int:
         return len(self._polls)
 
-    def flights(self, limit: int) -> FlightPage:
+    def flights(self, limit: int, name: str = "") -> FlightPage:
         """Return what the trajectories do, as their workers told last, and the sessions with a place."""
         now, balancer, rows = self._clock.now(), self._replicas.balancer, list[FlightRow]()
         for worker_id, poll in self._polls.items():
             since_s = now - poll.told_at
-            for name, flight in poll.flights.items():
-                if self.queue.is_live(name):
-                    lease = balancer.lease_of(name)
+            for assignment_id, flight in poll.flights.items():
+                if self.queue.is_live(assignment_id):
+                    lease = balancer.lease_of(assignment_id)
                     told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
-                    rows.append(FlightRow(name, told, worker_id, "" if lease is None else lease.replica_id))
+                    rows.append(
+                        FlightRow(assignment_id, told, worker_id, "" if lease is None else lease.replica_id)
+                    )
+        oldest = heapq.nlargest(limit, rows, key=lambda row: row.flight.age_s)
+        named = [row for row in rows if row.id == name and row not in oldest]
+        ages = {worker_id: now - poll.seen_at for worker_id, poll in self._polls.items()}
         users = [row for row in rows if row.flight.doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
         return FlightPage(
-            oldest=tuple(heapq.nlargest(limit, rows, key=lambda row: row.flight.age_s)),
-            sessions=balancer.sessions(limit, now),
+            oldest=(*oldest, *named),
+            sessions=balancer.sessions(limit, now, name),
             doing=doing_of(row.flight for row in rows),
             num_free=sum(poll.num_free for poll in self._polls.values()),
-            silent=tuple((name, now - one.seen_at) for name, one in self._polls.items() if now - one.seen_at > 8.0),
+            silent=tuple(one for one in ages.items() if one[1] > _UNHEARD_S),
             longest_tools=tuple(heapq.nlargest(limit, users, key=lambda row: row.flight.for_s)),
         )
 

@@ -21,7 +21,7 @@ from agentloop_servers.http.responses import in_time, json_response
 from agentloop_servers.metrics import prometheus_text
 
 TIMEOUT_S = 5.0  # below Prometheus' own of 10
-MAX_ROWS = 100_000  # of which one trajectory is looked for
+NUM_LOOKED_AT = 100  # of the oldest and the slowest, for findings
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Name = Annotated[str | None, Query(max_length=512)]
@@ -60,9 +60,9 @@ class SeeingRoutes:
     async def why(self, trajectory: Name = None) -> Response:
         """Findings of why nothing moves, or why it is slow, the most decisive first; with `trajectory`, an id as
         `GET /flight` has it, what that one waits for before the rest."""
-        limit = 100 if trajectory is None else MAX_ROWS
         status = await in_time(self._coordinator.status(), TIMEOUT_S, "the coordinator does not answer")
-        flights = await in_time(self._coordinator.flight(limit), TIMEOUT_S, "the coordinator does not answer")
+        asked = self._coordinator.flight(NUM_LOOKED_AT, trajectory or "")
+        flights = await in_time(asked, TIMEOUT_S, "the coordinator does not answer")
         found = findings(status, flights)
         if trajectory is not None:
             if (its := about(trajectory, flights)) is None:

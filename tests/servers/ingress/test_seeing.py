@@ -106,6 +106,8 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
             while (first := (await client.why())[0]).cause is not Cause.LOOP:
                 await asyncio.sleep(0.1)
         page = await client.flight(1)
+        [*_, other] = (await client.flight(2)).oldest
+        beyond = await site.coordinator.flight(1, other.id)
         [row] = page.oldest
         [told, *rest] = await client.why(row.id)
         with pytest.raises(NotFound, match="is not in flight"):
@@ -115,6 +117,7 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
         shown, _ = await process.communicate()
         await client.cancel(rollout.rollout_ids[0])
     assert "(and 1 more)" in first.text
+    assert [row.id for row in beyond.oldest] == [page.oldest[0].id, other.id]
     assert page.doing == (("loop", 2),)
     assert row.id.startswith(rollout.rollout_ids[0])
     assert (row.flight.doing, row.flight.turn, row.flight.num_tokens) == (Doing.LOOP, 1, 8)

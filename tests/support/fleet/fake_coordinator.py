@@ -317,7 +317,7 @@ class FakeCoordinator:
     async def drain(self) -> tuple[int, int]:
         return 0, 0
 
-    async def flight(self, limit: int) -> FlightPage:
+    async def flight(self, limit: int, name: str = "") -> FlightPage:
         return FlightPage((), (), (), 0)
 
     async def list_records(self, query: FactsQuery) -> FactsPage:
