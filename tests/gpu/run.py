@@ -505,7 +505,7 @@ PARTS = (
         "bytes arrive over NCCL as between two hosts",
         module(
             "tests.gpu.push_transports",
-            *("--transports", "nccl,auto", "--gib", "1", "--updates", "5", "--shared"),
+            *("--transports", "nccl,auto", "--gib", "4", "--updates", "5", "--shared"),
             out="transports-sockets",
         ),
         200,
