@@ -55,11 +55,11 @@ from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
-    ON_HEAD,
     announce_coordinator,
     announce_wanted,
     check_certificates,
     check_trust,
+    coordinator_place,
     dead_nodes,
     disk_of,
     find_coordinator,
@@ -106,13 +106,13 @@ from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
-from agentloop_servers.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.locks import take_run_lock
 from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
-from agentloop_servers.run_store import check_store, home_or, keep_url, open_store, url_elsewhere
+from agentloop_servers.run_store import check_store, home_or, keep_run, open_store, restore_run, url_elsewhere
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
@@ -139,12 +139,11 @@ def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
-    async def __init__(self, config: ServiceConfig, run_dir: Path, trust: Trust) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ServiceConfig, run_dir: Path, trust: Trust, head: str
+    ) -> None:
         self._closing = _begin(config, run_dir)
-        if config.store is None:
-            self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
-        else:  # an earlier one, here or elsewhere, has its lease for a while
-            (run_dir / RUN_LOCK).write_text(str(os.getpid()))
+        self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
         store = open_store(config, run_dir, trust.key)
         self._closing.push_async_callback(store.close)
         clients = EngineClients(trust, await taken_over(store), store.take_over)
@@ -162,7 +161,7 @@ class CoordinatorDeployment:
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
-                host=node_address(config),
+                head=head,
                 disk=disk_of(run_dir),
                 num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
                 is_encrypted=trust.certificates is not None,
@@ -599,7 +598,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started,
     or written.
     """
-    config = for_nodes(config)
+    config, run_dir = for_nodes(config), run_dir.resolve()  # replicas have working directories of their own
+    where_the_run_is(config, restore_run, config, run_dir)
     config = where_the_run_is(config, sized, config, run_dir, num_nodes=num_nodes())
     if config.users is not None:  # for processes with working directories of their own
         config = config.model_copy(update={"users": str(located(config.users))})
@@ -615,18 +615,17 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     for entry in config.entries:
         check_entry(config, entry)
     check_hosts(config, node_resources())
-    run_dir = run_dir.resolve()  # replicas have working directories of their own
     trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
     common = (*where, trust)
-    home = None if config.cluster is None else ON_HEAD
+    stored, head = store_elsewhere(config, run_dir), where_the_run_is(config, node_address, config)
     coordinator = processes(
         CoordinatorDeployment,
         COORDINATOR_NAME,
-        actor=home,
+        actor=coordinator_place(config),
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
-    ).bind(config, run_dir, trust)
+    ).bind(stored, run_dir, trust, head)
     engines = [
         processes(
             EngineReplicaDeployment,
@@ -651,7 +650,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
     others = (coordinator, *engines, workers.bind(*where, trust.of_workers, config.store is not None))
-    return ingress.bind(store_elsewhere(config, run_dir), run_dir, trust, keys, *others)
+    return ingress.bind(stored, run_dir, trust, keys, *others)
 
 
 def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
@@ -667,7 +666,7 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     check_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
-    keep_url(config, run_dir)
+    keep_run(config, run_dir)
     return trust
 
 
