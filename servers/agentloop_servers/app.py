@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,7 @@ from agentloop_servers.cluster import (
     find_coordinator,
     for_nodes,
     node_address,
+    node_labels,
     node_resources,
     nodes_without,
     num_nodes,
@@ -614,7 +615,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)
-    check_hosts(config, node_resources())
+    check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
     common = (*where, trust)
@@ -704,29 +705,49 @@ def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> No
             )
 
 
-def check_hosts(config: ServiceConfig, free: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise InvalidRequest if no nodes have the resources of replicas over several hosts: Ray would wait for ever.
+def check_hosts(
+    config: ServiceConfig, free: Mapping[str, Mapping[str, float]], labels: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Raise InvalidRequest if no nodes have the labels and resources of replicas that ask for labels or are over
+    several hosts: Ray would wait for ever.
 
-    `free` are the resources of each node, by its address.
+    `free` are the resources of each node and `labels` its labels, by its address; both empty before Ray is there.
     """
     left = {address: dict(resources) for address, resources in free.items()}
     for entry in config.entries:
-        bundle = engine_bundle(config, entry)
-        for _ in range(entry.replicas if entry.hosts > 1 else 0):
-            fitting = [node for node in left.values() if all(node.get(name, 0) >= bundle[name] for name in bundle)]
+        bundle, wanted = engine_bundle(config, entry), entry.node_labels
+        for _ in range(entry.replicas if entry.hosts > 1 or (wanted and free) else 0):
+            fitting = [
+                node
+                for address, node in left.items()
+                if wanted.items() <= labels[address].items()
+                and all(node.get(name, 0) >= bundle[name] for name in bundle)
+            ]
             if len(fitting) < entry.hosts:
-                asked = " and ".join(f"{amount:g} free {name}s" for name, amount in bundle.items())
+                asked = " and ".join(_facts(wanted, bundle, wanted, bundle, "free "))
                 there = ", ".join(
-                    " ".join([address, *(f"{node.get(name, 0):g} {name}s" for name in bundle)])
+                    " ".join([address, *_facts(wanted, bundle, labels[address], node)])
                     for address, node in left.items()
                 )
                 raise InvalidRequest(
-                    f"engine {entry.name}: no {entry.hosts} nodes with {asked}"
+                    f"engine {entry.name}: no {'node' if entry.hosts == 1 else f'{entry.hosts} nodes'} with {asked}"
                     f" (nodes: {there or 'this host alone'})",
                     param="hosts",
                 )
             for node in sorted(fitting, key=lambda node: [-node[name] for name in bundle])[: entry.hosts]:
                 node.update({name: node[name] - amount for name, amount in bundle.items()})
+
+
+def _facts(
+    labels: Iterable[str],
+    resources: Iterable[str],
+    of_labels: Mapping[str, str],
+    amounts: Mapping[str, float],
+    kind: str = "",
+) -> list[str]:
+    """Return words for the values of these labels and resources."""
+    shown = [f"{name}={of_labels.get(name, '')}" for name in labels]
+    return [*shown, *(f"{amounts.get(name, 0):g} {kind}{name}s" for name in resources)]
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:

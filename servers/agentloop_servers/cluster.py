@@ -73,6 +73,11 @@ def node_resources(*, only_free: bool = False) -> dict[str, dict[str, float]]:
     return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in nodes}
 
 
+def node_labels() -> dict[str, dict[str, str]]:
+    """Return Ray's labels of each live node by its address; empty before Ray is there."""
+    return {node["NodeManagerAddress"]: node["Labels"] for node in _nodes()}
+
+
 def dead_nodes() -> frozenset[str]:
     """Return the ids of the nodes that Ray has given up; none while it does not answer."""
     try:

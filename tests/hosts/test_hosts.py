@@ -433,6 +433,24 @@ def test_a_cut_a_join_and_a_kill_in_one_run(head: Cluster, tmp_path: Path) -> No
         until_ready(cluster, 2)
 
 
+def test_engines_are_on_the_hosts_of_their_labels(head: Cluster) -> None:
+    cluster, hosts = head, {zone: head.add(4, labels=f"zone={zone}") for zone in "ab"}
+    engine = {"kind": "simulated", "device": "cpu", "num_cpus": 0.5}
+    entries = [
+        {**engine, "name": f"in-{zone}", "replicas": num, "labels": {"zone": zone}}
+        for zone, num in (("a", 1), ("b", 3))
+    ]
+    nowhere = {**engine, "name": "nowhere", "labels": {"zone": "c"}}
+    refusal = "error: engine nowhere: no node with zone=c and 0.5 free CPUs"
+    args = {"engine": {}, "replicas": 1}
+    with pytest.raises(AssertionError, match=refusal), cluster.service(**args, engines=[*entries, nowhere]):
+        pass
+    with cluster.service(**args, engines=entries):
+        until_ready(cluster, 4)
+        found = [(one["replica_id"][:4], one["host"]) for one in cluster.status()["replicas"]]
+        assert sorted(found) == [("in-a", hosts["a"].address), *[("in-b", hosts["b"].address)] * 3]
+
+
 def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Popen[str]:
     """Agents with sessions that were opened on one host and continued through the others, until one is lost."""
     urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
