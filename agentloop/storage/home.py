@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+COORDINATOR_LEASE = "coordinator"
+"""The name of the lease of the one that writes a run's records."""
+
 LEASE_S = 10.0
 """The time for which a silent owner keeps its lease."""
 
@@ -98,6 +101,13 @@ class Home(Protocol):
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> Database:
         """Connect to a store, and make it if it is new. Raises InvalidRequest."""
+        ...
+
+    def kept(self) -> dict[str, str]:
+        """Return what the run keeps beside its stores, by name; empty without such a run.
+
+        Raises InvalidRequest, and Conflict while a coordinator has the run.
+        """
         ...
 
     def lease(self, name: str) -> Ownership:

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,8 +28,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
 
-from agentloop.errors import Conflict, InvalidRequest, error_line
-from agentloop.storage.home import LEASE_S, Database, Rows, Schema, shown_url
+from agentloop.errors import Conflict, InvalidRequest, NotFound, error_line
+from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Rows, Schema, shown_url
 
 _CONNECT_S = 5
 _FATE_S = 5.0  # for a server that went away in a commit to come back
@@ -59,6 +59,8 @@ CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, until TIMESTAMPTZ NOT NULL, holder TEXT NOT NULL);
 """
+_OWNER = "SELECT holder FROM leases WHERE name = ? AND until > clock_timestamp()"
+_ABOUT = Schema("about", 0, "", "FULL")  # the tables of any run
 _UNTIL = f"clock_timestamp() + interval '{LEASE_S} s'"
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -72,13 +74,14 @@ class PostgresRun:
     name: str
     folder: Path
     owner: str | None = None  # what tells runs of one name apart; "": a run that is to begin, None: any
+    keeps: Mapping[str, str] | None = field(default=None, repr=False)  # by name, for `kept`: the first stays
     failure: ClassVar = psycopg.Error
 
     def open(self, schema: Schema, *, is_read_only: bool = False) -> PostgresDatabase:
         """Connect, and make the tables of a store that is new.
 
         Raises InvalidRequest, naming the URL, if there is no such database, it cannot be written, or it has another
-        run of this name or a format of a later release; and, read-only, if it has no such run.
+        run of this name or a format of a later release; and NotFound, read-only, if it has no such run.
         """
         at = f"store {shown_url(self.url)}"
         try:
@@ -101,10 +104,26 @@ class PostgresRun:
             tried = "to read" if is_read_only else "to make"
             reason = error_line(error)
             raise InvalidRequest(f"{at}: tried {tried} schema {self.name!r}: {reason}", param="store") from error
-        except InvalidRequest:
+        except (InvalidRequest, NotFound):
             db.close()
             raise
         return db
+
+    def kept(self) -> dict[str, str]:
+        """Return what the run keeps of `keeps`, by name; empty without such a run.
+
+        Raises InvalidRequest, and Conflict while a coordinator has the run.
+        """
+        try:
+            db = self.open(_ABOUT, is_read_only=True)
+        except NotFound:
+            return {}
+        found = dict(db.execute("SELECT name, value FROM about").fetchall())
+        owner = db.execute(_OWNER, (COORDINATOR_LEASE,)).fetchone()
+        db.close()
+        if owner is not None:
+            raise Conflict(f"a service still runs on run {self.name!r} of {shown_url(self.url)}: {owner[0]}")
+        return found
 
     def is_reachable(self) -> bool:
         """Tell if the server's host answers, be it that there is no server."""
@@ -145,7 +164,7 @@ class PostgresRun:
     def _check(self, db: PostgresDatabase, schema: Schema, at: str) -> None:
         known = db.execute("SELECT 1 FROM pg_namespace WHERE nspname = ?", (self.name,)).fetchone()
         if known is None and db.is_read_only:
-            raise InvalidRequest(f"{at} has no run {self.name!r}", param="store")
+            raise NotFound(f"{at} has no run {self.name!r}", param="store")
         if not db.is_read_only:
             # Two that begin at once make the tables one after the other.
             db.execute("SELECT pg_advisory_xact_lock(hashtext(?))", (self.name,))
@@ -163,6 +182,7 @@ class PostgresRun:
         if not db.is_read_only:
             db.execute_as_is(_DIALECT.sub(lambda found: _TYPES[found[0]], schema.tables))
             rows = [(schema.kind, str(schema.version)), *([("run", self.owner)] if self.owner else [])]
+            rows += (self.keeps or {}).items()
             db.executemany("INSERT INTO about VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
 
 

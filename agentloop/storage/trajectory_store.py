@@ -38,7 +38,7 @@ from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUn
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.storage import facts, retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
-from agentloop.storage.home import LEASE_S, Database, Home, Schema
+from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Home, Schema
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
@@ -49,7 +49,7 @@ STORE_NAME = "trajectories.sqlite"
 MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""
 
-_LEASE, _RENEW_S = "coordinator", 3.0
+_RENEW_S = 3.0
 _PAGE_TRAJECTORIES = 64
 _MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
@@ -215,7 +215,7 @@ class TrajectoryStore:
         store, and StorageFull if its disk is full or read-only."""
         folder, opened = folder_of(where), _opener(where)
         self._home = None if isinstance(where, str | Path) else where
-        self._lease = None if self._home is None else self._home.lease(_LEASE)
+        self._lease = None if self._home is None else self._home.lease(COORDINATOR_LEASE)
         self._room = DiskRoom(folder, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
         self._reserve = Reserve(Path(where).with_suffix(".reserve")) if isinstance(where, str | Path) else None

@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -55,16 +55,17 @@ from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
-    ON_HEAD,
     announce_coordinator,
     announce_wanted,
     check_certificates,
     check_trust,
+    coordinator_place,
     dead_nodes,
     disk_of,
     find_coordinator,
     for_nodes,
     node_address,
+    node_labels,
     node_resources,
     nodes_without,
     num_nodes,
@@ -106,13 +107,13 @@ from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
-from agentloop_servers.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.locks import take_run_lock
 from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
-from agentloop_servers.run_store import check_store, home_or, keep_url, open_store, url_elsewhere
+from agentloop_servers.run_store import check_store, home_or, keep_run, open_store, restore_run, url_elsewhere
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
@@ -139,12 +140,11 @@ def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
-    async def __init__(self, config: ServiceConfig, run_dir: Path, trust: Trust) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ServiceConfig, run_dir: Path, trust: Trust, head: str
+    ) -> None:
         self._closing = _begin(config, run_dir)
-        if config.store is None:
-            self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
-        else:  # an earlier one, here or elsewhere, has its lease for a while
-            (run_dir / RUN_LOCK).write_text(str(os.getpid()))
+        self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
         store = open_store(config, run_dir, trust.key)
         self._closing.push_async_callback(store.close)
         clients = EngineClients(trust, await taken_over(store), store.take_over)
@@ -162,7 +162,7 @@ class CoordinatorDeployment:
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
-                host=node_address(config),
+                head=head,
                 disk=disk_of(run_dir),
                 num_endpoint_processes=0 if config.cluster is None else config.num_ingress,
                 is_encrypted=trust.certificates is not None,
@@ -599,7 +599,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started,
     or written.
     """
-    config = for_nodes(config)
+    config, run_dir = for_nodes(config), run_dir.resolve()  # replicas have working directories of their own
+    where_the_run_is(config, restore_run, config, run_dir)
     config = where_the_run_is(config, sized, config, run_dir, num_nodes=num_nodes())
     if config.users is not None:  # for processes with working directories of their own
         config = config.model_copy(update={"users": str(located(config.users))})
@@ -614,19 +615,18 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)
-    check_hosts(config, node_resources())
-    run_dir = run_dir.resolve()  # replicas have working directories of their own
+    check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
     where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
     common = (*where, trust)
-    home = None if config.cluster is None else ON_HEAD
+    stored, head = store_elsewhere(config, run_dir), where_the_run_is(config, node_address, config)
     coordinator = processes(
         CoordinatorDeployment,
         COORDINATOR_NAME,
-        actor=home,
+        actor=coordinator_place(config),
         health_check_period_s=1.0,  # all wait for it
         stays_s=COORDINATOR_STAYS_S,
-    ).bind(config, run_dir, trust)
+    ).bind(stored, run_dir, trust, head)
     engines = [
         processes(
             EngineReplicaDeployment,
@@ -651,7 +651,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     )
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
     others = (coordinator, *engines, workers.bind(*where, trust.of_workers, config.store is not None))
-    return ingress.bind(store_elsewhere(config, run_dir), run_dir, trust, keys, *others)
+    return ingress.bind(stored, run_dir, trust, keys, *others)
 
 
 def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
@@ -667,7 +667,7 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     check_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
-    keep_url(config, run_dir)
+    keep_run(config, run_dir)
     return trust
 
 
@@ -705,29 +705,49 @@ def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> No
             )
 
 
-def check_hosts(config: ServiceConfig, free: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise InvalidRequest if no nodes have the resources of replicas over several hosts: Ray would wait for ever.
+def check_hosts(
+    config: ServiceConfig, free: Mapping[str, Mapping[str, float]], labels: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Raise InvalidRequest if no nodes have the labels and resources of replicas that ask for labels or are over
+    several hosts: Ray would wait for ever.
 
-    `free` are the resources of each node, by its address.
+    `free` are the resources of each node and `labels` its labels, by its address; both empty before Ray is there.
     """
     left = {address: dict(resources) for address, resources in free.items()}
     for entry in config.entries:
-        bundle = engine_bundle(config, entry)
-        for _ in range(entry.replicas if entry.hosts > 1 else 0):
-            fitting = [node for node in left.values() if all(node.get(name, 0) >= bundle[name] for name in bundle)]
+        bundle, wanted = engine_bundle(config, entry), entry.node_labels
+        for _ in range(entry.replicas if entry.hosts > 1 or (wanted and free) else 0):
+            fitting = [
+                node
+                for address, node in left.items()
+                if wanted.items() <= labels[address].items()
+                and all(node.get(name, 0) >= bundle[name] for name in bundle)
+            ]
             if len(fitting) < entry.hosts:
-                asked = " and ".join(f"{amount:g} free {name}s" for name, amount in bundle.items())
+                asked = " and ".join(_facts(wanted, bundle, wanted, bundle, "free "))
                 there = ", ".join(
-                    " ".join([address, *(f"{node.get(name, 0):g} {name}s" for name in bundle)])
+                    " ".join([address, *_facts(wanted, bundle, labels[address], node)])
                     for address, node in left.items()
                 )
                 raise InvalidRequest(
-                    f"engine {entry.name}: no {entry.hosts} nodes with {asked}"
+                    f"engine {entry.name}: no {'node' if entry.hosts == 1 else f'{entry.hosts} nodes'} with {asked}"
                     f" (nodes: {there or 'this host alone'})",
                     param="hosts",
                 )
             for node in sorted(fitting, key=lambda node: [-node[name] for name in bundle])[: entry.hosts]:
                 node.update({name: node[name] - amount for name, amount in bundle.items()})
+
+
+def _facts(
+    labels: Iterable[str],
+    resources: Iterable[str],
+    of_labels: Mapping[str, str],
+    amounts: Mapping[str, float],
+    kind: str = "",
+) -> list[str]:
+    """Return words for the values of these labels and resources."""
+    shown = [f"{name}={of_labels.get(name, '')}" for name in labels]
+    return [*shown, *(f"{amounts.get(name, 0):g} {kind}{name}s" for name in resources)]
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:

@@ -1,8 +1,8 @@
 """The nodes of a Ray cluster: the addresses of private ports, and the node that has the run.
 
-The head has what a run keeps: its directory, so the coordinator too. Engines, workers and ingress processes are on
-any node, and their private ports on that node's address. Without `cluster`, and with it on one node, a
-service is on one host, and its private ports on loopback.
+The head has what a run keeps: its directory, so the coordinator too, which may be elsewhere if a database has the
+run. Engines, workers and ingress processes are on any node, and their private ports on that node's address. Without
+`cluster`, and with it on one node, a service is on one host, and its private ports on loopback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
-from agentloop_servers.config import ClusterSettings, ServiceConfig, kept_secret, run_secret
+from agentloop_servers.config import AUTHORITY_NAME, ClusterSettings, ServiceConfig, kept_secret, run_secret
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
@@ -36,9 +36,7 @@ T = TypeVar("T")
 
 _log = structlog.get_logger("cluster")
 
-ON_HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-"""What an actor asks of Ray that runs on the head alone."""
-
+_HEAD = "node:__internal_head__"  # a resource that the head alone has
 _CALL_TIMEOUT_S = 60.0
 _NODES_WAIT_S = 1800.0
 _LISTENS_WITHIN_S = 5.0
@@ -73,6 +71,11 @@ def node_resources(*, only_free: bool = False) -> dict[str, dict[str, float]]:
         return {node["NodeManagerAddress"]: node["Resources"] for node in nodes}
     free = available_resources_per_node()
     return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in nodes}
+
+
+def node_labels() -> dict[str, dict[str, str]]:
+    """Return Ray's labels of each live node by its address; empty before Ray is there."""
+    return {node["NodeManagerAddress"]: node["Labels"] for node in _nodes()}
 
 
 def dead_nodes() -> frozenset[str]:
@@ -158,8 +161,25 @@ def where_the_run_is(config: ServiceConfig, function: Callable[..., T], *argumen
     """Call a function on the node that has the run's directory. Raises what it raises."""
     if config.cluster is None:
         return function(*arguments, **named)
-    head = next(node for node in _nodes() if "node:__internal_head__" in node["Resources"])
-    return _called(function, [head], *arguments, **named)[0]
+    return _called(function, [_head()], *arguments, **named)[0]
+
+
+def coordinator_place(config: ServiceConfig) -> dict[str, Any] | None:
+    """Return what the coordinator asks of Ray, on several nodes: the head, which has the run's directory.
+
+    Where a database has the run any node will do: the head rather than others, unless it has no CPUs for work.
+    """
+    if config.cluster is None:
+        return None
+    if config.store is None:
+        return {"num_cpus": 0, "resources": {_HEAD: 0.001}}
+    head = _head()
+    wanted = head["NodeID"] if head["Resources"].get("CPU") else f"!{head['NodeID']}"
+    return {
+        "num_cpus": 0,
+        "label_selector": {"ray.io/node-id": wanted},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
 
 
 def on_each_node(function: Callable[..., T], *arguments: object) -> dict[str, T]:
@@ -178,7 +198,7 @@ def run_trust(config: ServiceConfig, run_dir: Path) -> Trust:
     """Return what the processes of a run know each other by, made at its first start. Raises InvalidRequest."""
     settings = None if config.cluster is None else config.cluster.tls
     if settings == "run":
-        return Trust(run_secret(run_dir), RunAuthority.of(kept_secret(run_dir, "authority", certificate)))
+        return Trust(run_secret(run_dir), RunAuthority.of(kept_secret(run_dir, AUTHORITY_NAME, certificate)))
     files = None if settings is None else FileCertificates(**settings.model_dump())
     return Trust(run_secret(run_dir), files)
 
@@ -266,6 +286,10 @@ def _called(
 
 def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def _head() -> dict[str, Any]:
+    return next(node for node in _nodes() if _HEAD in node["Resources"])
 
 
 def _addresses() -> list[tuple[str, str]]:

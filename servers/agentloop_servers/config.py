@@ -575,6 +575,9 @@ def located(path: str) -> Path:
 SECRET_NAME = "secret"
 """The file of a run directory that holds its secret."""
 
+AUTHORITY_NAME = "authority"
+"""The file of a run directory that holds its own authority of certificates."""
+
 
 def run_secret(run_dir: Path) -> str:
     """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""

@@ -59,6 +59,10 @@ class EngineConfig(_EngineModel):
     """GPUs that share each layer."""
     hosts: Annotated[int, Field(ge=1)] = 1
     """Nodes over which each replica's GPUs are spread evenly; vLLM only: docs/cluster.md."""
+    accelerator_type: str | None = None
+    """The GPUs of its nodes, by Ray's name, as `H100`; left out: any."""
+    labels: dict[str, str] = {}
+    """Ray's labels of its nodes, as `ray start --labels zone=a` sets them: docs/cluster.md."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel groups in one gang; a dense model is better served by more replicas."""
     expert_parallel: bool = False
@@ -144,6 +148,11 @@ class EngineConfig(_EngineModel):
     def num_workers(self) -> int:
         """Processes that hold weights, and on CUDA the GPUs of a replica."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        """Labels that each node of a replica has."""
+        return self.labels | ({"ray.io/accelerator-type": self.accelerator_type} if self.accelerator_type else {})
 
     @property
     def on_gpu(self) -> bool:

@@ -140,6 +140,8 @@ def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None
     variables: dict[str, str] = {} if entry.environment is None else entry.environment.env_vars
     if entry.on_gpu:
         options["num_gpus"] = entry.num_workers // entry.hosts * entry.gpu_share
+    if entry.node_labels and entry.hosts == 1:
+        options["label_selector"] = entry.node_labels
     if entry.kind != "simulated" and (entry.device == "cpu" or entry.num_threads is not None):
         # Ray derives this variable from num_cpus, before the engine could set its own.
         variables = {THREADS: str(entry.num_threads or 1), **variables}
@@ -163,7 +165,10 @@ def engine_placement(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any
     if entry.hosts == 1:
         return number
     bundles = [engine_bundle(config, entry)] * entry.hosts
-    return {**number, "placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
+    placement = {**number, "placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
+    if entry.node_labels:
+        placement["placement_group_bundle_label_selector"] = [entry.node_labels] * entry.hosts
+    return placement
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:

@@ -26,7 +26,7 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
 from agentloop_servers.app import APP_NAME, application, check_hosts, check_resources
-from agentloop_servers.cluster import find_coordinator, for_nodes, node_resources, run_trust
+from agentloop_servers.cluster import find_coordinator, for_nodes, node_labels, node_resources, run_trust
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
@@ -93,7 +93,7 @@ async def running_service(
             starting = partial(start_ray, run_dir, start)
             await _to_its_end(starting, give_up=start.give_up)
         check_resources(config, ray.cluster_resources())
-        check_hosts(config, node_resources(only_free=True))
+        check_hosts(config, node_resources(only_free=True), node_labels())
         say("starting the service's processes")
         is_deployed = True
         await _to_its_end(_deploy, app)

@@ -84,6 +84,8 @@ async def take_run_lock(run_dir: Path, timeout_s: float) -> FileLock:
 
 
 def pass_on_signal(run_dir: Path, number: int) -> None:
-    """Send a signal to the process that runs in a directory, its coordinator's, if there is one."""
+    """Send a signal to the process that runs in a directory, its coordinator's, if it is there."""
+    if (lock := take_lock(run_dir / RUN_LOCK)) is not None:
+        return lock.release()
     with suppress(OSError, ValueError):
         os.kill(int((run_dir / RUN_LOCK).read_text()), number)

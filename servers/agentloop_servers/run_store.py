@@ -1,5 +1,8 @@
 """The home of a run's trajectory store: SQLite in its directory, or the database that the config names.
 
+A database also has what the run's directory keeps beside the store (`_KEPT`), so a directory on another disk is
+made from it, by its name. A directory with a secret is of that secret's run alone.
+
 The database's URL may have a password. It is in the run's directory, in a file that its owner alone reads, and in
 the coordinator and the ingress processes, which run no code of users: no other process is told, and no message has
 more than `shown_url` leaves.
@@ -8,7 +11,8 @@ more than `shown_url` leaves.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -18,11 +22,19 @@ from agentloop.errors import InvalidRequest
 from agentloop.plugins import install_hint, resolve
 from agentloop.storage.home import Home, shown_url
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore, check_home
-from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
+from agentloop_servers.config import (
+    AUTHORITY_NAME,
+    CONFIG_NAME,
+    SECRET_NAME,
+    ServiceConfig,
+    kept_secret,
+    saved_config,
+)
 
 URL_NAME = "store"
 """The file of a run directory that holds the URL of its database."""
 
+_KEPT = (CONFIG_NAME, AUTHORITY_NAME, SECRET_NAME)  # the secret last: with it a directory is the run's
 _POSTGRES = "agentloop.storage.postgres:PostgresRun"  # an optional part
 _MAX_NAME_BYTES = 63  # of a schema
 
@@ -60,6 +72,31 @@ def check_store(config: ServiceConfig, run_dir: Path) -> None:
         check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))
 
 
+def restore_run(config: ServiceConfig, run_dir: Path) -> None:
+    """Make the directory of a run that its database has, if this disk lacks it.
+
+    Raises InvalidRequest, and Conflict while a service runs that has the run.
+    """
+    if (url := _url(config)) is None or (run_dir / SECRET_NAME).exists():
+        return
+    kept = _home(url, run_dir, None).kept()
+    if SECRET_NAME in kept:
+        for name in filter(kept.__contains__, _KEPT):
+            kept_secret(run_dir, name, partial(kept.__getitem__, name))
+        keep_url(config, run_dir)
+
+
+def keep_run(config: ServiceConfig, run_dir: Path) -> None:
+    """Keep the URL of a run's database in its directory, and what the directory keeps in the database.
+
+    Raises InvalidRequest if the database has another run of this name, which keeps what it has.
+    """
+    if (url := _url(config)) is not None:
+        kept = {name: (run_dir / name).read_text() for name in _KEPT if (run_dir / name).exists()}
+        check_home(_home(url, run_dir, _owner(kept[SECRET_NAME]), kept))
+        keep_url(config, run_dir)
+
+
 def url_elsewhere(config: ServiceConfig, run_dir: Path) -> str:
     """Return the URL of a run's database for processes on other hosts. Raises InvalidRequest."""
     url = _url(config)
@@ -81,7 +118,7 @@ def resumed_config(run_dir: Path) -> ServiceConfig | None:
     return config if config is None or url is None else config.model_copy(update={"store": SecretStr(url)})
 
 
-def _home(url: str, run_dir: Path, owner: str | None) -> Home:
+def _home(url: str, run_dir: Path, owner: str | None, keeps: Mapping[str, str] | None = None) -> Home:
     if url.partition("://")[0] not in ("postgresql", "postgres"):
         raise InvalidRequest(
             f"store {shown_url(url)}: it is none; postgresql://USER@HOST:PORT/DATABASE is, or left out SQLite",
@@ -92,7 +129,7 @@ def _home(url: str, run_dir: Path, owner: str | None) -> Home:
     except InvalidRequest as error:
         raise InvalidRequest(f"store {shown_url(url)}: {error.message}: {install_hint('postgres')}") from error
     name = run_dir.name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
-    return made(url, name, run_dir, owner)
+    return made(url, name, run_dir, owner, keeps)
 
 
 def _url(config: ServiceConfig) -> str | None:

@@ -50,13 +50,16 @@ class Cluster:
     def hosts(self) -> list[Host]:
         return self.bed.hosts
 
-    def add(self, num_cpus: int = 2, clock_s: float = 0.0) -> Host:
-        """Start a host and Ray on it, as one more node. Its clock, as Python tells it, is so much ahead."""
+    def add(self, num_cpus: int = 2, clock_s: float = 0.0, labels: str = "") -> Host:
+        """Start a host and Ray on it, as one more node. Its clock, as Python tells it, is so much ahead.
+
+        `labels` are Ray's, as `zone=a`.
+        """
         apart = {}
         if clock_s:
             apart = {CLOCK_VARIABLE: str(clock_s), "PYTHONPATH": f"{_CLOCK}:{self._variables['PYTHONPATH']}"}
         host = self.bed.add(**{**self._variables, **apart})
-        self.start_ray(host, num_cpus)
+        self.start_ray(host, num_cpus, labels)
         return host
 
     def bystander(self) -> Host:
@@ -69,10 +72,11 @@ class Cluster:
         host.power_on()
         self.start_ray(host)
 
-    def start_ray(self, host: Host, num_cpus: int = 2) -> None:
+    def start_ray(self, host: Host, num_cpus: int = 2, labels: str = "") -> None:
         """Start Ray on a host, as systemd would, and wait until its node is there."""
         command = [sys.executable, "-m", "tests.hosts.ray_start", "start", f"--node-ip-address={host.address}"]
         command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000"]
+        command += [f"--labels={labels}"] if labels else []
         if host.number == 0:
             command += ["--head", f"--port={_RAY_PORT}", f"--temp-dir={DISK}/ray", "--include-dashboard=false"]
         else:

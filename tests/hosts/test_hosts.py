@@ -44,12 +44,12 @@ LOAD_S = 400.0
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster that is a head alone."""
+def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster that is a head alone; a parameter is the number of its CPUs."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Bed() as bed:
-        yield Cluster(bed, tmp_path)
+        yield Cluster(bed, tmp_path, getattr(request, "param", 2))
 
 
 @pytest.fixture
@@ -433,6 +433,24 @@ def test_a_cut_a_join_and_a_kill_in_one_run(head: Cluster, tmp_path: Path) -> No
         until_ready(cluster, 2)
 
 
+def test_engines_are_on_the_hosts_of_their_labels(head: Cluster) -> None:
+    cluster, hosts = head, {zone: head.add(4, labels=f"zone={zone}") for zone in "ab"}
+    engine = {"kind": "simulated", "device": "cpu", "num_cpus": 0.5}
+    entries = [
+        {**engine, "name": f"in-{zone}", "replicas": num, "labels": {"zone": zone}}
+        for zone, num in (("a", 1), ("b", 3))
+    ]
+    nowhere = {**engine, "name": "nowhere", "labels": {"zone": "c"}}
+    refusal = "error: engine nowhere: no node with zone=c and 0.5 free CPUs"
+    args = {"engine": {}, "replicas": 1}
+    with pytest.raises(AssertionError, match=refusal), cluster.service(**args, engines=[*entries, nowhere]):
+        pass
+    with cluster.service(**args, engines=entries):
+        until_ready(cluster, 4)
+        found = [(one["replica_id"][:4], one["host"]) for one in cluster.status()["replicas"]]
+        assert sorted(found) == [("in-a", hosts["a"].address), *[("in-b", hosts["b"].address)] * 3]
+
+
 def talking(cluster: Cluster, output: Path, fate: str = "lost") -> subprocess.Popen[str]:
     """Agents with sessions that were opened on one host and continued through the others, until one is lost."""
     urls = [f"http://{host.address}:{PORT}" for host in cluster.hosts]
@@ -527,6 +545,65 @@ def test_with_a_database_what_a_lost_host_had_goes_on(
             struck.order("heal")
             until(lambda: "raylet" not in struck.run(["ps", "ax", "-o", "args"]), cluster.status)
             assert [num_recorded(cluster, one) for one in sessions] == [one.num_turns for one in sessions]
+
+
+def with_coordinator(hosts: list[Host]) -> list[Host]:
+    """Those of hosts that have the coordinator's process."""
+    return [host for host in hosts if running(host, "Coordinator")]
+
+
+DEAD_AT = """
+import ray, time
+ray.init("auto", logging_level="ERROR", log_to_driver=False)
+print("begun", flush=True)
+while all(node["Alive"] for node in ray.nodes()):
+    time.sleep(0.2)
+print(time.time(), flush=True)
+"""
+
+
+def accepted_at(host: Host) -> float:
+    """Submit until that is accepted; returns when it was."""
+    number = 0
+    while True:
+        number += 1
+        task = {"task_id": f"new-{number}", "messages": [{"role": "user", "content": "Go."}]}
+        status, _, _ = answered(host, "/rollouts", {"tasks": [task], "rollout_id": f"new-{number}"})
+        if status == 200:
+            return time.time()
+
+
+@pytest.mark.parametrize("head", [0], indirect=True)
+@pytest.mark.parametrize("event", ["kill", "cut"])
+def test_with_a_database_a_lost_coordinator_beside_the_head_goes_on_elsewhere(
+    cluster: Cluster, database: PostgresServer, tmp_path: Path, event: str
+) -> None:
+    args = {**ARGS, "replicas": NUM_HOSTS - 1}
+    with cluster.service(store=database.url, **args), ThreadPoolExecutor(1) as threads:
+        (struck,) = with_coordinator(cluster.hosts)
+        left = [host for host in cluster.hosts if host is not struck]
+        assert cluster.head in left
+        until_ready(cluster, NUM_HOSTS - 1)
+        load = Load(cluster, tmp_path)
+        dead = cluster.head.start([cluster.python, "-c", DEAD_AT], tmp_path / "dead.txt")
+        while "begun" not in (tmp_path / "dead.txt").read_text():
+            time.sleep(0.2)
+        load.wait_for(NUM_TASKS)
+        struck.kill() if event == "kill" else struck.order("cut")
+        since = time.time()
+        accepted = threads.submit(accepted_at, cluster.head)
+        dead.wait(120.0)
+        dead_s = float((tmp_path / "dead.txt").read_text().split()[-1]) - since
+        accepted_s = accepted.result() - since
+        arrivals = load.ended()
+        report(f"coordinator's host, {event}", arrivals, since)
+        times = sorted(one.at - since for one in arrivals if one.at > since)
+        _, back_s = max((later - earlier, later) for earlier, later in itertools.pairwise([0.0, *times]))
+        print(f"Ray: dead after {dead_s:.1f} s; records again after {back_s:.1f} s, submits {accepted_s:.1f} s")
+        assert len(with_coordinator(left)) == 1
+        assert event == "kill" or not with_coordinator([struck])
+        assert back_s < dead_s + 60.0
+        assert accepted_s < dead_s + 60.0
 
 
 def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:

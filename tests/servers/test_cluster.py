@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 
 import psutil
 import pytest
@@ -13,7 +13,7 @@ from agentloop.errors import InvalidRequest
 from agentloop_servers import cluster, local
 from agentloop_servers.app import check_hosts, check_resources
 from agentloop_servers.config import ClusterSettings, ServiceConfig
-from agentloop_servers.engine_parts import engine_placement
+from agentloop_servers.engine_parts import engine_actor_options, engine_placement
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.settings import sized
 from agentloop_servers.tcp import listening_socket
@@ -127,24 +127,63 @@ def test_an_engine_over_hosts_has_a_bundle_on_each():
     assert engine_placement(config, config.entries[0]) == {"num_replicas": 1}
 
 
+NO_LABELS = defaultdict(dict)
+
+
 def test_an_engine_over_hosts_asks_for_nodes_that_have_its_share():
     four, two = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0}
     config = service(engine=WIDE)
-    check_hosts(config, {"a": four, "b": two, "c": four})
+    check_hosts(config, {"a": four, "b": two, "c": four}, NO_LABELS)
     with pytest.raises(InvalidRequest) as refused:
-        check_hosts(config, {"10.0.0.1": four, "10.0.0.2": two})
+        check_hosts(config, {"10.0.0.1": four, "10.0.0.2": two}, NO_LABELS)
     there = "10.0.0.1 4 GPUs 8 CPUs, 10.0.0.2 2 GPUs 8 CPUs"
     assert refused.value.message == f"engine vllm: no 2 nodes with 4 free GPUs and 1 free CPUs (nodes: {there})"
     with pytest.raises(InvalidRequest, match="this host alone"):
-        check_hosts(config, {})
+        check_hosts(config, {}, NO_LABELS)
     pair = service(engine=WIDE, replicas=2)
-    check_hosts(pair, dict.fromkeys("abcd", four))
-    check_hosts(pair, {"a": {"GPU": 8.0, "CPU": 2.0}, "b": four, "c": four})
+    check_hosts(pair, dict.fromkeys("abcd", four), NO_LABELS)
+    check_hosts(pair, {"a": {"GPU": 8.0, "CPU": 2.0}, "b": four, "c": four}, NO_LABELS)
     with pytest.raises(InvalidRequest, match=r"nodes: a 0 GPUs 7 CPUs, b 0 GPUs 7 CPUs, c 4 GPUs 8 CPUs"):
-        check_hosts(pair, dict.fromkeys("abc", four))
-    check_hosts(service(engine={"tensor_parallel_size": 8}), {})
+        check_hosts(pair, dict.fromkeys("abc", four), NO_LABELS)
+    check_hosts(service(engine={"tensor_parallel_size": 8}), {}, NO_LABELS)
     with pytest.raises(InvalidRequest, match=r"ask for 16 GPUs \(vllm 4 x 4\), and this Ray has 8"):
         check_resources(pair, {"GPU": 8.0, "CPU": 8.0})
+
+
+UNLIKE = [
+    {"name": "big", "labels": {"zone": "a"}, "replicas": 2, "accelerator_type": "H100"},
+    {"name": "small", "labels": {"zone": "b"}, "replicas": 1},
+]
+
+
+def test_engines_are_on_nodes_with_their_labels():
+    gpus = {"GPU": 1.0, "CPU": 8.0}
+    config = service(engines=UNLIKE)
+    wanted = {"zone": "a", "ray.io/accelerator-type": "H100"}
+    options = [engine_actor_options(config, entry).get("label_selector") for entry in config.entries]
+    assert options == [wanted, {"zone": "b"}]
+    free, labels = dict.fromkeys("123", gpus), {"1": wanted, "2": wanted, "3": {"zone": "b"}}
+    check_hosts(config, free, labels)
+    check_hosts(config, {}, {})  # Ray is not there yet
+    with pytest.raises(InvalidRequest) as refused:
+        check_hosts(config, free, {**labels, "2": {"zone": "a"}})
+    asked = "zone=a and ray.io/accelerator-type=H100 and 1 free GPUs and 1 free CPUs"
+    there = (
+        "1 zone=a ray.io/accelerator-type=H100 0 GPUs 7 CPUs, 2 zone=a ray.io/accelerator-type= 1 GPUs 8 CPUs,"
+        " 3 zone=b ray.io/accelerator-type= 1 GPUs 8 CPUs"
+    )
+    assert refused.value.message == f"engine big: no node with {asked} (nodes: {there})"
+
+
+def test_an_engine_over_hosts_is_on_nodes_with_its_labels():
+    config = service(engine={**WIDE, "labels": {"zone": "a"}})
+    placement = engine_placement(config, config.entries[0])
+    assert placement["placement_group_bundle_label_selector"] == [{"zone": "a"}] * 2
+    assert "label_selector" not in engine_actor_options(config, config.entries[0])
+    four = {address: {"GPU": 4.0, "CPU": 8.0} for address in "123"}
+    check_hosts(config, four, {"1": {"zone": "a"}, "2": {}, "3": {"zone": "a"}})
+    with pytest.raises(InvalidRequest, match="no 2 nodes with zone=a and 4 free GPUs"):
+        check_hosts(config, four, {"1": {"zone": "a"}, "2": {}, "3": {}})
 
 
 def test_what_nodes_have_and_what_is_free(nodes, monkeypatch):
@@ -155,6 +194,23 @@ def test_what_nodes_have_and_what_is_free(nodes, monkeypatch):
     ]
     assert cluster.node_resources() == {"10.1.0.5": {"GPU": 8.0}, "10.1.0.6": {"GPU": 4.0}}
     assert cluster.node_resources(only_free=True) == {"10.1.0.5": {"GPU": 1.0}, "10.1.0.6": {}}
+
+
+def test_with_a_database_the_head_is_where_a_coordinator_rather_is(nodes):
+    nodes[:] = [{"Alive": True, "NodeID": name, "Resources": {"CPU": 4.0}} for name in ("h", "w")]
+    resources = nodes[0]["Resources"]
+    resources["node:__internal_head__"] = 1.0
+    assert cluster.coordinator_place(service()) is None
+    on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    assert cluster.coordinator_place(service(cluster={})) == on_head
+    stored = service(cluster={}, store="postgresql://db/x")
+    for num_cpus, wanted in ((4.0, "h"), (0.0, "!h")):  # Ray leaves out what there is none of, or says 0
+        resources["CPU"] = num_cpus
+        place = cluster.coordinator_place(stored)
+        assert place["label_selector"] == {"ray.io/node-id": wanted}
+        assert place["fallback_strategy"] == [{"label_selector": {}}]
+    del resources["CPU"]
+    assert cluster.coordinator_place(stored) == place
 
 
 async def test_a_coordinator_is_found_once_it_listens(monkeypatch):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentloop.api.coordinator import WorkerPort
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest
+from agentloop.errors import Conflict, InvalidRequest
 from agentloop.rollout.turn_journal import FinishedTurn, read_entries
 from agentloop.storage.home import Home
 from agentloop.types import Message, RolloutTask, StopReason
@@ -24,7 +24,7 @@ from agentloop_servers.app import begun_run
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
 from agentloop_servers.isolation.frames import Setup
-from agentloop_servers.run_store import resumed_config
+from agentloop_servers.run_store import restore_run, resumed_config
 from tests.support.engine.scripted import call
 from tests.support.fleet.lost_worker import HangingEngine
 from tests.support.service.cut_port import CutPort
@@ -110,10 +110,37 @@ def read_and_go_on(config: ServiceConfig, secret: str, run_dir: Path, rollout_id
     for other in (simulated_config(), simulated_config(store="postgresql://127.0.0.1:1/elsewhere")):
         with pytest.raises(InvalidRequest, match=r"are in postgresql://127.0.0.1:\d+/postgres, not in"):
             begun_run(other, run_dir)
-    shutil.rmtree(run_dir)  # another run of this name
+    shutil.rmtree(run_dir)
+    restore_run(config, run_dir)  # as on another host
+    assert begun_run(resumed_config(run_dir) or simulated_config(), run_dir).key == secret
+    shutil.rmtree(run_dir)
     with pytest.raises(InvalidRequest, match="is of another run"):
         begun_run(config, run_dir)
     assert not run_dir.exists()
+
+
+async def test_a_run_goes_on_from_its_database_alone(
+    run_dir: Path, tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    config, there = config_of(postgres_server, replicas=1), tmp_path / "there" / run_dir.name
+    begun_run(config, run_dir)
+    task = RolloutTask("t", (Message("user", "What is 2 + 3?"),))
+    engine = HangingEngine("Four.", hangs_at=0)
+    async with whole_site(config, run_dir, lambda _: engine) as site, RolloutClient(site.urls[0]) as client:
+        rollout = await client.submit([task], num_samples=2)
+        async with asyncio.timeout(60.0):
+            await engine.is_hanging.wait()
+        with pytest.raises(Conflict, match=r"a service still runs on run .*: process"):
+            restore_run(config, there)
+    assert not there.exists()
+    shutil.rmtree(run_dir)
+    restore_run(config, there)
+    assert begun_run(config, there) == SECRET
+    async with whole_service(config, there) as url, RolloutClient(url) as client:
+        async with asyncio.timeout(60.0):
+            while len((page := await client.read(rollout.rollout_ids[0], wait_s=5.0)).trajectories) < 2:
+                pass
+    assert {(record.sample_index, record.is_complete) for record in page.trajectories} == {(0, True), (1, True)}
 
 
 async def num_kept(site: ServiceSite, assignment_id: str) -> int:
@@ -149,6 +176,57 @@ async def test_a_lost_workers_trajectories_go_on_from_the_store_with_no_turn_sam
         assert (record.stop_reason, record.num_resumed_turns, record.attempt) == (StopReason.COMPLETED, 2, 1)
         assert engine.num_turns == 4, "the turn that was under way, and the last one"
         assert postgres_server.execute("SELECT count(*) FROM turn_journals", run_dir.name) == [(0,)]
+
+
+KEPT = ("authority", "config.json", "secret")
+
+
+def begun(config: ServiceConfig, run_dir: Path) -> dict[str, str]:
+    """Begin or go on with a run, and return what its directory keeps."""
+    restore_run(config, run_dir)
+    begun_run(config, run_dir)
+    return {name: (run_dir / name).read_text() for name in KEPT}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_another_hosts_directory_is_of_the_run_where_a_database_has_it(
+    is_stored: bool, tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    name, run_tls = postgres_server.new_name(), {"tls": "run"}
+    store = {"store": postgres_server.url} if is_stored else {}
+    config = simulated_config(cluster=run_tls, **store)
+    here = begun(config, tmp_path / "here" / name)
+    other = simulated_config(cluster=run_tls, replicas=7, **store)
+    there = begun(other, tmp_path / "there" / name)
+    assert begun(other, tmp_path / "here" / name) == here
+    assert [here[name] == there[name] for name in KEPT] == [is_stored] * 3
+    modes = [(tmp_path / "there" / name / file).stat().st_mode & 0o777 for file in ("authority", "secret")]
+    assert modes == [0o600] * 2
+    assert resumed_config(tmp_path / "there" / name) == (config if is_stored else other)
+
+
+def test_another_run_of_the_name_of_one_is_refused_and_changes_nothing_of_it(
+    tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    name, config = postgres_server.new_name(), config_of(postgres_server, cluster={"tls": "run"})
+    here = begun(config, tmp_path / "here" / name)
+    other = tmp_path / "other" / name
+    begun_run(simulated_config(cluster={"tls": "run"}), other)  # the records that it has are not there
+    with pytest.raises(InvalidRequest, match="is of another run"):
+        begun(config, other)
+    assert begun(config, tmp_path / "there" / name) == here
+
+
+def test_a_run_of_before_gives_its_database_what_its_directory_has(
+    run_dir: Path, tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    config = config_of(postgres_server, cluster={"tls": "run"})
+    here = begun(config, run_dir)
+    postgres_server.execute("DELETE FROM about WHERE name IN ('authority', 'config.json', 'secret')", run_dir.name)
+    with pytest.raises(InvalidRequest, match="is of another run"):
+        begun(config, tmp_path / "there" / run_dir.name)
+    assert begun(config, run_dir) == here
+    assert begun(config, tmp_path / "there" / run_dir.name) == here
 
 
 def test_the_password_is_in_one_file_of_the_run_and_in_no_other_process(

@@ -77,14 +77,15 @@ def test_it_closes_and_ends(source, status, said):
 
 HUNG_UP = """
 import asyncio, os, pathlib, signal, sys
-from agentloop_servers.locks import pass_on_signal
+from agentloop_servers.locks import pass_on_signal, take_lock
 from agentloop_servers.serve_process import on_sighup
 
 async def serve():
     told = asyncio.Event()
     on_sighup(told.set)
     run_dir = pathlib.Path(sys.argv[1])
-    (run_dir / "service.lock").write_text(str(os.getpid()))
+    lock = take_lock(run_dir / "service.lock")
+    lock.set_text(str(os.getpid()))
     for _ in range(2):
         pass_on_signal(run_dir, signal.SIGHUP)
         async with asyncio.timeout(20):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
+from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.home import LEASE_S, Home, shown_url
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from tests.support.records.samples import encoded, make_group, make_trajectory
@@ -63,7 +63,7 @@ def test_what_cannot_be_a_home_is_refused_without_its_password(
 async def test_a_run_of_another_owner_or_a_later_format_is_refused(
     postgres_run: Home, postgres_server: PostgresServer
 ) -> None:
-    with pytest.raises(InvalidRequest, match="has no run"):
+    with pytest.raises(NotFound, match="has no run"):
         TrajectoryReader(postgres_run)
     ours = dataclasses.replace(postgres_run, owner="a")
     await TrajectoryStore(ours).close()

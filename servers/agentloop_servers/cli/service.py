@@ -28,7 +28,7 @@ from agentloop_servers.cli.terminal import AdminKey, ApiKey, clear_errors, given
 from agentloop_servers.config import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.locks import take_run_lock
-from agentloop_servers.run_store import has_store, resumed_config
+from agentloop_servers.run_store import has_store, restore_run, resumed_config
 
 Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
 Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
@@ -63,6 +63,7 @@ def serve(
         settings = saved or ServiceConfig.load(given("the config", "--config", config or DEFAULT_CONFIG))
         if run_dir is None:
             run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
+        restore_run(settings, run_dir)
         run_to_end(_serve(settings, run_dir, address, grace_s, is_resumed=has_store(run_dir)))
 
 

@@ -206,8 +206,8 @@ class Coordinator:
             raise NotFound(
                 f"no host {host}: there are {', '.join(sorted({*running, *(r.host for r in replicas)}))}"
             )
-        if not is_undone and host == self._config.host:
-            raise Conflict(f"{host} has the run and its coordinator: stop the service instead")
+        if not is_undone and host == self._config.head:
+            raise Conflict(f"{host} has the run: stop the service instead")
         if not is_undone and not any(one.host not in drained | {host} for one in replicas):
             raise Conflict(f"{host} is the last host with a replica")
         hosts = drained - {host} if is_undone else drained | {host}

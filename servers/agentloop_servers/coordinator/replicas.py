@@ -73,7 +73,7 @@ class CoordinatorConfig:
     waiting: WaitingConfig = field(default_factory=WaitingConfig)
     read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
-    host: str = ""  # the coordinator's own address
+    head: str = ""  # the address of the host that a service cannot do without
     disk: str = ""  # the one that has the run
     num_endpoint_processes: int = 0  # over several hosts
     is_encrypted: bool = False  # private connections

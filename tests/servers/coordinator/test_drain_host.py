@@ -75,11 +75,11 @@ async def test_a_drain_outlives_the_coordinator(site, coordinator):
         await coordinator.drain_host("b")
 
 
-@service("a", "b", config=replace(CONFIG, host="b"))
+@service("a", "b", config=replace(CONFIG, head="b"))
 async def test_drains_that_cannot_be_are_refused(site, coordinator):
     with pytest.raises(NotFound, match="no host c: there are a, b"):
         await coordinator.drain_host("c")
-    with pytest.raises(Conflict, match="b has the run and its coordinator"):
+    with pytest.raises(Conflict, match="b has the run"):
         await coordinator.drain_host("b")
 
 
