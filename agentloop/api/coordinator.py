@@ -17,6 +17,7 @@ import msgspec
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import Flight, FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
@@ -590,8 +591,8 @@ class FleetPort(Protocol):
         """Take memory back; generation continues once all of it is. Idempotent. Raises Conflict, EngineLost."""
 
 
-class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
-    """The coordinator as an ingress process sees it."""
+class SeeingPort(Protocol):
+    """The service as an operator looks at it."""
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
@@ -602,6 +603,16 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     async def metrics(self) -> MetricsPage:
         """Return the metrics of all processes, and what the state of the service says."""
 
+    async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
+        """Return the rows after `since` (seconds since 1970) of the series named so, or of all without names."""
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all stored records. Raises InvalidRequest."""
+
+
+class FrontPort(RolloutPort, LeasePort, FleetPort, SeeingPort, Protocol):
+    """The coordinator as an ingress process sees it."""
+
     async def drain(self) -> tuple[int, int]:
         """Accept and begin nothing more. Returns the numbers of running and queued trajectories. Idempotent."""
 
@@ -610,9 +621,6 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     ) -> UsersNews:
         """Report the users' use of one ingress process. Returns the use of all processes. With `reads_again` the
         users' file is read anew. Raises InvalidRequest."""
-
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all stored records. Raises InvalidRequest."""
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         """Give a host no more work, over restarts too, or end that. Returns what it still has. Idempotent.

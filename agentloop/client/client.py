@@ -30,6 +30,7 @@ from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceSta
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_TASKS,
@@ -106,6 +107,12 @@ class RolloutClient:
     async def flight(self, limit: int = 20) -> FlightPage:
         """Return what live trajectories and sessions do, with rows of the `limit` oldest. Needs the admin key."""
         return await self._get(f"/flight?limit={limit}", FlightPage, is_admin=True)
+
+    async def history(self, *metrics: str, since: float = 0.0) -> HistoryPage:
+        """Return the last quarter of an hour, a row a second, from `since` on (seconds since 1970): the series of
+        these names, or all that are kept (`agentloop.api.history.HISTORY_FAMILIES`). Needs the admin key."""
+        query = urlencode([("since", since), *(("metric", name) for name in metrics)])
+        return await self._get(f"/history?{query}", HistoryPage, is_admin=True)
 
     async def why(self, trajectory: str | None = None) -> tuple[Finding, ...]:
         """Return why nothing moves, or why it is slow, the most decisive finding first. Needs the admin key.

@@ -25,6 +25,7 @@ from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import because
 from agentloop.api.flight import FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
@@ -35,6 +36,7 @@ from agentloop.images import Image
 from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
+from agentloop_servers.coordinator.history import History
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
@@ -87,6 +89,7 @@ class Coordinator:
         )
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
         self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
+        self._history = History()
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
 
@@ -100,6 +103,7 @@ class Coordinator:
         self._metrics.restore(await self._store.saved_state(METRICS, SavedMetrics))
         self._background = [
             asyncio.create_task(self._keep_metrics(), name="coordinator-metrics"),
+            asyncio.create_task(self._keep_history(), name="coordinator-history"),
             asyncio.create_task(self._watch(), name="coordinator-watch"),
             asyncio.create_task(self._probe_suspects(), name="coordinator-probe"),
         ]
@@ -167,6 +171,10 @@ class Coordinator:
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""
         return self._metrics.page(await self.status(), self.rollouts.flights(1))
+
+    async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
+        """Return what the last quarter of an hour was like."""
+        return self._history.page(names, since)
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -254,6 +262,11 @@ class Coordinator:
                 await self._metrics.save()
             except Exception as error:  # the disk may come back
                 self._log.debug("metrics_not_saved", error=repr(error))
+
+    async def _keep_history(self) -> None:
+        while True:
+            self._history.add(time.time(), (await self.metrics()).samples)
+            await self._clock.sleep(self._history.interval_s)
 
     async def _watch(self) -> None:
         interval_s = self._config.heartbeat_interval_s

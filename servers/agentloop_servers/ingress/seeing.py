@@ -1,8 +1,9 @@
-"""The view of an operator beside the status: `GET /metrics`, `GET /flight`, `GET /why`."""
+"""The view of an operator beside the status: `GET /metrics`, `/flight`, `/history`, `/why`."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -10,9 +11,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort
+from agentloop.api.coordinator import SeeingPort
 from agentloop.api.findings import Finding, about, findings
 from agentloop.api.flight import FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.errors import AgentLoopError, NotFound
 from agentloop.metrics import MetricSample, MetricsPage
 from agentloop_servers.http.auth import Keys
@@ -25,12 +27,14 @@ NUM_LOOKED_AT = 100  # of the oldest and the slowest, for findings
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Name = Annotated[str | None, Query(max_length=512)]
+Names = Annotated[Sequence[str], Query(max_length=32)]
+Since = Annotated[float, Query(ge=0.0)]
 
 
 class SeeingRoutes:
     """The routes; all but the metrics' need the admin key, for they tell of all users."""
 
-    def __init__(self, coordinator: FrontPort) -> None:
+    def __init__(self, coordinator: SeeingPort) -> None:
         self._coordinator = coordinator
 
     def routers(self, keys: Keys) -> tuple[APIRouter, APIRouter]:
@@ -40,6 +44,7 @@ class SeeingRoutes:
         add_route(scraped, "GET", "/metrics", self.metrics, responses={200: {"content": text}})
         watched = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors(), tags=["status"])
         add_route(watched, "GET", "/flight", self.flight, responses=answered(FlightPage))
+        add_route(watched, "GET", "/history", self.history, responses=answered(HistoryPage))
         add_route(watched, "GET", "/why", self.why, responses=answered(list[Finding]))
         return scraped, watched
 
@@ -55,6 +60,13 @@ class SeeingRoutes:
     async def flight(self, limit: Limit = 20) -> Response:
         """The work of live trajectories and sessions; `limit` rows of the oldest, and of the slowest tools."""
         page = await in_time(self._coordinator.flight(limit), TIMEOUT_S, "the coordinator does not answer")
+        return json_response(codec.to_builtins(page))
+
+    async def history(self, metric: Names = (), since: Since = 0.0) -> Response:
+        """The last quarter of an hour, a row a second: the series of each `metric`, a name of `/metrics` without
+        its prefix, or of all that are kept; the rows after `since`, in seconds since 1970."""
+        asked = self._coordinator.history(tuple(metric), since)
+        page = await in_time(asked, TIMEOUT_S, "the coordinator does not answer")
         return json_response(codec.to_builtins(page))
 
     async def why(self, trajectory: Name = None) -> Response:

@@ -46,7 +46,7 @@ async def test_the_metrics_key_opens_them_and_nothing_else(tmp_path: Path) -> No
     async with opened(tmp_path, keys) as door:
         assert [(await read(door.url, key))[0] for key in (None, "user-1", "other")] == [401, 403, 401]
         assert [(await read(door.url, key))[0] for key in ("m-1", "admin-1")] == [200, 200]
-        for path in ("/status", "/rollouts/r", "/flight", "/why"):
+        for path in ("/status", "/rollouts/r", "/flight", "/history", "/why"):
             status, _, _ = await door.call("GET", path, headers={"authorization": "Bearer m-1"})
             assert status == 401
 
@@ -106,6 +106,10 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
             while (first := (await client.why())[0]).cause is not Cause.LOOP:
                 await asyncio.sleep(0.1)
         page = await client.flight(1)
+        async with asyncio.timeout(30):
+            while (history := await client.history("doing", "workers")).series[-1].values[-1] != 2:
+                await asyncio.sleep(0.2)
+        assert (await client.history(since=history.times[-1] + 3600)).times == ()
         [*_, other] = (await client.flight(2)).oldest
         beyond = await site.coordinator.flight(1, other.id)
         [row] = page.oldest
@@ -119,6 +123,7 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
     assert "(and 1 more)" in first.text
     assert [row.id for row in beyond.oldest] == [page.oldest[0].id, other.id]
     assert page.doing == (("loop", 2),)
+    assert {(one.name, *one.labels) for one in history.series} >= {("workers",), ("doing", "loop")}
     assert row.id.startswith(rollout.rollout_ids[0])
     assert (row.flight.doing, row.flight.turn, row.flight.num_tokens) == (Doing.LOOP, 1, 8)
     assert row.flight.age_s >= row.flight.for_s > 0.5

@@ -26,6 +26,7 @@ from agentloop.api.coordinator import (
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, RecordFacts
 from agentloop.api.flight import FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
@@ -319,6 +320,9 @@ class FakeCoordinator:
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         return FlightPage((), (), (), 0)
+
+    async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
+        return HistoryPage(1.0, (), ())
 
     async def list_records(self, query: FactsQuery) -> FactsPage:
         self._raise_next()
