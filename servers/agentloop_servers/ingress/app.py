@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
@@ -32,6 +32,8 @@ from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
+from agentloop_servers.viewer.pages import pages
+from agentloop_servers.viewer.records import RecordRoutes, TokenTexts
 
 _ABOUT: dict[str, Any] = {
     "title": "agentloop",
@@ -55,6 +57,7 @@ def create_app(
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
+    model: Path | None = None,
     tally: MetricsTally | None = None,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
@@ -63,7 +66,7 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    Requests are counted in `tally`.
+    The texts of tokens come from the folder `model`. Requests are counted in `tally`.
     With an `endpoint`, agents are served and recorded too, and trainers that speak to vLLM's server; starting and
     closing its sessions is the caller's.
     """
@@ -94,7 +97,8 @@ def create_app(
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    for router in (*routers, *SeeingRoutes(coordinator).routers(keys)):
+    viewer = RecordRoutes(coordinator, TokenTexts(model)).router([Depends(keys.require_admin)]), pages()
+    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
         app.include_router(router)
     describe(app)
     return app
