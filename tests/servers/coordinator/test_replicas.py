@@ -156,7 +156,9 @@ async def test_direct_leases(site, coordinator):
     await coordinator.replicas.deregister("a", "the engine hangs")
     await coordinator.replicas.deregister("a")
     (lost,) = (await coordinator.status()).lost
-    assert (await coordinator.status()).degraded == ("no replica takes traffic",)
+    assert (await coordinator.status()).degraded == (
+        "no replica takes traffic; the last one that left: the engine hangs",
+    )
     assert (lost.replica_id, lost.reason) == ("a", "the engine hangs")
     site.silent.add("a")
     started = site.clock.now()
