@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,7 +64,4 @@ class FlightPage:
 
 def doing_of(flights: Iterable[Flight]) -> tuple[tuple[str, int], ...]:
     """Count flights by what they do, the most first."""
-    counts: dict[str, int] = {}
-    for flight in flights:
-        counts[flight.name] = counts.get(flight.name, 0) + 1
-    return tuple(sorted(counts.items(), key=lambda one: -one[1]))
+    return tuple(Counter(flight.name for flight in flights).most_common())

@@ -139,27 +139,31 @@ class Rollouts:
 
     def flights(self, limit: int, name: str = "") -> FlightPage:
         """Return what the trajectories do, as their workers told last, and the sessions with a place."""
-        now, balancer, rows = self._clock.now(), self._replicas.balancer, list[FlightRow]()
-        for worker_id, poll in self._polls.items():
-            since_s = now - poll.told_at
-            for assignment_id, flight in poll.flights.items():
-                if self.queue.is_live(assignment_id):
-                    lease = balancer.lease_of(assignment_id)
-                    told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
-                    rows.append(
-                        FlightRow(assignment_id, told, worker_id, "" if lease is None else lease.replica_id)
-                    )
-        oldest = heapq.nlargest(limit, rows, key=lambda row: row.flight.age_s)
-        named = [row for row in rows if row.id == name and row not in oldest]
+        now, balancer = self._clock.now(), self._replicas.balancer
+        live = [
+            (assignment_id, flight, worker_id, now - poll.told_at)
+            for worker_id, poll in self._polls.items()
+            for assignment_id, flight in poll.flights.items()
+            if self.queue.is_live(assignment_id)
+        ]
+
+        def row(assignment_id: str, flight: Flight, worker_id: str, since_s: float) -> FlightRow:
+            lease = balancer.lease_of(assignment_id)
+            told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
+            return FlightRow(assignment_id, told, worker_id, "" if lease is None else lease.replica_id)
+
+        oldest = heapq.nlargest(limit, live, key=lambda one: one[1].age_s + one[3])
+        named = [one for one in live if one[0] == name and one not in oldest]
+        users = [one for one in live if one[1].doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
+        longest = heapq.nlargest(limit, users, key=lambda one: one[1].for_s + one[3])
         ages = {worker_id: now - poll.seen_at for worker_id, poll in self._polls.items()}
-        users = [row for row in rows if row.flight.doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
         return FlightPage(
-            oldest=(*oldest, *named),
+            oldest=tuple(row(*one) for one in (*oldest, *named)),
             sessions=balancer.sessions(limit, now, name),
-            doing=doing_of(row.flight for row in rows),
+            doing=doing_of(flight for _, flight, _, _ in live),
             num_free=sum(poll.num_free for poll in self._polls.values()),
             silent=tuple(one for one in ages.items() if one[1] > _UNHEARD_S),
-            longest_tools=tuple(heapq.nlargest(limit, users, key=lambda row: row.flight.for_s)),
+            longest_tools=tuple(row(*one) for one in longest),
         )
 
     def running_by_host(self) -> Counter[str]:
