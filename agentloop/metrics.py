@@ -84,7 +84,11 @@ FAMILIES = {
             ("replica_preemptions_total", "Requests whose KV an engine took.", ("replica",)),
             ("replica_prompt_tokens_total", "Tokens of the prompts of turns.", ("replica",)),
             ("replica_cached_prompt_tokens_total", "Of these, those found cached.", ("replica",)),
-            ("replica_joins_total", "Replicas that joined the fleet.", ("entry",)),
+            (
+                "replica_starts_total",
+                "Replicas that joined: new, replacement (of one that left), return (it was there before).",
+                ("entry", "reason"),
+            ),
         ),
         # The queue
         *_gauges(
@@ -111,6 +115,12 @@ FAMILIES = {
             ("splits_total", "Paths that could not extend the one before.", ("reason",)),
             ("tool_calls_total", "Calls of tools.", ("tool", "outcome")),
             ("reward_errors_total", "Rewards that failed.", ()),
+            ("malformed_calls_total", "Calls of tools that a turn's parser could not read.", ("parser",)),
+            (
+                "logprob_problems_total",
+                "Answers of engines with ids or logprobs that cannot be, and replicas that began to sample noise.",
+                (),
+            ),
         ),
         *_histograms(
             ("trajectory_seconds", "queue, generate, tool, reward, standstill; total.", ("phase",), _S),
@@ -139,9 +149,14 @@ FAMILIES = {
         ),
         *_histograms(("weight_update_seconds", "The steps of updates, of the slowest replica.", ("step",), _MS)),
         # The endpoint
-        *_counters(("http_requests_total", "Answers of the public port.", ("route", "method", "status"))),
+        *_counters(
+            ("http_requests_total", "Answers of the public port.", ("route", "method", "status")),
+            ("calls_repeated_total", "Model calls that a session had had before: retries of clients.", ()),
+            ("streams_cut_total", "Streams that ended early: by a client that left, or a failure.", ("by",)),
+        ),
         *_histograms(("http_seconds", "From a request's headers to the end of its answer.", ("route",), _S)),
         *_gauges(
+            ("http_in_flight", "Requests of the public port that have no answer yet.", ("process", "route")),
             ("sessions_open", "Sessions that have not ended.", ("process",)),
             ("session_bytes", "Memory of sessions.", ("process",)),
         ),

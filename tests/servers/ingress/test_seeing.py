@@ -23,6 +23,7 @@ from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import coordinator
 from agentloop_servers.http.auth import Keys, key_digest
 from tests.servers.ingress.test_ingress import opened
+from tests.servers.test_monitoring import slow_request
 from tests.support.service.whole_service import simulated_config, whole_site
 
 
@@ -68,6 +69,7 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
         monkeypatch.setattr(module, "REPORT_S", 0.1)
     config: ServiceConfig = simulated_config()
     async with whole_site(config, tmp_path, reports=True) as site:
+        slow = await slow_request(site.urls[0])
         async with aiohttp.ClientSession() as http:
             for path in ("/health", "/nothing", "/rollouts/none"):
                 async with http.get(site.urls[0] + path):
@@ -77,6 +79,8 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
             while ("agentloop_http_requests_total", "any/none/404") not in found:
                 await asyncio.sleep(0.1)
                 _, found = await read(site.urls[0])
+        slow.close()
+    assert found["agentloop_http_in_flight", "ingress-0//rollouts"] == 1
     assert found["agentloop_http_requests_total", "GET//health/200"] == 1
     assert found["agentloop_http_requests_total", "GET//rollouts/{rollout_id}/404"] == 1
     assert found["agentloop_http_seconds_count", "/health"] == 1

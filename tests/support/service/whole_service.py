@@ -23,8 +23,8 @@ from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
+    ingress_gauges,
     run_gauges,
-    session_gauges,
     tool_names,
     user_table,
 )
@@ -180,7 +180,7 @@ async def whole_site(
             urls.append(url_of(config.host, public.getsockname()[1]))
             await ingresses[index].start(index, public)
             name = f"ingress-{index}"
-            report(name, ingresses[index].tally, partial(session_gauges, name, ingresses[index]))
+            report(name, ingresses[index].tally, partial(ingress_gauges, name, ingresses[index]))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
