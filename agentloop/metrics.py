@@ -208,7 +208,8 @@ class MetricsPage:
 class MetricsReport:
     """A process's counts since its last report, and its gauges.
 
-    A process repeats a report until it is answered; `sequence` grows by one with each new one of its `life`.
+    A process repeats a report until it is answered; `sequence` grows by one with each new one of its `life`. One
+    that `is_last` is a goodbye: it is answered at once, and nothing more is said of the process.
     """
 
     process: str  # as in labels
@@ -216,6 +217,7 @@ class MetricsReport:
     sequence: int
     counted: MetricsPage
     gauges: tuple[MetricSample, ...] = ()
+    is_last: bool = False
 
 
 class MetricsTally:

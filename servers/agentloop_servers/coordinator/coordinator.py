@@ -113,6 +113,7 @@ class Coordinator:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._tasks.close(cancels=True)
         await self.replicas.late.close()
+        await self._save_metrics()
         await self._store.close()
 
     async def check_health(self) -> None:
@@ -250,10 +251,13 @@ class Coordinator:
             for cause, holds in (("pause", orders.is_paused), ("sleep", bool(orders.asleep))):
                 if holds:
                     tally.count("paused_seconds_total", cause, by=passed_s)
-            try:
-                await self._metrics.save()
-            except Exception as error:  # the disk may come back
-                self._log.debug("metrics_not_saved", error=repr(error))
+            await self._save_metrics()
+
+    async def _save_metrics(self) -> None:
+        try:
+            await self._metrics.save()
+        except Exception as error:  # the disk may come back
+            self._log.debug("metrics_not_saved", error=repr(error))
 
     async def _watch(self) -> None:
         interval_s = self._config.heartbeat_interval_s

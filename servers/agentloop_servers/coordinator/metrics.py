@@ -29,7 +29,7 @@ class SavedMetrics:
 
 @dataclass(slots=True)
 class _ReportingProcess:
-    name: str
+    name: str  # empty: it has gone, or was not heard since an earlier coordinator
     heard_at: float
     sequence: int = 0
     gauges: tuple[MetricSample, ...] = ()
@@ -58,14 +58,16 @@ class MetricsBook:
             }
 
     async def report(self, report: MetricsReport) -> None:
-        """Add a report, each once; returns when it is in the store."""
+        """Add a report, each once; returns when it is in the store, of a last one at once."""
         process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
         process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges
+        if report.is_last:
+            process.name = ""
         if report.sequence > process.sequence:
             process.sequence = report.sequence
             self._total.add(report.counted)
             self._unsaved.add(report.life)
-        if report.life in self._unsaved:
+        if report.life in self._unsaved and not report.is_last:
             await self._saved.wait()
 
     async def save(self) -> None:

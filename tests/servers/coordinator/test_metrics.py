@@ -19,6 +19,7 @@ from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
 from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
+from agentloop_servers.metrics import MetricsReporter
 from tests.support.records.samples import counted, make_trajectory
 
 NOTHING = ServiceStatus(False, False, None, (), 0, (), ())
@@ -121,6 +122,41 @@ async def test_a_silent_process_is_named_and_its_gauges_are_gone_and_its_counts_
     saving.now = 601.0
     await saving.book.save()
     assert saving.shown() == {OOPS: 1}
+
+
+async def test_a_process_that_closes_says_goodbye_with_its_last_counts_and_a_killed_one_does_not() -> None:
+    saving = Saving()
+    tallies = {name: MetricsTally() for name in ("worker-closed", "worker-killed")}
+    closed, killed = (MetricsReporter(name, tally, saving.book.report) for name, tally in tallies.items())
+    for num_before in (1, 2):
+        for tally in tallies.values():
+            tally.count("log_events_total", *OOPS[1])
+        await asyncio.sleep(0)
+        if num_before == 1:
+            await saving.book.save()
+            await asyncio.sleep(0)
+    killed._task.cancel()
+    killed._watch.close()
+    await closed.close()
+    await saving.book.save()
+    assert saving.shown()[OOPS] == 3
+    saving.now = 31.0
+    assert saving.shown() == {OOPS: 3, ("process_up", ("worker-killed",)): 0}
+
+
+async def test_a_goodbye_repeats_what_was_not_answered_and_counts_once() -> None:
+    saving, tally = Saving(), MetricsTally()
+    tally.count("log_events_total", *OOPS[1])
+    reporter = MetricsReporter("worker-a", tally, saving.book.report)
+    await asyncio.sleep(0)  # it reports, and is not answered: nothing is saved
+    tally.count("log_events_total", *OOPS[1])
+    await reporter.close()
+    await reporter.close()
+    await saving.book.save()
+    assert saving.shown() == {OOPS: 2}
+    before = Saving()
+    before.book.restore(saving.saved)
+    assert before.shown() == {OOPS: 2}
 
 
 async def test_counts_of_another_release_are_left_out() -> None:

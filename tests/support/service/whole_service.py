@@ -124,7 +124,8 @@ async def whole_site(
 
         def report(process: str, tally: MetricsTally, gauges: Callable[[], Sequence[MetricSample]] = tuple) -> None:
             if reports:
-                closing.callback(MetricsReporter(process, tally, coordinator.report_metrics, gauges).close)
+                reporter = MetricsReporter(process, tally, coordinator.report_metrics, gauges)
+                closing.push_async_callback(reporter.close)
 
         report("coordinator", coordinator.replicas.tally, partial(run_gauges, config, run_dir))
 
