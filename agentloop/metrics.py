@@ -218,6 +218,7 @@ class MetricsReport:
     counted: MetricsPage
     gauges: tuple[MetricSample, ...] = ()
     is_last: bool = False
+    blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
 
 
 class MetricsTally:

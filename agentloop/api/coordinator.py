@@ -371,6 +371,7 @@ class ServiceStatus:
     is_stopping: bool = False  # nothing is accepted or begun
     is_disk_full: bool = False
     drained: tuple[str, ...] = ()  # hosts that get no work
+    unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ SLOW_TOOL_S = 30.0
 SLOW_TURN_S = 120.0
 SLOW_UPDATE_S = 10.0
 SILENT_SESSION_S = 60.0
+UNREAD_S = 300.0
+RECENT_BLOCK_S = 60.0
 _HEARD_S = 5.0  # the age of a heartbeat that is no evidence
 
 
@@ -41,7 +43,9 @@ class Cause(StrEnum):
     REWARD = "reward"
     LOOP = "loop"
     TURN = "turn"
+    BLOCKED = "blocked"
     PRIORITY = "priority"
+    UNREAD = "unread"
     SESSION = "session"
     NOTHING = "nothing"
     LONG = "long"
@@ -69,6 +73,7 @@ def findings(status: ServiceStatus, flights: FlightPage) -> tuple[Finding, ...]:
         *_of_queue(status, flights),
         *_of_replicas(status),
         *_of_flights(flights),
+        *_of_blocked(flights),
         *_of_rollouts(status),
         *_of_sessions(flights),
     ]
@@ -150,7 +155,8 @@ def _of_update(status: ServiceStatus) -> Iterator[Finding]:
 
 def _of_workers(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
     for worker, silent_s in flights.silent:
-        text = f"worker {worker} is silent since {silent_s:.0f} s: its event loop is blocked, or it is lost"
+        at = next((f", last at {one.place}" for one in flights.blocked if one.process == f"worker-{worker}"), "")
+        text = f"worker {worker} is silent since {silent_s:.0f} s: its event loop is blocked{at}, or it is lost"
         yield Finding(Cause.SILENT_WORKER, text, "service.log: `event_loop_blocked` has file and line", silent_s)
     num_waiting = sum(one.num_queued - one.num_held for one in status.rollouts)
     are_full = status.num_workers > 0 and flights.num_free == 0
@@ -205,6 +211,13 @@ def _of_flights(flights: FlightPage) -> Iterator[Finding]:
         yield Finding(Cause.TURN, _slowest(rows), action, rows[0].flight.for_s)
 
 
+def _of_blocked(flights: FlightPage) -> Iterator[Finding]:
+    for one in flights.blocked:
+        if one.ago_s < RECENT_BLOCK_S:
+            text = f"the event loop of {one.process} was blocked {one.ago_s:.0f} s ago, at {one.place}"
+            yield Finding(Cause.BLOCKED, text, "mend that code: await, or run it in a thread", one.ago_s)
+
+
 def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
     waiting = [one for one in status.rollouts if one.num_queued > one.num_held and not one.num_running]
     ahead = max((one.priority for one in status.rollouts if one.num_running), default=None)
@@ -213,6 +226,10 @@ def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
         names = ", ".join(one.rollout_id for one in behind[:3])
         text = f"{names}: everything of priority {ahead} goes before priority {max(one.priority for one in behind)}"
         yield Finding(Cause.PRIORITY, text, "submit with a higher `priority`, or wait")
+    for rollout_id, unread_s in status.unread:
+        if unread_s >= UNREAD_S:
+            text = f"nobody reads the records of {rollout_id}: the first waits since {unread_s:.0f} s"
+            yield Finding(Cause.UNREAD, text, "is the trainer alive, and at its step?", unread_s)
 
 
 def _of_sessions(flights: FlightPage) -> Iterator[Finding]:

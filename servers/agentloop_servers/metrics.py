@@ -77,8 +77,12 @@ class MetricsReporter:
         """Report what was not answered once more, else what was counted since."""
         if self._counted is None:
             self._sequence, self._counted = self._sequence + 1, self._tally.take()
-        counted = self._counted
-        await self._report(MetricsReport(self._process, self._life, self._sequence, counted, gauges, is_last))
+        counted, blocked = self._counted, self._watch.blocked
+        if blocked is not None:
+            blocked = blocked[0], time.monotonic() - blocked[1]
+        await self._report(
+            MetricsReport(self._process, self._life, self._sequence, counted, gauges, is_last, blocked)
+        )
         self._counted = None
 
     def _of_process(self) -> Iterator[MetricSample]:

@@ -17,7 +17,7 @@ from agentloop.api.coordinator import (
     UpdateProgress,
 )
 from agentloop.api.findings import Cause, about, degraded, findings
-from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
+from agentloop.api.flight import Blocked, Doing, Flight, FlightPage, FlightRow, doing_of
 from agentloop.engine import MemoryTag
 from agentloop.types import Load
 
@@ -74,6 +74,24 @@ CASES = [
     (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 is staging since 30 s, waits for r1"),
     (replace(WELL, update=FAILING), FLYING, Cause.UPDATE, "failed: r1: lost"),
     (WELL, flying(silent=(("w1", 9.0),)), Cause.SILENT_WORKER, "w1 is silent since 9 s"),
+    (
+        WELL,
+        flying(silent=(("w1", 9.0),), blocked=(Blocked("worker-w1", "my_tool.py:7 in run", 70.0),)),
+        Cause.SILENT_WORKER,
+        "its event loop is blocked, last at my_tool.py:7 in run",
+    ),
+    (
+        WELL,
+        flying(blocked=(Blocked("w0", "old.py:1", 70.0), Blocked("worker-w1", "my_tool.py:7 in run", 7.0))),
+        Cause.BLOCKED,
+        "loop of worker-w1 was blocked 7 s ago, at my_tool.py:7",
+    ),
+    (
+        replace(WELL, rollouts=(), unread=(("r", 400.0), ("new", 20.0))),
+        EMPTY,
+        Cause.UNREAD,
+        "nobody reads the records of r: the first waits since 400 s",
+    ),
     (replace(WELL, num_workers=0, rollouts=(rollout(0, 5),)), EMPTY, Cause.NO_WORKER, "5 samples wait"),
     (
         replace(STUCK, rollouts=(rollout(2, 5),)),

@@ -154,6 +154,7 @@ class Coordinator:
             is_stopping=self.rollouts.is_draining,
             is_disk_full=self._store.is_full,
             drained=tuple(sorted(orders.drained)),
+            unread=self.rollouts.unread(),
         )
         return replace(status, degraded=degraded(status))
 
@@ -163,7 +164,7 @@ class Coordinator:
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do."""
-        return self.rollouts.flights(limit, name)
+        return replace(self.rollouts.flights(limit, name), blocked=self._metrics.blocked())
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""

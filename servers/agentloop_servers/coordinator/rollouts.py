@@ -64,6 +64,8 @@ from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _UNHEARD_S = 8.0  # a worker that was not heard of for so long is told of: it asks for work every few seconds
 _TRIM_GAP_S = 0.02  # between two batches of deletions
+_MAX_UNREAD = 1000  # rollouts, of which the oldest is forgotten
+_MAX_UNREAD_TOLD = 4
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
 MAX_TAKEN = 32  # samples that one of several workers takes in one call; it asks again in a few milliseconds
@@ -127,6 +129,7 @@ class Rollouts:
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._submitting = KeyedLocks()  # by rollout id
         self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
+        self._unread: dict[str, float] = {}  # rollouts with a record that no reader had, and since when
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
@@ -165,6 +168,12 @@ class Rollouts:
             silent=tuple(one for one in ages.items() if one[1] > _UNHEARD_S),
             longest_tools=tuple(row(*one) for one in longest),
         )
+
+    def unread(self) -> tuple[tuple[str, float], ...]:
+        """Return the rollouts whose records wait for a reader for longest, and the seconds since then."""
+        now = self._clock.now()
+        oldest = heapq.nsmallest(_MAX_UNREAD_TOLD, self._unread.items(), key=lambda one: one[1])
+        return tuple((rollout_id, now - since) for rollout_id, since in oldest)
 
     def running_by_host(self) -> Counter[str]:
         """Count the trajectories that workers run, by the addresses of their hosts."""
@@ -455,7 +464,10 @@ class Rollouts:
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
             status = await self._by_id(rollout_id)
+            self._unread.pop(rollout_id, None)  # before the read: what comes meanwhile is unread
             rows = await self._store.read(rollout_id, after, limit)
+            if len(rows) == limit:
+                self._note_unread(rollout_id)
             status = replace(status, num_damaged=self._store.num_damaged(rollout_id))  # that the read has met too
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
@@ -626,10 +638,17 @@ class Rollouts:
         if record.staleness is not None:
             self._replicas.tally.observe("trajectory_staleness", record.staleness)
         self._replicas.end_lease(assignment_id, num_tokens)
+        if record.stop_reason is not StopReason.CANCELLED:
+            self._note_unread(record.rollout_id)
         self._changed.notify()
         event = self._readers.pop(record.rollout_id, None)
         if event is not None:
             event.set()
+
+    def _note_unread(self, rollout_id: str) -> None:
+        self._unread.setdefault(rollout_id, self._clock.now())
+        if len(self._unread) > _MAX_UNREAD:
+            del self._unread[next(iter(self._unread))]
 
     def _lost(self, assignment_ids: tuple[str, ...]) -> None:
         """These left their worker: queued again or owed a record, in either case without a place."""

@@ -16,6 +16,7 @@ from agentloop.api.coordinator import (
     UpdateReport,
 )
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
+from agentloop.errors import ServiceUnavailable
 from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
@@ -126,17 +127,25 @@ async def test_a_silent_process_is_named_and_its_gauges_are_gone_and_its_counts_
 
 async def test_a_process_that_closes_says_goodbye_with_its_last_counts_and_a_killed_one_does_not() -> None:
     saving = Saving()
-    tallies = {name: MetricsTally() for name in ("worker-closed", "worker-killed")}
-    closed, killed = (MetricsReporter(name, tally, saving.book.report) for name, tally in tallies.items())
+    is_killed = False
+
+    async def until_killed(report: MetricsReport) -> None:
+        if is_killed:
+            raise ServiceUnavailable("it is dead")
+        await saving.book.report(report)
+
+    tallies = MetricsTally(), MetricsTally()
+    closed = MetricsReporter("worker-closed", tallies[0], saving.book.report)
+    killed = MetricsReporter("worker-killed", tallies[1], until_killed)
     for num_before in (1, 2):
-        for tally in tallies.values():
+        for tally in tallies:
             tally.count("log_events_total", *OOPS[1])
         await asyncio.sleep(0)
         if num_before == 1:
             await saving.book.save()
             await asyncio.sleep(0)
-    killed._task.cancel()
-    killed._watch.close()
+    is_killed = True
+    await killed.close()
     await closed.close()
     await saving.book.save()
     assert saving.shown()[OOPS] == 3
