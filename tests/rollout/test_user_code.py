@@ -353,7 +353,7 @@ async def test_what_blocks_the_event_loop_is_named():
     assert [line["by"] for line in told] == [f"loop {HERE}:Blocks of bad/0"]
     assert told[0]["at"].endswith(" in run")
     assert watch.blocked is not None
-    assert watch.blocked[0] == told[0]["at"]
+    assert watch.blocked[0] in [line.get("at") for line in logs]
     assert watch.longest_s >= 0.2
 
 
