@@ -84,11 +84,7 @@ FAMILIES = {
             ("replica_preemptions_total", "Requests whose KV an engine took.", ("replica",)),
             ("replica_prompt_tokens_total", "Tokens of the prompts of turns.", ("replica",)),
             ("replica_cached_prompt_tokens_total", "Of these, those found cached.", ("replica",)),
-            (
-                "replica_starts_total",
-                "Replicas that joined: new, replacement (of one that left), return (it was there before).",
-                ("entry", "reason"),
-            ),
+            ("replica_starts_total", "Replicas that joined: new, replacement, return.", ("entry", "reason")),
         ),
         # The queue
         *_gauges(
@@ -116,11 +112,7 @@ FAMILIES = {
             ("tool_calls_total", "Calls of tools.", ("tool", "outcome")),
             ("reward_errors_total", "Rewards that failed.", ()),
             ("malformed_calls_total", "Calls of tools that a turn's parser could not read.", ("parser",)),
-            (
-                "logprob_problems_total",
-                "Answers of engines with ids or logprobs that cannot be, and replicas that began to sample noise.",
-                (),
-            ),
+            ("logprob_problems_total", "Answers with ids or logprobs that cannot be; replicas of noise.", ()),
         ),
         *_histograms(
             ("trajectory_seconds", "queue, generate, tool, reward, standstill; total.", ("phase",), _S),
