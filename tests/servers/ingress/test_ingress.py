@@ -352,6 +352,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/trajectories",
         "/metrics",
         "/flight",
+        "/history",
         "/why",
         "/admin/users",
         "/admin/drain",
