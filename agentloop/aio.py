@@ -342,6 +342,7 @@ class LoopWatch:
 
     def __init__(self, blocked_s: float = BLOCKED_S) -> None:
         self.longest_s = 0.0  # by which the loop was late, since this was set to 0
+        self.blocked: tuple[str, float] | None = None  # FILE:LINE that blocked it last; time.monotonic()
         self._blocked_s = blocked_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
@@ -367,8 +368,9 @@ class LoopWatch:
             turned_at = self._turned_at
             still_s = time.monotonic() - turned_at
             if still_s >= self._blocked_s and told_at != turned_at:
-                told_at = turned_at
-                _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=self._place())
+                told_at, place = turned_at, self._place()
+                self.blocked = place, time.monotonic()
+                _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=place)
 
     def _culprit(self) -> str:
         task = asyncio.current_task(self._loop)

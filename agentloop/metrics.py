@@ -84,7 +84,7 @@ FAMILIES = {
             ("replica_preemptions_total", "Requests whose KV an engine took.", ("replica",)),
             ("replica_prompt_tokens_total", "Tokens of the prompts of turns.", ("replica",)),
             ("replica_cached_prompt_tokens_total", "Of these, those found cached.", ("replica",)),
-            ("replica_joins_total", "Replicas that joined the fleet.", ("entry",)),
+            ("replica_starts_total", "Replicas that joined: new, replacement, return.", ("entry", "reason")),
         ),
         # The queue
         *_gauges(
@@ -111,6 +111,8 @@ FAMILIES = {
             ("splits_total", "Paths that could not extend the one before.", ("reason",)),
             ("tool_calls_total", "Calls of tools.", ("tool", "outcome")),
             ("reward_errors_total", "Rewards that failed.", ()),
+            ("malformed_calls_total", "Calls of tools that a turn's parser could not read.", ("parser",)),
+            ("logprob_problems_total", "Answers with ids or logprobs that cannot be; replicas of noise.", ()),
         ),
         *_histograms(
             ("trajectory_seconds", "queue, generate, tool, reward, standstill; total.", ("phase",), _S),
@@ -139,9 +141,14 @@ FAMILIES = {
         ),
         *_histograms(("weight_update_seconds", "The steps of updates, of the slowest replica.", ("step",), _MS)),
         # The endpoint
-        *_counters(("http_requests_total", "Answers of the public port.", ("route", "method", "status"))),
+        *_counters(
+            ("http_requests_total", "Answers of the public port.", ("route", "method", "status")),
+            ("calls_repeated_total", "Model calls that a session had had before: retries of clients.", ()),
+            ("streams_cut_total", "Streams that ended early: by a client that left, or a failure.", ("by",)),
+        ),
         *_histograms(("http_seconds", "From a request's headers to the end of its answer.", ("route",), _S)),
         *_gauges(
+            ("http_in_flight", "Requests of the public port that have no answer yet.", ("process", "route")),
             ("sessions_open", "Sessions that have not ended.", ("process",)),
             ("session_bytes", "Memory of sessions.", ("process",)),
         ),
@@ -193,7 +200,8 @@ class MetricsPage:
 class MetricsReport:
     """A process's counts since its last report, and its gauges.
 
-    A process repeats a report until it is answered; `sequence` grows by one with each new one of its `life`.
+    A process repeats a report until it is answered; `sequence` grows by one with each new one of its `life`. One
+    that `is_last` is a goodbye: it is answered at once, and nothing more is said of the process.
     """
 
     process: str  # as in labels
@@ -201,6 +209,8 @@ class MetricsReport:
     sequence: int
     counted: MetricsPage
     gauges: tuple[MetricSample, ...] = ()
+    is_last: bool = False
+    blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
 
 
 class MetricsTally:

@@ -362,13 +362,17 @@ class ServiceStatus:
     sleep_reason: str = ""
     starting: tuple[StartingReplica, ...] = ()
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
-    degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each
+    degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each, by `findings`
     update: UpdateProgress | None = None  # the one under way
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
     public_urls: tuple[str, ...] = ()  # of each host with an ingress process; of several hosts alone
     is_encrypted: bool = False  # private connections; so are weights by sockets
     num_refused: int = 0  # calls and connections to private ports: no key or another one, late, copies, misdirected
+    is_stopping: bool = False  # nothing is accepted or begun
+    is_disk_full: bool = False
+    drained: tuple[str, ...] = ()  # hosts that get no work
+    unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ SLOW_TOOL_S = 30.0
 SLOW_TURN_S = 120.0
 SLOW_UPDATE_S = 10.0
 SILENT_SESSION_S = 60.0
-_STARTING_S = 5.0  # of a replica's start, below which nobody wonders
+UNREAD_S = 300.0
+RECENT_BLOCK_S = 60.0
+_HEARD_S = 5.0  # the age of a heartbeat that is no evidence
 
 
 class Cause(StrEnum):
@@ -35,12 +37,15 @@ class Cause(StrEnum):
     STALE = "stale"
     NO_ROOM = "no_room"
     REPLICA = "replica"
+    DRAINED = "drained"
     NO_PLACE = "no_place"
     TOOL = "tool"
     REWARD = "reward"
     LOOP = "loop"
     TURN = "turn"
+    BLOCKED = "blocked"
     PRIORITY = "priority"
+    UNREAD = "unread"
     SESSION = "session"
     NOTHING = "nothing"
     LONG = "long"
@@ -68,15 +73,16 @@ def findings(status: ServiceStatus, flights: FlightPage) -> tuple[Finding, ...]:
         *_of_queue(status, flights),
         *_of_replicas(status),
         *_of_flights(flights),
+        *_of_blocked(flights),
         *_of_rollouts(status),
         *_of_sessions(flights),
     ]
     return tuple(found) or (_all_is_well(status, flights),)
 
 
-def stops_progress(finding: Finding) -> bool:
-    """Tell if a finding is of more than of work that takes its time."""
-    return finding.cause not in (Cause.LONG, Cause.NOTHING)
+def degraded(status: ServiceStatus) -> tuple[str, ...]:
+    """Return why the service does not all that it could: the sentences about itself, its replicas and hosts."""
+    return tuple(one.text for one in (*_of_service(status), *_of_replicas(status)))
 
 
 def about(name: str, flights: FlightPage) -> Finding | None:
@@ -108,33 +114,35 @@ _ACTION_OF = {
 
 
 def _of_service(status: ServiceStatus) -> Iterator[Finding]:
+    if status.is_stopping:
+        text = "the service is stopping: nothing is accepted or begun"
+        yield Finding(Cause.STOPPING, text, "start the service again; it goes on where it was")
+    if status.is_disk_full:
+        text = "the run's disk is full: records and new work wait until there is room"
+        yield Finding(Cause.DISK_FULL, text, "make room, or acknowledge what was read")
     if status.paused_s is not None:
-        text = f"paused for {status.paused_s:.0f} s{because(status.pause_reason)}"
+        text = f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
         yield Finding(Cause.PAUSED, text, "agentloop resume", status.paused_s)
     if status.asleep_s is not None:
-        text = f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){because(status.sleep_reason)}"
+        text = f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){_because(status.sleep_reason)}"
         yield Finding(Cause.ASLEEP, text, "agentloop wake", status.asleep_s)
-    for line in status.degraded:
-        if "disk is full" in line:
-            yield Finding(Cause.DISK_FULL, line, "make room, or acknowledge what was read")
-        if "is stopping" in line:
-            yield Finding(Cause.STOPPING, line, "start the service again; it goes on where it was")
-    if not (status.is_ready or status.asleep or status.is_paused):
+    elif not status.is_ready:
         yield _no_traffic(status)
+    if status.num_workers == 0 and (num_queued := sum(one.num_queued for one in status.rollouts)):
+        text = f"{num_queued} samples wait, and there is no worker"
+        yield Finding(Cause.NO_WORKER, text, "look at service.log: why do workers not start?")
 
 
 def _no_traffic(status: ServiceStatus) -> Finding:
+    text = "no replica takes traffic"
     if status.replicas:
-        why = "; ".join(f"{one.replica_id} is {one.state}{because(one.error or '')}" for one in status.replicas)
         is_dummy = status.weight_version is None
         action = "push weights: they are dummy ones" if is_dummy else "see each one's reason, and its log"
-        return Finding(Cause.NO_REPLICA, f"no replica takes traffic: {why}", action)
+        return Finding(Cause.NO_REPLICA, text, action)
     if status.starting:
-        loading = max(status.starting, key=lambda one: one.waiting_s)
-        text = f"no replica has joined yet: {loading.replica_id} {loading.reason or 'loads'}"
-        return Finding(Cause.LOADING, text, "wait, or look at its log", loading.waiting_s)
+        return Finding(Cause.LOADING, f"{text}: none has joined yet", "wait, or look at the log of what loads")
     last = f"; the last one that left: {status.lost[-1].reason}" if status.lost else ""
-    return Finding(Cause.NO_REPLICA, f"there is no replica{last}", "look at service.log and Ray's resources")
+    return Finding(Cause.NO_REPLICA, f"{text}{last}", "look at service.log and Ray's resources")
 
 
 def _of_update(status: ServiceStatus) -> Iterator[Finding]:
@@ -147,13 +155,12 @@ def _of_update(status: ServiceStatus) -> Iterator[Finding]:
 
 def _of_workers(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
     for worker, silent_s in flights.silent:
-        text = f"worker {worker} is silent since {silent_s:.0f} s: its event loop is blocked, or it is lost"
+        at = next((f", last at {one.place}" for one in flights.blocked if one.process == f"worker-{worker}"), "")
+        text = f"worker {worker} is silent since {silent_s:.0f} s: its event loop is blocked{at}, or it is lost"
         yield Finding(Cause.SILENT_WORKER, text, "service.log: `event_loop_blocked` has file and line", silent_s)
     num_waiting = sum(one.num_queued - one.num_held for one in status.rollouts)
-    if num_waiting and status.num_workers == 0:
-        text = f"{num_waiting} samples wait, and there is no worker"
-        yield Finding(Cause.NO_WORKER, text, "look at service.log: why do workers not start?")
-    elif num_waiting and flights.num_free == 0 and not status.queue.reason and not _is_busy(status, flights):
+    are_full = status.num_workers > 0 and flights.num_free == 0
+    if num_waiting and are_full and not status.queue.reason and not _is_busy(status, flights):
         text = f"{num_waiting} samples wait: all places of {status.num_workers} workers are taken"
         yield Finding(Cause.WORKERS_FULL, text, "raise `workers.capacity` or `workers.replicas`")
 
@@ -171,15 +178,24 @@ def _of_queue(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
 
 
 def _of_replicas(status: ServiceStatus) -> Iterator[Finding]:
-    if not status.is_ready:
-        return
     for replica in status.replicas:
+        name = f"replica {replica.replica_id}"
         if replica.state not in ("ready", "updating", "asleep"):
-            text = f"replica {replica.replica_id} is {replica.state}{because(replica.error or _age(replica))}"
+            text = f"{name} is {replica.state}{_because(replica.error or _silence(replica))}"
             yield Finding(Cause.REPLICA, text, "others have its work; if it stays so, look at its log")
-        elif replica.is_noise:
-            text = f"replica {replica.replica_id} samples noise: its logprobs stay at -ln(vocabulary)"
+        if replica.is_thrashing and replica.kv_hit_rate is not None:
+            found = f"turns that return find {replica.kv_hit_rate:.0%} of their KV"
+            text = f"{name} computes contexts again: {found}; less may begin until they do"
+            yield Finding(Cause.REPLICA, text, "wait; if it stays so, lower `balancer.max_kv_share`")
+        if replica.is_noise:
+            text = f"{name} samples noise: its logprobs stay at -ln(vocabulary)"
             yield Finding(Cause.REPLICA, text, "push weights again; `agentloop check-logprobs`")
+    for start in status.starting:
+        what = "waits to start" if start.reason else "loads"
+        text = f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{_because(start.reason)}"
+        yield Finding(Cause.LOADING, text, "wait, or look at its log", start.waiting_s)
+    for host in status.drained:
+        yield Finding(Cause.DRAINED, f"{host} is drained: it gets no work", f"agentloop drain {host} --undo")
 
 
 def _of_flights(flights: FlightPage) -> Iterator[Finding]:
@@ -195,6 +211,13 @@ def _of_flights(flights: FlightPage) -> Iterator[Finding]:
         yield Finding(Cause.TURN, _slowest(rows), action, rows[0].flight.for_s)
 
 
+def _of_blocked(flights: FlightPage) -> Iterator[Finding]:
+    for one in flights.blocked:
+        if one.ago_s < RECENT_BLOCK_S:
+            text = f"the event loop of {one.process} was blocked {one.ago_s:.0f} s ago, at {one.place}"
+            yield Finding(Cause.BLOCKED, text, "mend that code: await, or run it in a thread", one.ago_s)
+
+
 def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
     waiting = [one for one in status.rollouts if one.num_queued > one.num_held and not one.num_running]
     ahead = max((one.priority for one in status.rollouts if one.num_running), default=None)
@@ -203,6 +226,10 @@ def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
         names = ", ".join(one.rollout_id for one in behind[:3])
         text = f"{names}: everything of priority {ahead} goes before priority {max(one.priority for one in behind)}"
         yield Finding(Cause.PRIORITY, text, "submit with a higher `priority`, or wait")
+    for rollout_id, unread_s in status.unread:
+        if unread_s >= UNREAD_S:
+            text = f"nobody reads the records of {rollout_id}: the first waits since {unread_s:.0f} s"
+            yield Finding(Cause.UNREAD, text, "is the trainer alive, and at its step?", unread_s)
 
 
 def _of_sessions(flights: FlightPage) -> Iterator[Finding]:
@@ -236,10 +263,9 @@ def _slowest(rows: list[FlightRow]) -> str:
     return f"{row.id} waits for its {row.flight.name} since {row.flight.for_s:.0f} s{left} on {where}{others}"
 
 
-def _age(replica: ReplicaStatus) -> str:
-    return f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > _STARTING_S else ""
+def _silence(replica: ReplicaStatus) -> str:
+    return f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > _HEARD_S else ""
 
 
-def because(reason: str) -> str:
-    """Return a reason as the end of a sentence; nothing without one."""
+def _because(reason: str) -> str:
     return f": {reason}" if reason else ""

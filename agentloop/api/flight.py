@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +50,15 @@ class FlightRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocked:
+    """The latest code that blocked the event loop of a process for a second or more."""
+
+    process: str  # as in metrics: "worker-ID", "ingress-0", ...
+    place: str  # FILE:LINE
+    ago_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FlightPage:
     """The live trajectories and sessions: the oldest, and how many there are of each kind. One that was asked for
     by name comes after them."""
@@ -59,11 +69,9 @@ class FlightPage:
     num_free: int  # places of workers
     silent: tuple[tuple[str, float], ...] = ()  # workers, and the seconds since they were heard
     longest_tools: tuple[FlightRow, ...] = ()  # of all, those that a tool or a reward runs for longest
+    blocked: tuple[Blocked, ...] = ()
 
 
 def doing_of(flights: Iterable[Flight]) -> tuple[tuple[str, int], ...]:
     """Count flights by what they do, the most first."""
-    counts: dict[str, int] = {}
-    for flight in flights:
-        counts[flight.name] = counts.get(flight.name, 0) + 1
-    return tuple(sorted(counts.items(), key=lambda one: -one[1]))
+    return tuple(Counter(flight.name for flight in flights).most_common())

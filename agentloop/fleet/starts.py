@@ -33,9 +33,9 @@ class Starts:
         start.seen_at, start.is_let = now, start.is_let or not is_asleep
         return start.is_let
 
-    def ended(self, replica_id: str) -> None:
-        """Forget a start: the replica has joined, or left."""
-        self._starts.pop(replica_id, None)
+    def ended(self, replica_id: str) -> bool:
+        """Forget a start: the replica has joined, or left. False: it was unknown."""
+        return self._starts.pop(replica_id, None) is not None
 
     def expire(self, now: float) -> None:
         """Forget replicas that have not asked for `SILENT_AFTER_S`."""

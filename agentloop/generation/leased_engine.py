@@ -61,6 +61,7 @@ from agentloop.errors import (
 from agentloop.generation.deadline import Deadline, loop_time
 from agentloop.generation.leases import LeaseConfig, LeaseHolder, LeaseReporter
 from agentloop.images import Image, ImageTokens
+from agentloop.metrics import MetricsTally
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, LossCause, Move, TurnTimes
 
@@ -164,9 +165,11 @@ class LeasedEngine:
         vocab_size: int,
         max_attempts: int,
         newest: NewestVersion | None = None,
+        tally: MetricsTally | None = None,
     ) -> None:
         """`max_attempts` are of one turn that fails in a row; `newest` learns from every generation."""
         self.connect = connect
+        self.tally = MetricsTally() if tally is None else tally
         self._holder = holder
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
@@ -341,6 +344,8 @@ class LeasedEngine:
 
     async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
         """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
+        if isinstance(error, MalformedEngineResponse):
+            self.tally.count("logprob_problems_total")
         turn.fail_round(error)
         if turn.refused_s > _REFUSED_S and turn.deadline.is_fixed:
             raise error
@@ -369,12 +374,14 @@ class CallLeases:
         *,
         vocab_size: int = MAX_VOCAB_SIZE,
         config: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
+        tally: MetricsTally | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._connect = connect
         self._reporter = reporter
         self._vocab_size = vocab_size
         self._config = config
+        self._tally = tally
         # Engines hold them, and the reporter those that have a lease.
         self._holders: WeakValueDictionary[str, LeaseHolder] = WeakValueDictionary()
 
@@ -386,7 +393,11 @@ class CallLeases:
             holder = LeaseHolder(self._reporter, self._coordinator, session_id, timeout_s=timeout_s)
             self._holders[session_id] = holder
         return LeasedEngine(
-            self._connect, holder, vocab_size=self._vocab_size, max_attempts=self._config.max_attempts
+            self._connect,
+            holder,
+            vocab_size=self._vocab_size,
+            max_attempts=self._config.max_attempts,
+            tally=self._tally,
         )
 
     def release(self, session_id: str) -> None:

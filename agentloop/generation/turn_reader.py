@@ -36,7 +36,8 @@ class Reading:
 class TurnReader:
     """One model's reader of turns: text to message. Without state: one serves all calls."""
 
-    def __init__(self, renderer: Renderer, parser: Parser) -> None:
+    def __init__(self, renderer: Renderer, parser: Parser, parser_name: str = "") -> None:
+        self.parser_name = parser_name
         self._renderer = renderer
         self._parser = parser
         self._keeps_calls = not renderer.facts.shows_calls

@@ -25,6 +25,7 @@ from agentloop.generation.leased_engine import AbortRule, LeasedEngine, TurnCloc
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.metrics import MetricsTally
 from agentloop.parsers.base import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import long_constraint, turn_sampling
@@ -64,7 +65,7 @@ async def sample_turn(
     `continues_after_abort` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends
     with FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
-    turn, request = TurnText(reader, wanted), wanted.request
+    turn, request = TurnText(reader, wanted, engine.tally), wanted.request
     if not wanted.stop:
         last = await engine.generate(
             request,
@@ -100,7 +101,7 @@ async def stream_turn(
     Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can continue a
     grammar in its middle, and shown pieces cannot be taken back.
     """
-    turn, last = TurnText(reader, wanted, is_streamed=True), None
+    turn, last = TurnText(reader, wanted, engine.tally, is_streamed=True), None
     stream = engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline, clock=turn.clock)
     async with aclosing(stream) as items:
         async for item in items:
@@ -119,12 +120,15 @@ class TurnText:
     """A turn's tokens as they are read: pieces out, a reply at the end. `sampled` is shared with the turn's rounds
     (`leased_engine.py`), which add to it."""
 
-    def __init__(self, reader: TurnReader, wanted: TurnRequest, *, is_streamed: bool = False) -> None:
+    def __init__(
+        self, reader: TurnReader, wanted: TurnRequest, tally: MetricsTally, *, is_streamed: bool = False
+    ) -> None:
         """`is_streamed`: `read` returns pieces."""
         self.sampled = SampledTokens()
         self.clock = None if wanted.stopwatch is None else TurnClock(wanted.stopwatch)
         self._wanted = wanted
         self._reader = reader
+        self._tally = tally
         self._sampling = wanted.request.sampling
         is_thinking = wanted.reading.reads_thoughts and reader.is_thinking(wanted.request.token_ids)
         self._reading = replace(wanted.reading, is_thinking=is_thinking)
@@ -170,6 +174,8 @@ class TurnText:
                 self.sampled.cut(self._text.num_kept)
         has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
+        if num_malformed := sum(call.status is ToolCallStatus.MALFORMED for call in message.tool_calls):
+            self._tally.count("malformed_calls_total", self._reader.parser_name, by=num_malformed)
         unread: tuple[ToolCall, ...] = ()
         if self._reading.shows_unread_calls:
             message, unread = with_unread_calls_as_content(message, self._reading.turn_index)

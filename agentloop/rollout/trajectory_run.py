@@ -434,6 +434,7 @@ class TrajectoryRun:
             vocab_size=shared.vocab_size,
             max_attempts=shared.config.turn_attempts,
             newest=shared.newest,
+            tally=shared.tally,
         )
         wanted = task.limits.max_context_tokens
         context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)

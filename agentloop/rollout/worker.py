@@ -77,10 +77,11 @@ class Worker:
         reporter: LeaseReporter | None = None,
         host: str = "",
         tally: MetricsTally | None = None,
+        parser_name: str = "",
     ) -> None:
         """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
         `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address.
-        Trajectories that end here are counted in `tally`."""
+        Trajectories that end here, and calls that `parser_name` cannot read, are counted in `tally`."""
         self.worker_id = worker_id
         self._host = host
         self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
@@ -92,7 +93,7 @@ class Worker:
             coordinator=coordinator,
             connect=connect,
             renderer=renderer,
-            reader=TurnReader(renderer, parser),
+            reader=TurnReader(renderer, parser, parser_name),
             toolbox=toolbox,
             config=config,
             max_context_tokens=max_context_tokens,

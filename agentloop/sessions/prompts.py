@@ -31,6 +31,7 @@ from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageSpan, shifted_images
+from agentloop.metrics import MetricsTally
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer
@@ -68,6 +69,7 @@ class SessionParts:
     limits: CallLimits = CallLimits()
     clock: Clock = field(default_factory=RealClock)
     unix_time: Callable[[], float] = time.time
+    tally: MetricsTally = field(default_factory=MetricsTally)
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
     keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # of calls; None: nowhere
 

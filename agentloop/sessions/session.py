@@ -228,6 +228,8 @@ class Session:
         if self._closed is not None:
             raise self._closed
         latest = self._table.latest(key.digest) if key.retry_count > 0 else None
+        if latest is not None:
+            self._parts.tally.count("calls_repeated_total")
         if isinstance(latest, LiveCall) and latest.failure is None:
             latest.join()
             return latest

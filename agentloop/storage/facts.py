@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 import orjson
 
 from agentloop.api.encoded_record import EncodedRecord
@@ -51,19 +52,15 @@ _ADD_TOTALS = (
     f"INSERT INTO fact_totals {_FRESH_TOTALS} ON CONFLICT (stop_reason, failure, newest_version) DO UPDATE SET "
     + ", ".join(f"{name} = fact_totals.{name} + excluded.{name}" for name in _SUMS)
 )
-_MISSING = """
-SELECT t.seq, CAST(t.value AS BLOB), t.crc FROM trajectories t
-WHERE t.seq < ? AND (t.crc != 0 OR length(t.value) > 0)
+_IS_SOUND = """(t.crc != 0 OR length(t.value) > 0)
+    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)"""
+_MISSING = f"""
+SELECT t.seq, CAST(t.value AS BLOB), t.crc FROM trajectories t WHERE t.seq < ? AND {_IS_SOUND}
     AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq)
     AND NOT EXISTS (SELECT 1 FROM fresh_facts f WHERE f.seq = t.seq)
-    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)
 ORDER BY t.seq DESC LIMIT ?
 """
-_OLDEST = """
-SELECT t.seq FROM trajectories t WHERE (t.crc != 0 OR length(t.value) > 0)
-    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)
-ORDER BY t.seq LIMIT 1
-"""
+_OLDEST = f"SELECT t.seq FROM trajectories t WHERE {_IS_SOUND} ORDER BY t.seq LIMIT 1"
 _ADD = f"""
 INSERT INTO fresh_facts SELECT t.seq, {", ".join("?" * (len(fields(RecordFacts)) - 1))} FROM trajectories t
 WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.crc = ?
@@ -143,7 +140,7 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     if query.cursor:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)
-    ordered = f"ORDER BY {column} {way}, seq {way}" if column != "seq" else f"ORDER BY seq {way}"
+    ordered = f"ORDER BY {column} {way}, seq {way}"
     ends = None
     if query.text:
         looked_at = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} {ordered} LIMIT 1 OFFSET ?"
@@ -171,14 +168,11 @@ def _read_row(row: tuple[Any, ...]) -> RecordFacts:
     return RecordFacts(*(*row[:6], bool(row[6]), *row[7:]))
 
 
-def _read_cursor(cursor: str) -> list[int | float]:
+def _read_cursor(cursor: str) -> tuple[int | float, int]:
     try:
-        key, seq = orjson.loads(cursor)
-    except ValueError as error:
+        return msgspec.json.decode(cursor, type=tuple[int | float, int])
+    except msgspec.DecodeError as error:
         raise InvalidRequest("a cursor is what the page before said", param="cursor") from error
-    if not isinstance(key, int | float) or not isinstance(seq, int):
-        raise InvalidRequest("a cursor is what the page before said", param="cursor")
-    return [key, seq]
 
 
 def _totals(db: Database) -> tuple[FactsTotal, ...]:

@@ -25,8 +25,7 @@ T = TypeVar("T")
 _CALL_GRACE_S = 150.0  # beyond a call's own time: the client's repeats are over by then
 _STATUS_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
-_SERVING = "ready"
-_MAX_NAMED = 4  # replicas, rollouts: more are counted
+_MAX_NAMED = 6  # sentences of what is degraded: more are counted
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -139,37 +138,16 @@ class ServiceLink:
 
 
 def describe_standstill(status: ServiceStatus) -> str:
-    """Return what holds a service up, by name: pauses, updates, replicas, the queue. Else what it is doing."""
+    """Return what holds a service up, by name: its update, its queue, what is degraded. Then what it is doing."""
     reasons = []
-    if status.is_paused:
-        reasons.append(
-            f"it is paused since {status.paused_s or 0:.0f} s ({status.pause_reason or 'no reason given'})"
-        )
-    if status.asleep:
-        reasons.append(
-            f"it is asleep since {status.asleep_s or 0:.0f} s ({status.sleep_reason or 'no reason given'})"
-        )
     if (update := status.update) is not None:
         failed = f", failed: {'; '.join(update.failures)}" if update.failures else ""
         reasons.append(f"the update to version {update.version} is {update.state}{failed}")
-    named = [
-        f"{replica.replica_id} is {replica.state}" + (f" ({replica.error})" if replica.error else "")
-        for replica in status.replicas
-        if replica.state != _SERVING
-    ]
-    named += [
-        f"{replica.replica_id} starts since {replica.waiting_s:.0f} s ({replica.reason or 'it loads'})"
-        for replica in status.starting
-    ]
-    if not status.replicas:
-        named += [f"{replica.replica_id} left ({replica.reason})" for replica in status.lost]
-        named.append("there is no replica")
-    reasons += named[:_MAX_NAMED] + ([f"{len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else [])
-    if status.num_workers == 0:
-        reasons.append("there is no worker")
     if status.queue.reason:
         reasons.append(f"nothing begins: {status.queue.reason}")
-    reasons += status.degraded
+    reasons += status.degraded[:_MAX_NAMED]
+    if (num_more := len(status.degraded) - _MAX_NAMED) > 0:
+        reasons.append(f"{num_more} more")
     running = sum(rollout.num_running for rollout in status.rollouts)
     held = sum(rollout.num_held for rollout in status.rollouts)
     if held:

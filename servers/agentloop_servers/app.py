@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -40,7 +41,7 @@ from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
-from agentloop.metrics import MetricSample, MetricsTally, count_record
+from agentloop.metrics import MetricSample, MetricsTally
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -102,7 +103,7 @@ from agentloop_servers.engine_parts import (
 )
 from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.guard import HttpLimits, error_response
+from agentloop_servers.http.guard import HttpLimits, error_response, route_of
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
@@ -303,6 +304,7 @@ class AgentLoopWorkerDeployment:
                 journal=journal,
                 own_s=toolbox.own_s,
                 tally=self._closing.tally,
+                parser_name=chat.name,
             )
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
@@ -321,6 +323,7 @@ class AgentLoopWorkerDeployment:
             reporter=reporter,
             host=node_address(config),
             tally=self._closing.tally,
+            parser_name=chat.name,
         )
         self._closing.report(f"worker-{worker_id}", client.metrics.report_metrics)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -360,7 +363,7 @@ class IngressDeployment:
         await self._process.start(context.rank.rank, await self._port.take())
         name = f"ingress-{self._process.number}"
         self._closing.report(
-            name, client.metrics.report_metrics, gauges=partial(session_gauges, name, self._process)
+            name, client.metrics.report_metrics, gauges=partial(ingress_gauges, name, self._process)
         )
         if (notice := keys.notice) is not None:
             _log.warning("open_admin_routes", because=notice)
@@ -422,7 +425,7 @@ class IngressProcess:
         router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s, trust)
         where = home_or(sessions_name(shard), config, self._run_dir, self._trust.key)
         sessions, endpoint = build_endpoint(
-            config, where, self._run_dir, self._trust.key, self._coordinator, clients, router
+            config, where, self._run_dir, self._trust.key, self._coordinator, clients, router, self.tally
         )
         closing.push_async_callback(sessions.close)
         await sessions.start()
@@ -430,10 +433,9 @@ class IngressProcess:
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
         endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
         sessions.on_new = users.add_session
-        sessions.on_record = lambda record: count_record(self.tally, record, "session")
         closing.push_async_callback(users.close)
         await users.start()
-        app = build_app(config, self._coordinator, clients, endpoint, keys, self.tally)
+        app = build_app(config, self._coordinator, clients, endpoint, keys)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -472,7 +474,6 @@ def build_app(
     clients: EngineClients,
     endpoint: Endpoint,
     keys: Keys,
-    tally: MetricsTally | None = None,
 ) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
     keys.check_bind(config.host)
@@ -489,14 +490,14 @@ def build_app(
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
         model=located(config.model),
-        tally=tally,
     )
 
 
-def session_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ...]:
-    """Return the metrics of the sessions that an ingress process has."""
-    sessions = process.sessions
+def ingress_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ...]:
+    """Return the metrics of the requests and sessions that an ingress process has."""
+    sessions, in_flight = process.sessions, Counter(map(route_of, process.app.state.in_flight.values()))
     return (
+        *(MetricSample("http_in_flight", (name, route), num) for route, num in in_flight.items()),
         MetricSample("sessions_open", (name,), sessions.num_open),
         MetricSample("session_bytes", (name,), sessions.num_bytes),
     )
@@ -522,18 +523,20 @@ def build_endpoint(
     coordinator: FrontPort,
     clients: EngineClients,
     router: ShardRouter,
+    tally: MetricsTally | None = None,
 ) -> tuple[Sessions, Endpoint]:
     """The chat endpoint of one ingress process, and its sessions, not started."""
     facts, settings = model_sizes(config), config.endpoint
     chat = load_chat_format(config.model_path(), config.chat)
     parts = SessionParts(
         renderer=chat.renderer,
-        reader=TurnReader(chat.renderer, chat.parser),
+        reader=TurnReader(chat.renderer, chat.parser, chat.name),
         parser=chat.parser,
         kv_policy=config.kv_policy,
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
         can_constrain=can_constrain(config),
+        tally=MetricsTally() if tally is None else tally,
         placer=ImagePlacer(takes_images=takes_images(config)),
         keep_image_files=(
             ImageFiles(run_dir / IMAGES_FOLDER).keep if config.cluster is None else coordinator.keep_images

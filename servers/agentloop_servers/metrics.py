@@ -27,6 +27,8 @@ from agentloop.metrics import (
     MetricsTally,
 )
 
+GOODBYE_S = 1.0  # Serve gives a process 5 s to end
+
 _log = structlog.stdlib.get_logger(__name__)
 
 
@@ -47,25 +49,41 @@ class MetricsReporter:
         self._gauges = gauges
         self._watch = LoopWatch()
         self._psutil = psutil.Process()
+        self._life, self._sequence = uuid.uuid4().hex, 0
+        self._counted: MetricsPage | None = None  # of the last report, unless it was answered
         self._task = asyncio.create_task(self._run(), name="metrics")
 
-    def close(self) -> None:
-        """Stop reporting. Idempotent."""
+    async def close(self) -> None:
+        """Say goodbye to the coordinator, with what was counted since the last report, and stop."""
         self._watch.close()
         self._task.cancel()
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                if self._counted is not None:
+                    await self._send((), is_last=True)
+                await self._send((), is_last=True)
+        except (AgentLoopError, TimeoutError) as error:
+            _log.debug("metrics_not_reported", error=repr(error))
 
     async def _run(self) -> None:
-        life, sequence, counted = uuid.uuid4().hex, 0, None
         while True:
-            if counted is None:  # else the last report was not answered
-                sequence, counted = sequence + 1, self._tally.take()
-            gauges = (*self._of_process(), *self._gauges())
             try:
-                await self._report(MetricsReport(self._process, life, sequence, counted, gauges))
-                counted = None
+                await self._send((*self._of_process(), *self._gauges()))
             except AgentLoopError as error:
                 _log.debug("metrics_not_reported", error=repr(error))
             await asyncio.sleep(REPORT_S)
+
+    async def _send(self, gauges: tuple[MetricSample, ...], *, is_last: bool = False) -> None:
+        """Report what was not answered once more, else what was counted since."""
+        if self._counted is None:
+            self._sequence, self._counted = self._sequence + 1, self._tally.take()
+        counted, blocked = self._counted, self._watch.blocked
+        if blocked is not None:
+            blocked = blocked[0], time.monotonic() - blocked[1]
+        await self._report(
+            MetricsReport(self._process, self._life, self._sequence, counted, gauges, is_last, blocked)
+        )
+        self._counted = None
 
     def _of_process(self) -> Iterator[MetricSample]:
         labels = (self._process,)

@@ -57,7 +57,7 @@ class Closing(AsyncExitStack):
         if tally is not None:
             tally.add(self.tally.take())
             self.tally = tally
-        self.callback(MetricsReporter(process, self.tally, report, gauges).close)
+        self.push_async_callback(MetricsReporter(process, self.tally, report, gauges).close)
 
     async def aclose(self) -> None:
         async with self._lock:

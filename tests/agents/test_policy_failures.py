@@ -21,6 +21,7 @@ from agentloop.types import FinishReason, Message, RolloutTask, StopReason, Traj
 from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import call, turns
+from tests.support.records.samples import counted
 
 CONTEXT = 400
 SMALL = replace(SPEC, max_context_tokens=CONTEXT)
@@ -186,6 +187,7 @@ async def test_an_unreadable_call_is_content_and_the_session_says_so(site: Agent
     assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MALFORMED_CALL, True, 0.0)
     assert (len(kept.paths), kept.num_tool_calls, kept.is_truncated) == (1, 2, False)
     assert kept.messages[-1] == Message("assistant", written)
+    assert counted(site.service.sessions.parts.tally)["malformed_calls_total", ("",)] >= 1
 
 
 async def test_a_framework_that_dies_of_an_unreadable_call_loses_no_reward(site: AgentSite) -> None:

@@ -16,8 +16,8 @@ from agentloop.api.coordinator import (
     StartingReplica,
     UpdateProgress,
 )
-from agentloop.api.findings import Cause, about, findings, stops_progress
-from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
+from agentloop.api.findings import Cause, about, degraded, findings
+from agentloop.api.flight import Blocked, Doing, Flight, FlightPage, FlightRow, doing_of
 from agentloop.engine import MemoryTag
 from agentloop.types import Load
 
@@ -50,7 +50,6 @@ STUCK = replace(WELL, replicas=(replica(load=IDLE),))
 NO_ROOM = QueueStatus(9, 0, 990, 1000, "no room: 990 of 1000 tokens of KV are predicted to be needed")
 ASLEEP = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 NOT_READY = replace(WELL, is_ready=False)
-FULL, STOPPING = "the run's disk is full: records wait", "the service is stopping: nothing begins"
 LOADING = StartingReplica("r2", 40.0, "waits for memory")
 STAGING = UpdateProgress(4, "staging", 1, (), ("r1",), 30.0)
 FAILING = UpdateProgress(4, "switching", 0, ("r1: lost",), (), 30.0)
@@ -59,31 +58,40 @@ SEARCH = row(Doing.TOOL, 95.0, what="search", left_s=20.0)
 CASES = [
     (replace(WELL, is_paused=True, paused_s=12.0, pause_reason="eval"), FLYING, Cause.PAUSED, "12 s: eval"),
     (replace(WELL, asleep=ASLEEP, asleep_s=5.0), FLYING, Cause.ASLEEP, "weights, kv_cache"),
-    (replace(WELL, degraded=(FULL,)), FLYING, Cause.DISK_FULL, "disk is full"),
-    (replace(WELL, degraded=(STOPPING,)), FLYING, Cause.STOPPING, "is stopping"),
-    (replace(NOT_READY, replicas=(), starting=(LOADING,)), EMPTY, Cause.LOADING, "r2 waits for memory"),
-    (replace(NOT_READY, replicas=()), EMPTY, Cause.NO_REPLICA, "there is no replica"),
+    (replace(WELL, is_disk_full=True), FLYING, Cause.DISK_FULL, "disk is full"),
+    (replace(WELL, is_stopping=True), FLYING, Cause.STOPPING, "is stopping"),
+    (replace(NOT_READY, replicas=(), starting=(LOADING,)), EMPTY, Cause.LOADING, "none has joined yet"),
+    (replace(WELL, starting=(LOADING,)), FLYING, Cause.LOADING, "r2 waits to start since 40 s: waits for memory"),
+    (replace(WELL, drained=("h1",)), FLYING, Cause.DRAINED, "h1 is drained"),
+    (replace(NOT_READY, replicas=()), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (
         replace(NOT_READY, replicas=(), lost=(LostReplica("r1", "it fell silent", 9.0),)),
         EMPTY,
         Cause.NO_REPLICA,
         "it fell silent",
     ),
-    (
-        replace(NOT_READY, replicas=(replica("quarantined", error="noise"),)),
-        FLYING,
-        Cause.NO_REPLICA,
-        "r1 is quarantined: noise",
-    ),
-    (
-        replace(NOT_READY, weight_version=None, replicas=(replica("joining"),)),
-        EMPTY,
-        Cause.NO_REPLICA,
-        "r1 is joining",
-    ),
+    (replace(NOT_READY, weight_version=None), EMPTY, Cause.NO_REPLICA, "no replica takes traffic"),
     (replace(WELL, update=STAGING), FLYING, Cause.UPDATE, "version 4 is staging since 30 s, waits for r1"),
     (replace(WELL, update=FAILING), FLYING, Cause.UPDATE, "failed: r1: lost"),
     (WELL, flying(silent=(("w1", 9.0),)), Cause.SILENT_WORKER, "w1 is silent since 9 s"),
+    (
+        WELL,
+        flying(silent=(("w1", 9.0),), blocked=(Blocked("worker-w1", "my_tool.py:7 in run", 70.0),)),
+        Cause.SILENT_WORKER,
+        "its event loop is blocked, last at my_tool.py:7 in run",
+    ),
+    (
+        WELL,
+        flying(blocked=(Blocked("w0", "old.py:1", 70.0), Blocked("worker-w1", "my_tool.py:7 in run", 7.0))),
+        Cause.BLOCKED,
+        "loop of worker-w1 was blocked 7 s ago, at my_tool.py:7",
+    ),
+    (
+        replace(WELL, rollouts=(), unread=(("r", 400.0), ("new", 20.0))),
+        EMPTY,
+        Cause.UNREAD,
+        "nobody reads the records of r: the first waits since 400 s",
+    ),
     (replace(WELL, num_workers=0, rollouts=(rollout(0, 5),)), EMPTY, Cause.NO_WORKER, "5 samples wait"),
     (
         replace(STUCK, rollouts=(rollout(2, 5),)),
@@ -105,6 +113,12 @@ CASES = [
         "is suspect: no heartbeat for 8 s",
     ),
     (replace(WELL, replicas=(replica(is_noise=True),)), FLYING, Cause.REPLICA, "samples noise"),
+    (
+        replace(WELL, replicas=(replica(is_thrashing=True, kv_hit_rate=0.2),)),
+        FLYING,
+        Cause.REPLICA,
+        "find 20% of their KV",
+    ),
     (WELL, flying(SEARCH), Cause.TOOL, "tool search since 95 s, deadline in 20 s"),
     (WELL, flying(row(Doing.REWARD, 40.0)), Cause.REWARD, "r/g/0 waits for its reward since 40 s"),
     (WELL, flying(row(Doing.LOOP, 70.0)), Cause.LOOP, "loop since 70 s"),
@@ -139,12 +153,25 @@ def test_a_busy_service_with_a_queue_has_no_finding() -> None:
     staging = UpdateProgress(4, "staging", 1, age_s=2.0)
     busy = replace(WELL, queue=NO_ROOM, rollouts=(rollout(512, 900),), update=staging)
     for flights in (FLYING, flying(row(Doing.DECODE, 300.0), row(Doing.TOOL, 3.0, what="search"), num_free=0)):
-        assert not any(map(stops_progress, findings(busy, flights)))
+        assert [one.cause for one in findings(busy, flights)] == [Cause.LONG]
 
 
 def test_the_widest_cause_comes_first_and_the_others_follow() -> None:
     paused = replace(WELL, is_paused=True, paused_s=60.0)
     assert [one.cause for one in findings(paused, flying(SEARCH))] == [Cause.PAUSED, Cause.TOOL]
+
+
+def test_what_is_degraded_is_what_is_found_of_the_service_and_its_replicas() -> None:
+    down = replace(NOT_READY, is_stopping=True, replicas=(replica("quarantined", error="noise"),), drained=("h1",))
+    sentences = (
+        "the service is stopping: nothing is accepted or begun",
+        "no replica takes traffic",
+        "replica r1 is quarantined: noise",
+        "h1 is drained: it gets no work",
+    )
+    assert degraded(down) == sentences
+    assert tuple(one.text for one in findings(down, flying(SEARCH)))[:4] == sentences
+    assert degraded(WELL) == ()
 
 
 def test_of_one_trajectory_it_says_what_it_waits_for() -> None:

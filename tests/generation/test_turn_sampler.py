@@ -43,6 +43,7 @@ from agentloop.types import (
 from tests.support.engine.engines import leased
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import RENDERER, SPEC, call, ids, started
+from tests.support.records.samples import counted
 
 READER = TurnReader(RENDERER, get_parser("hermes"))
 STOP_ID = RENDERER.stop_token_ids[0]
@@ -386,9 +387,19 @@ class Broken(Tape):
     ("how", "error"),
     [("logprob", MalformedEngineResponse), ("other ids", MalformedEngineResponse), ("no end", EngineLost)],
 )
-async def test_what_a_stream_cannot_be_is_refused(how: str, error: type[Exception]):
+async def test_what_a_stream_cannot_be_is_refused_and_counted(how: str, error: type[Exception]):
+    engine = leased(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how))
     with pytest.raises(error):
-        await streamed(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how), order())
+        [item async for item in stream_turn(engine, READER, order())]
+    is_counted = error is MalformedEngineResponse
+    assert counted(engine.tally) == ({("logprob_problems_total", ()): 1} if is_counted else {})
+
+
+async def test_calls_that_the_parser_cannot_read_are_counted_by_its_name():
+    reader, broken = TurnReader(RENDERER, get_parser("hermes"), "hermes"), "<tool_call>\n{not json\n</tool_call>"
+    engine = leased(said(broken + call("calculator", expression="1") + broken))
+    await sample_turn(engine, reader, order())
+    assert counted(engine.tally) == {("malformed_calls_total", ("hermes",)): 2}
 
 
 @pytest.mark.parametrize("num_chars", [50_000, pytest.param(500_000, marks=pytest.mark.long)])

@@ -352,6 +352,8 @@ async def test_what_blocks_the_event_loop_is_named():
     told = [line for line in logs if line["event"] == "event_loop_blocked" and "Blocks" in line["by"]]
     assert [line["by"] for line in told] == [f"loop {HERE}:Blocks of bad/0"]
     assert told[0]["at"].endswith(" in run")
+    assert watch.blocked is not None
+    assert watch.blocked[0] in [line.get("at") for line in logs]
     assert watch.longest_s >= 0.2
 
 

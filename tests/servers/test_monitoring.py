@@ -198,6 +198,7 @@ STEADY = {
     "agentloop_disk_free_bytes": "1e12+0x60",
     'agentloop_process_up{process="worker-1"}': "1+0x60",
     'agentloop_log_events_total{event="old",level="error"}': "3+0x60",
+    "agentloop_logprob_problems_total": "2+0x60",
     'agentloop_log_events_total{event="new",level="warning"}': "_x30 1+1x30",
     'up{job="agentloop",instance="a"}': "1+0x60",
 }
@@ -224,6 +225,8 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
     "a silent worker": ({'agentloop_process_up{process="worker-1"}': "1+0x50 0+0x10"}, "ProcessSilent"),
     "a first error": ({'agentloop_log_events_total{event="new",level="error"}': "_x52 1+0x8"}, "Errors"),
     "another error": ({'agentloop_log_events_total{event="old",level="error"}': "3+0x51 4+0x8"}, "Errors"),
+    "a first logprob problem": ({"agentloop_logprob_problems_total": "_x52 1+0x8"}, "LogprobProblems"),
+    "another logprob problem": ({"agentloop_logprob_problems_total": "2+0x51 3+0x8"}, "LogprobProblems"),
     "the service was away": (
         {'agentloop_log_events_total{event="old",level="error"}': "3+0x40 stale _x7 3+0x12"},
         "",
@@ -266,7 +269,7 @@ ABSENT_THERE = {
     'agentloop_not_begun{reason=~"asleep|paused"}': "the pause is over at the end",
     'agentloop_not_begun{reason="stale"}': "no limit holds what waits",
     "agentloop_not_begun": "nothing is in its way at the end",
-    "sum by (cause) (rate(agentloop_tokens_lost_total[$__rate_interval]))": "no turn is lost",
+    "agentloop_logprob_problems_total": "simulated engines have none",
     "sum by (event, level) (agentloop_log_events_total)": "parts of one process share its log: none counts it",
     'agentloop_log_events_total{level=~"error|critical"}': "the same",
 }
@@ -289,8 +292,9 @@ class Waits:
         await asyncio.sleep(60)
 
 
-async def work(url: str, seconds: float) -> None:
-    """Keep a service busy: rollouts, sessions, weight updates, pauses, rewards and requests that fail."""
+async def work(url: str, seconds: float) -> asyncio.StreamWriter:
+    """Keep a service busy: rollouts, sessions, weight updates, pauses, rewards and requests that fail. Returns a
+    request that has no answer yet."""
     tasks = [
         RolloutTask("t", (Message("user", "Hi"),), ("calculator",), loop=f"{__name__}:Works", reward=reward)
         for reward in ("exact_match", f"{__name__}:fails")
@@ -301,10 +305,17 @@ async def work(url: str, seconds: float) -> None:
             version += 1
             rollout = await client.submit(tasks, num_samples=8)
             async with client.session() as session:
-                for text in ("Hi", "Go on"):  # two conversations: the second one's path is a split
+                for text, num_retries in (("Hi", 0), ("Go on", 0), ("Hi", 1)):  # a second conversation, and a retry
                     await session.openai.chat.completions.create(
-                        model="default", messages=[{"role": "user", "content": text}], max_tokens=8
+                        model="default",
+                        messages=[{"role": "user", "content": text}],
+                        max_tokens=8,
+                        extra_headers={"x-stainless-retry-count": str(num_retries)},
                     )
+                left = await session.openai.chat.completions.create(
+                    model="default", messages=[{"role": "user", "content": "Hi"}], max_tokens=1000, stream=True
+                )
+                await left.close()
             await client.update_weights(ROOT / "examples" / "tiny_policy" / "v1", version=version)
             await client.pause()
             await asyncio.sleep(1)
@@ -314,7 +325,18 @@ async def work(url: str, seconds: float) -> None:
             await asyncio.sleep(1)
             assert (await client.rollout_status(rollout.rollout_ids[0])).num_finished
         await client.submit([replace(tasks[0], loop=f"{__name__}:Waits")])
+        slow = await slow_request(url, "user-1")
         await asyncio.sleep(3)
+        return slow
+
+
+async def slow_request(url: str, key: str = "") -> asyncio.StreamWriter:
+    """Send a request without its body."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    headers = f"Host: {host}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\nContent-Length: 9"
+    writer.write(f"POST /rollouts HTTP/1.1\r\n{headers}\r\n\r\n".encode())
+    return writer
 
 
 def fails(task: RolloutTask, messages: tuple[Message, ...]) -> float:
@@ -361,7 +383,7 @@ async def test_every_query_has_values_at_a_real_prometheus(tmp_path: Path, monke
         config = monitoring_in(tmp_path, site.urls[0].removeprefix("http://"))
         config.write_text(config.read_text().replace("15s", "1s"))
         async with prometheus(config) as values:
-            await work(site.urls[0], 60.0)
+            slow = await work(site.urls[0], 60.0)
             bearer, url = {"authorization": "Bearer m-1"}, f"{site.urls[0]}/metrics"
             async with aiohttp.ClientSession() as http, http.get(url, headers=bearer) as answer:
                 checked("check", "metrics", stdin=await answer.read())
@@ -377,6 +399,7 @@ async def test_every_query_has_values_at_a_real_prometheus(tmp_path: Path, monke
                     found = await values(part.replace("$__rate_interval", "30s"))
                     if not found or all(one["value"][1] == "NaN" for one in found):
                         empty.add(part)
+            slow.close()
     assert empty == set(ABSENT_THERE)
 
 

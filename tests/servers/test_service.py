@@ -191,6 +191,12 @@ async def test_a_killed_part_costs_no_accepted_task(service, client, kinds):
     await service.until_whole()
 
 
+async def heard_of(service: Service) -> set[str]:
+    """The processes that `process_up` names, silent ones too."""
+    async with service.http.get(f"{service.url}/metrics") as answer:
+        return set(re.findall(r'^agentloop_process_up{process="(.*?)"}', await answer.text(), re.MULTILINE))
+
+
 OTHER_PARTS = ("EngineReplica", "Coordinator", "Ingress")
 
 
@@ -203,10 +209,13 @@ async def test_a_part_that_is_told_to_end_gives_back_what_it_has_and_ends(servic
         while (await rollout.status()).num_running < 50:
             await asyncio.sleep(0.1)
     num_before, victim = len(service.events("worker_left")), service.deployed(kind)[0]
+    heard_before = await heard_of(service)
     os.kill(victim, signal.SIGTERM)
     async with asyncio.timeout(60):
         while victim in service.deployed(kind):
             await asyncio.sleep(0.2)
+    if kind in ("AgentLoopWorker", "EngineReplica"):  # the others' names are those of their successors
+        assert len(heard_before - await heard_of(service)) == 1, "it said goodbye"
     left = service.events("worker_left")[num_before:]
     assert [event["num_running"] > 0 for event in left] == [True] * (kind == "AgentLoopWorker")
     found = await collect(rollout)

@@ -6,10 +6,12 @@ import pytest
 
 from agentloop.errors import EngineLost
 from agentloop.generation.turn_piece import joined
+from agentloop.metrics import MetricsTally
 from agentloop.trajectory.node import ModelCallState
 from tests.support.endpoint.sessions import MemoryJournal, ask, check_pieces, key, make_session, streamed
 from tests.support.engine.recording import RecordingEngine
 from tests.support.engine.scripted import scripted_engine, started
+from tests.support.records.samples import counted
 
 CHAT = ask("one", max_tokens=40)
 
@@ -149,13 +151,14 @@ async def test_an_earlier_success_heals_nothing(engine):
 
 
 async def test_a_committed_answer_is_given_again(engine):
-    journal = MemoryJournal()
-    session = make_session(engine, journal)
+    journal, tally = MemoryJournal(), MetricsTally()
+    session = make_session(engine, journal, tally=tally)
     first = await session.call(ask("one", num_choices=2), key("a"))
     again = await session.call(ask("one", num_choices=2), key("a", 1))
     pieces, third = await streamed(session, ask("one", num_choices=2), key("a", 2))
     assert first == again == third
     check_pieces(pieces, third)
+    assert counted(tally) == {("calls_repeated_total", ()): 2}
     assert len(engine.requests) == 2
     assert journal.writes == ["begin", "end committed"]
 

@@ -119,7 +119,7 @@ async def test_a_search_looks_at_a_bounded_number_of_rows_a_page(
     assert await listed(store, text="ONCE.") == [8, 7, 6, 5, 4, 3, 2, 1, 0]
     with pytest.raises(InvalidRequest, match="newest"):
         await store.list_records(FactsQuery(ListOrder.BEST, text="ant"))
-    for cursor in ("x", "[]", '["a", 1]'):
+    for cursor in ("x", "5", "[]", '["a", 1]'):
         with pytest.raises(InvalidRequest, match="cursor"):
             await store.list_records(FactsQuery(cursor=cursor))
 

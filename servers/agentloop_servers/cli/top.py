@@ -29,7 +29,7 @@ from rich.text import Text
 
 from agentloop import codec
 from agentloop.api.coordinator import ServiceStatus
-from agentloop.api.findings import Finding, about, findings
+from agentloop.api.findings import Finding, about
 from agentloop.api.flight import Doing, FlightPage, FlightRow
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError
@@ -231,8 +231,7 @@ def _time(seconds: float) -> str:
 
 
 async def _look(client: RolloutClient) -> Snapshot:
-    status, flights = await client.status(), await client.flight(NUM_ROWS)
-    return Snapshot(status, flights, findings(status, flights))
+    return Snapshot(await client.status(), await client.flight(NUM_ROWS), await client.why())
 
 
 @contextmanager

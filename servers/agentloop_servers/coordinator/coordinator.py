@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -23,14 +23,13 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
 from agentloop.api.facts import FactsPage, FactsQuery
-from agentloop.api.findings import because
+from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
-from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
 from agentloop.images import Image
 from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport
@@ -118,6 +117,7 @@ class Coordinator:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._tasks.close(cancels=True)
         await self.replicas.late.close()
+        await self._save_metrics()
         await self._store.close()
 
     async def check_health(self) -> None:
@@ -155,10 +155,12 @@ class Coordinator:
             public_urls=self._places.public_urls,
             is_encrypted=self._is_encrypted,
             num_refused=self.refused.total() + replicas.num_refused,
+            is_stopping=self.rollouts.is_draining,
+            is_disk_full=self._store.is_full,
+            drained=tuple(sorted(orders.drained)),
+            unread=self.rollouts.unread(),
         )
-        shortfalls = _shortfalls(status, is_draining=self.rollouts.is_draining, is_full=self._store.is_full)
-        drained = (f"{host} is drained: it gets no work" for host in sorted(orders.drained))
-        return replace(status, degraded=(*shortfalls, *drained))
+        return replace(status, degraded=degraded(status))
 
     async def report_metrics(self, report: MetricsReport) -> None:
         """Take in what a process has counted."""
@@ -166,7 +168,7 @@ class Coordinator:
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do."""
-        return self.rollouts.flights(limit, name)
+        return replace(self.rollouts.flights(limit, name), blocked=self._metrics.blocked())
 
     async def metrics(self) -> MetricsPage:
         """Return the metrics of the service at this moment."""
@@ -262,10 +264,13 @@ class Coordinator:
             for cause, holds in (("pause", orders.is_paused), ("sleep", bool(orders.asleep))):
                 if holds:
                     tally.count("paused_seconds_total", cause, by=passed_s)
-            try:
-                await self._metrics.save()
-            except Exception as error:  # the disk may come back
-                self._log.debug("metrics_not_saved", error=repr(error))
+            await self._save_metrics()
+
+    async def _save_metrics(self) -> None:
+        try:
+            await self._metrics.save()
+        except Exception as error:  # the disk may come back
+            self._log.debug("metrics_not_saved", error=repr(error))
 
     async def _keep_history(self) -> None:
         while True:
@@ -294,35 +299,3 @@ class Coordinator:
                 self._log.debug("records_not_written", error=repr(error))
             except Exception as error:  # the disk may come back; what is owed stays owed until then
                 self._log.error("not_written", error=repr(error))
-
-
-_HEALTHY = (ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.ASLEEP)
-
-
-def _shortfalls(status: ServiceStatus, *, is_draining: bool, is_full: bool) -> Iterator[str]:
-    """Iterate over what keeps the service from doing all that it could, the widest first."""
-    if is_draining:
-        yield "the service is stopping: nothing is accepted or begun"
-    if is_full:
-        yield "the run's disk is full: records and new work wait until there is room"
-    if status.paused_s is not None:
-        yield f"paused for {status.paused_s:.0f} s{because(status.pause_reason)}"
-    if status.asleep_s is not None:
-        yield f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){because(status.sleep_reason)}"
-    elif not status.is_ready:
-        yield "no replica takes traffic"
-    if status.num_workers == 0 and any(rollout.num_queued for rollout in status.rollouts):
-        yield "no worker takes what is queued"
-    for replica in status.replicas:
-        if replica.state not in _HEALTHY:
-            seen = f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > 5.0 else ""
-            yield f"replica {replica.replica_id} is {replica.state}{because(replica.error or seen)}"
-    for replica in status.replicas:
-        if replica.is_thrashing and replica.kv_hit_rate is not None:
-            found = f"turns that return find {replica.kv_hit_rate:.0%} of their KV"
-            yield f"replica {replica.replica_id} computes contexts again: {found}; less may begin until they do"
-        if replica.is_noise:
-            yield f"replica {replica.replica_id} samples noise: its logprobs stay at -ln(vocabulary)"
-    for start in status.starting:
-        what = "waits to start" if start.reason else "loads"
-        yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{because(start.reason)}"

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
-from agentloop.api.flight import FlightPage
+from agentloop.api.flight import Blocked, FlightPage
 from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally
 
 _SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
@@ -29,10 +29,11 @@ class SavedMetrics:
 
 @dataclass(slots=True)
 class _ReportingProcess:
-    name: str
+    name: str  # empty: it has gone, or was not heard since an earlier coordinator
     heard_at: float
     sequence: int = 0
     gauges: tuple[MetricSample, ...] = ()
+    blocked: tuple[str, float] | None = None  # FILE:LINE, and when
 
 
 class MetricsBook:
@@ -58,14 +59,18 @@ class MetricsBook:
             }
 
     async def report(self, report: MetricsReport) -> None:
-        """Add a report, each once; returns when it is in the store."""
+        """Add a report, each once; returns when it is in the store, of a last one at once."""
         process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
         process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges
+        if report.is_last:
+            process.name = ""
+        if report.blocked is not None:
+            process.blocked = report.blocked[0], self._now() - report.blocked[1]
         if report.sequence > process.sequence:
             process.sequence = report.sequence
             self._total.add(report.counted)
             self._unsaved.add(report.life)
-        if report.life in self._unsaved:
+        if report.life in self._unsaved and not report.is_last:
             await self._saved.wait()
 
     async def save(self) -> None:
@@ -90,6 +95,11 @@ class MetricsBook:
         """Return all that there is to show."""
         of_state = *of_status(status), *of_flights(flights)
         return MetricsPage((*self._shown.samples, *self._of_processes(), *of_state), self._shown.observed)
+
+    def blocked(self) -> tuple[Blocked, ...]:
+        """Return what blocked the event loops of processes last."""
+        found = ((one.name, one.blocked) for one in self._processes.values() if one.name)
+        return tuple(Blocked(name, last[0], self._now() - last[1]) for name, last in found if last is not None)
 
     def _of_processes(self) -> Iterator[MetricSample]:
         now = self._now()

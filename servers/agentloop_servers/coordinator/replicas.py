@@ -8,7 +8,7 @@ free or taken.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,6 +124,8 @@ class Replicas:
         )
         self.starts = Starts()
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
+        self._entry_of: dict[str, str] = {}  # of the replicas
+        self._num_missing: Counter[str] = Counter()  # that left and were not replaced, by entry
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions of updates under way, for a moment also of refused ones.
         self._coming: list[int] = []
@@ -154,11 +156,14 @@ class Replicas:
     async def register(self, registration: ReplicaRegistration) -> None:
         if registration.node_id in self.dead_nodes:
             raise ServiceUnavailable(f"Ray gave the host of replica {registration.replica_id} up")
-        self.starts.ended(registration.replica_id)
+        has_started = self.starts.ended(registration.replica_id)
         known = self.fleet.get(registration.replica_id)
         replica = self.fleet.register(registration, self._clock.now())
         if known is None:
-            self.tally.count("replica_joins_total", registration.entry)
+            entry = self._entry_of[replica.replica_id] = registration.entry
+            reason = "replacement" if self._num_missing[entry] else "new"
+            self._num_missing[entry] -= reason == "replacement"
+            self.tally.count("replica_starts_total", entry, reason if has_started else "return")
         elif known.incarnation != replica.incarnation:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
@@ -169,6 +174,8 @@ class Replicas:
         before = self.fleet.get(replica_id)
         if before is not None and before.registration.node_id in self.dead_nodes:
             return True  # no sign of life
+        if report.is_noise and before is not None and not before.report.is_noise:
+            self.tally.count("logprob_problems_total")
         is_known = self.fleet.heartbeat(replica_id, report, self._clock.now(), self.sync.ordered_pause)
         after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
@@ -346,6 +353,7 @@ class Replicas:
 
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)
+        self._num_missing[self._entry_of.pop(replica_id)] += 1
         self._lost.append((replica_id, reason, self._clock.now()))
         self.balancer.drop_replica(replica_id)
         self.late.forget(replica_id)

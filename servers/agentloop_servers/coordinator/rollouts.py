@@ -64,6 +64,8 @@ from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _UNHEARD_S = 8.0  # a worker that was not heard of for so long is told of: it asks for work every few seconds
 _TRIM_GAP_S = 0.02  # between two batches of deletions
+_MAX_UNREAD = 1000  # rollouts, of which the oldest is forgotten
+_MAX_UNREAD_TOLD = 4
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
 MAX_TAKEN = 32  # samples that one of several workers takes in one call; it asks again in a few milliseconds
@@ -127,6 +129,7 @@ class Rollouts:
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._submitting = KeyedLocks()  # by rollout id
         self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
+        self._unread: dict[str, float] = {}  # rollouts with a record that no reader had, and since when
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
@@ -139,28 +142,38 @@ class Rollouts:
 
     def flights(self, limit: int, name: str = "") -> FlightPage:
         """Return what the trajectories do, as their workers told last, and the sessions with a place."""
-        now, balancer, rows = self._clock.now(), self._replicas.balancer, list[FlightRow]()
-        for worker_id, poll in self._polls.items():
-            since_s = now - poll.told_at
-            for assignment_id, flight in poll.flights.items():
-                if self.queue.is_live(assignment_id):
-                    lease = balancer.lease_of(assignment_id)
-                    told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
-                    rows.append(
-                        FlightRow(assignment_id, told, worker_id, "" if lease is None else lease.replica_id)
-                    )
-        oldest = heapq.nlargest(limit, rows, key=lambda row: row.flight.age_s)
-        named = [row for row in rows if row.id == name and row not in oldest]
+        now, balancer = self._clock.now(), self._replicas.balancer
+        live = [
+            (assignment_id, flight, worker_id, now - poll.told_at)
+            for worker_id, poll in self._polls.items()
+            for assignment_id, flight in poll.flights.items()
+            if self.queue.is_live(assignment_id)
+        ]
+
+        def row(assignment_id: str, flight: Flight, worker_id: str, since_s: float) -> FlightRow:
+            lease = balancer.lease_of(assignment_id)
+            told = replace(flight, for_s=flight.for_s + since_s, age_s=flight.age_s + since_s)
+            return FlightRow(assignment_id, told, worker_id, "" if lease is None else lease.replica_id)
+
+        oldest = heapq.nlargest(limit, live, key=lambda one: one[1].age_s + one[3])
+        named = [one for one in live if one[0] == name and one not in oldest]
+        users = [one for one in live if one[1].doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
+        longest = heapq.nlargest(limit, users, key=lambda one: one[1].for_s + one[3])
         ages = {worker_id: now - poll.seen_at for worker_id, poll in self._polls.items()}
-        users = [row for row in rows if row.flight.doing in (Doing.TOOL, Doing.REWARD, Doing.LOOP)]
         return FlightPage(
-            oldest=(*oldest, *named),
+            oldest=tuple(row(*one) for one in (*oldest, *named)),
             sessions=balancer.sessions(limit, now, name),
-            doing=doing_of(row.flight for row in rows),
+            doing=doing_of(flight for _, flight, _, _ in live),
             num_free=sum(poll.num_free for poll in self._polls.values()),
             silent=tuple(one for one in ages.items() if one[1] > _UNHEARD_S),
-            longest_tools=tuple(heapq.nlargest(limit, users, key=lambda row: row.flight.for_s)),
+            longest_tools=tuple(row(*one) for one in longest),
         )
+
+    def unread(self) -> tuple[tuple[str, float], ...]:
+        """Return the rollouts whose records wait for a reader for longest, and the seconds since then."""
+        now = self._clock.now()
+        oldest = heapq.nsmallest(_MAX_UNREAD_TOLD, self._unread.items(), key=lambda one: one[1])
+        return tuple((rollout_id, now - since) for rollout_id, since in oldest)
 
     def running_by_host(self) -> Counter[str]:
         """Count the trajectories that workers run, by the addresses of their hosts."""
@@ -451,7 +464,10 @@ class Rollouts:
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
             status = await self._by_id(rollout_id)
+            self._unread.pop(rollout_id, None)  # before the read: what comes meanwhile is unread
             rows = await self._store.read(rollout_id, after, limit)
+            if len(rows) == limit:
+                self._note_unread(rollout_id)
             status = replace(status, num_damaged=self._store.num_damaged(rollout_id))  # that the read has met too
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
@@ -622,10 +638,17 @@ class Rollouts:
         if record.staleness is not None:
             self._replicas.tally.observe("trajectory_staleness", record.staleness)
         self._replicas.end_lease(assignment_id, num_tokens)
+        if record.stop_reason is not StopReason.CANCELLED:
+            self._note_unread(record.rollout_id)
         self._changed.notify()
         event = self._readers.pop(record.rollout_id, None)
         if event is not None:
             event.set()
+
+    def _note_unread(self, rollout_id: str) -> None:
+        self._unread.setdefault(rollout_id, self._clock.now())
+        if len(self._unread) > _MAX_UNREAD:
+            del self._unread[next(iter(self._unread))]
 
     def _lost(self, assignment_ids: tuple[str, ...]) -> None:
         """These left their worker: queued again or owed a record, in either case without a place."""

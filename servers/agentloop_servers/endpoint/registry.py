@@ -45,6 +45,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import CallLeases, Connect
 from agentloop.generation.leases import LeaseConfig, LeaseReporter, ReportConfig
+from agentloop.metrics import count_record
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
@@ -241,11 +242,10 @@ class Sessions:
         self.cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
-        self._leases = CallLeases(coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases)
+        self._leases = CallLeases(
+            coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases, tally=parts.tally
+        )
         self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
-        self.on_record: Callable[[Trajectory], None] = lambda record: (
-            None
-        )  # told of each that is in the run's store
         self._coordinator = coordinator
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
@@ -598,7 +598,7 @@ class Sessions:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process
             raise ServiceUnavailable(f"the run's store failed: {error}") from error
-        self.on_record(trajectory)
+        count_record(self.parts.tally, trajectory, "session")
         self._notes.start(self.store.mark_recorded(session_id))
 
 

@@ -341,11 +341,12 @@ class HttpGuard:
         is_local_only: bool = False,
         user_of: Callable[[Headers], str] = lambda _: "",
         tally: MetricsTally | None = None,
+        in_flight: dict[int, Scope] | None = None,
     ) -> None:
         """Requests begin in turns of their users, whom `user_of` finds in their headers, checked or not.
 
         With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page whose
-        name was made to lead here (DNS rebinding) names its own.
+        name was made to lead here (DNS rebinding) names its own. `in_flight` holds the requests that run.
         """
         self._app = app
         self._limits = limits
@@ -353,6 +354,7 @@ class HttpGuard:
         self._limiter = TickLimiter(_BEGUN_AT_ONCE)
         self._user_of = user_of
         self._tally = MetricsTally() if tally is None else tally
+        self._in_flight = {} if in_flight is None else in_flight
         self._bodies = LongBodies(limits.max_bytes_of_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -373,8 +375,9 @@ class HttpGuard:
                 return
             if "content-length" in headers:
                 guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
-            await self._limiter.enter(self._user_of(headers))
+            self._in_flight[id(scope)] = scope
             try:
+                await self._limiter.enter(self._user_of(headers))
                 await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:
                 _log.debug("client_left", path=scope["path"])
@@ -391,14 +394,17 @@ class HttpGuard:
                 known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
                 await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
             finally:
+                del self._in_flight[id(scope)]
                 guarded.release_body()
                 self._count(scope, guarded, begun_at)
 
     def _count(self, scope: Scope, guarded: _GuardedRequest, begun_at: float) -> None:
-        route = getattr(scope.get("route"), "path", "none")
+        route = route_of(scope)
         method = scope["method"] if route != "none" else "any"  # a stranger's may be any word
         self._tally.count("http_requests_total", route, method, str(guarded.status))
         self._tally.observe("http_seconds", time.perf_counter() - begun_at, route)
+        if (by := scope["state"].get("cut_by")) is not None:
+            self._tally.count("streams_cut_total", by)
 
     def _refusal(self, headers: Headers) -> AgentLoopError | None:
         limits, raw = self._limits, headers.raw
@@ -478,6 +484,11 @@ class _GuardedRequest:
             if (session_id := self._state.get("session_id")) is not None:
                 headers["x-session-id"] = session_id
         await self._send(message)
+
+
+def route_of(scope: Scope) -> str:
+    """Return the route of a request, or "none" as long as none is found."""
+    return getattr(scope.get("route"), "path", "none")
 
 
 def _is_local(authority: str) -> bool:

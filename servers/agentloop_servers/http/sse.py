@@ -40,7 +40,7 @@ class EventStream(Response):
     """A response of the events of `source`, with comments while it is silent for `keep_alive_s`.
 
     `error_event` writes a failure after the headers; `refuse` makes the answer of one before them. `source` is
-    closed on every path.
+    closed on every path. `cut_by` in the request's state tells of a stream that ended early: "client", "failure".
     """
 
     media_type = "text/event-stream"
@@ -70,6 +70,8 @@ class EventStream(Response):
         tasks = (producing, silence, leaving)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not writer.is_finished:
+                scope["state"]["cut_by"] = "client"
             for task in tasks:
                 if task.done():
                     task.result()
@@ -94,6 +96,7 @@ class EventStream(Response):
                 writer.is_finished = True  # no comment may come in between
                 await self._refuse(known)(scope, receive, send)
                 return
+            scope["state"]["cut_by"] = "failure"
             await writer.write(self._error_event(known))
         await writer.finish()
 

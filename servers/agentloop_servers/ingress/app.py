@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
+from starlette.types import Scope
 
 from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
@@ -58,7 +59,6 @@ def create_app(
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
     model: Path | None = None,
-    tally: MetricsTally | None = None,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -66,16 +66,17 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    The texts of tokens come from the folder `model`. Requests are counted in `tally`.
+    The texts of tokens come from the folder `model`.
     With an `endpoint`, agents are served and recorded too, and trainers that speak to vLLM's server; starting and
-    closing its sessions is the caller's.
+    closing its sessions is the caller's. Requests are counted in the tally of its sessions' parts.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
+    tally = MetricsTally() if endpoint is None else endpoint.sessions.parts.tally
     if endpoint is None:
         reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
     else:
         reporter = endpoint.sessions.reporter  # theirs to close
-    leases = CallLeases(coordinator, connect, reporter, config=config)
+    leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
     images = tuple(image_roots)
     rollouts = RolloutRoutes(coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports)
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without)
@@ -88,9 +89,12 @@ def create_app(
         if endpoint is None:
             await reporter.close()
 
-    local_only, turns = keys.is_open, keys.turn_user
-    guard = Middleware(HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally)
+    local_only, turns, in_flight = keys.is_open, keys.turn_user, dict[int, Scope]()
+    guard = Middleware(
+        HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=in_flight
+    )
     app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
+    app.state.in_flight = in_flight
     add_error_handlers(app, limits)
     if endpoint is not None:
         # First: most requests are its.

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -145,7 +146,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         coordinator=coordinator,
         connect=lambda url: engine,
         renderer=chat.renderer,
-        reader=TurnReader(chat.renderer, chat.parser),
+        reader=TurnReader(chat.renderer, chat.parser, chat.name),
         toolbox=Toolbox(load_tools(sorted(config.tools), config.tools)),
         config=setup.worker,
         max_context_tokens=sizes.max_context_tokens,
@@ -192,7 +193,11 @@ async def _hand_in(run: TrajectoryRun, parts: RunParts, link: WorkerLink) -> Non
     num_left = parts.user_tasks.num_abandoned + parts.toolbox.num_abandoned
     left = [task for task in asyncio.all_tasks() if task.get_name() not in _OWN_TASKS]
     is_clean = num_left + len(left) == 0
-    link.send(HandIn(record.value, run.is_dropped, is_clean))
+    counted: Counter[str] = Counter()
+    for one in parts.tally.take().samples:
+        counted[one.name] += int(one.value)
+    problems = counted["malformed_calls_total"], counted["logprob_problems_total"]
+    link.send(HandIn(record.value, run.is_dropped, is_clean, *problems))
 
 
 def main() -> None:

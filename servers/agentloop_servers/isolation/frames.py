@@ -123,6 +123,8 @@ class HandIn:
     record: bytes
     is_dropped: bool
     is_clean: bool
+    num_malformed_calls: int
+    num_logprob_problems: int
 
 
 Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | Heard | Answered | Refused | HandIn

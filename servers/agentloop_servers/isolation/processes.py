@@ -139,12 +139,14 @@ class IsolatedRuns:
         journal: TurnJournal | None = None,
         own_s: Callable[[Sequence[str]], float] = lambda tools: 0.0,
         tally: MetricsTally | None = None,
+        parser_name: str = "",
     ) -> None:
         """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
         may take beside a trajectory's own."""
         self.config = config
         self.own_s = own_s
         self.tally = MetricsTally() if tally is None else tally
+        self.parser_name = parser_name
         self.coordinator = coordinator
         self.connect = connect
         self.reporter = reporter
@@ -268,8 +270,11 @@ class ProcessRun:
             record = EncodedRecord.of(trajectory)
             is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
             self.is_dropped = done.is_dropped
+            tally, name = self._runs.tally, self._runs.parser_name
+            tally.count("malformed_calls_total", name, by=max(done.num_malformed_calls, 0))
+            tally.count("logprob_problems_total", by=max(done.num_logprob_problems, 0))
             if not self.is_dropped:
-                count_record(self._runs.tally, trajectory, "rollout")
+                count_record(tally, trajectory, "rollout")
             return record
         except AgentLoopError as error:
             reason = error.message

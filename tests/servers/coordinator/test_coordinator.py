@@ -12,6 +12,7 @@ import pytest
 from agentloop import codec
 from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, RolloutTerms
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.findings import UNREAD_S, Cause, findings
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import (
@@ -168,6 +169,28 @@ async def test_read_waits_for_a_record(site, coordinator):
         await read_page(coordinator, "r", 0, 0, 1.0)
     with pytest.raises(InvalidRequest):
         await read_page(coordinator, "r", -1, 1, 1.0)
+
+
+@service("a")
+async def test_records_that_nobody_reads_are_found(site, coordinator):
+    rollouts = coordinator.rollouts
+
+    async def found():
+        flights = await coordinator.flight(1)
+        return [one.text for one in findings(await coordinator.status(), flights) if one.cause is Cause.UNREAD]
+
+    await rollouts.submit("r", (make_group("g", 3),))
+    for assignment in (await rollouts.take(report("w", 3), 0.0)).start:
+        await hand_in(rollouts, "w", record(assignment))
+    await site.clock.sleep(UNREAD_S + 1.0)
+    assert await found() == ["nobody reads the records of r: the first waits since 301 s"]
+    page = await read_page(coordinator, "r", 0, 2, 0.0)
+    assert await found() == []
+    await site.clock.sleep(UNREAD_S)
+    assert await found() == ["nobody reads the records of r: the first waits since 300 s"]
+    await read_page(coordinator, "r", page.cursor, 2, 0.0)
+    await site.clock.sleep(UNREAD_S)
+    assert (await coordinator.status()).unread == ()
 
 
 @service("a")

@@ -16,10 +16,12 @@ from agentloop.api.coordinator import (
     UpdateReport,
 )
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
+from agentloop.errors import ServiceUnavailable
 from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
-from tests.support.records.samples import make_trajectory
+from agentloop_servers.metrics import MetricsReporter
+from tests.support.records.samples import counted, make_trajectory
 
 NOTHING = ServiceStatus(False, False, None, (), 0, (), ())
 EMPTY = FlightPage((), (), (), 0)
@@ -123,14 +125,57 @@ async def test_a_silent_process_is_named_and_its_gauges_are_gone_and_its_counts_
     assert saving.shown() == {OOPS: 1}
 
 
+async def test_a_process_that_closes_says_goodbye_with_its_last_counts_and_a_killed_one_does_not() -> None:
+    saving = Saving()
+    is_killed = False
+
+    async def until_killed(report: MetricsReport) -> None:
+        if is_killed:
+            raise ServiceUnavailable("it is dead")
+        await saving.book.report(report)
+
+    tallies = MetricsTally(), MetricsTally()
+    closed = MetricsReporter("worker-closed", tallies[0], saving.book.report)
+    killed = MetricsReporter("worker-killed", tallies[1], until_killed)
+    for num_before in (1, 2):
+        for tally in tallies:
+            tally.count("log_events_total", *OOPS[1])
+        await asyncio.sleep(0)
+        if num_before == 1:
+            await saving.book.save()
+            await asyncio.sleep(0)
+    is_killed = True
+    await killed.close()
+    await closed.close()
+    await saving.book.save()
+    assert saving.shown()[OOPS] == 3
+    saving.now = 31.0
+    assert saving.shown() == {OOPS: 3, ("process_up", ("worker-killed",)): 0}
+
+
+async def test_a_goodbye_repeats_what_was_not_answered_and_counts_once() -> None:
+    saving, tally = Saving(), MetricsTally()
+    tally.count("log_events_total", *OOPS[1])
+    reporter = MetricsReporter("worker-a", tally, saving.book.report)
+    await asyncio.sleep(0)  # it reports, and is not answered: nothing is saved
+    tally.count("log_events_total", *OOPS[1])
+    await reporter.close()
+    await reporter.close()
+    await saving.book.save()
+    assert saving.shown() == {OOPS: 2}
+    before = Saving()
+    before.book.restore(saving.saved)
+    assert before.shown() == {OOPS: 2}
+
+
 async def test_counts_of_another_release_are_left_out() -> None:
     tally = MetricsTally()
-    tally.count("replica_joins_total", "a")
+    tally.count("replica_starts_total", "a", "new")
     tally.add(MetricsTally().seen())
     odd = report(1).counted
     odd = type(odd)((MetricSample("no_such_total", (), 1.0),), (odd.observed[0]._replace(counts=(1, 2)),))
     tally.add(odd)
-    assert [one.name for one in tally.seen().samples] == ["replica_joins_total"]
+    assert [one.name for one in tally.seen().samples] == ["replica_starts_total"]
     assert tally.seen().observed == ()
 
 
@@ -159,7 +204,7 @@ def test_an_update_is_counted_by_its_outcome_and_steps() -> None:
     tally = MetricsTally()
     count_update(tally, UpdateReport(2, 1, KVPolicy.RECOMPUTE, (good, bad), 3000.0))
     count_update(tally, UpdateReport(3, 2, KVPolicy.RECOMPUTE, (good,), 3000.0))
-    found = {(one.name, one.labels): one.value for one in tally.seen().samples}
+    found = counted(tally)
     assert found["weight_updates_total", ("partial", "tcp")] == 1
     assert found["weight_updates_total", ("ok", "tcp")] == 1
     assert found["weight_bytes_total", ("tcp",)] == 14
@@ -189,7 +234,7 @@ def test_a_record_is_counted_by_its_end_its_turns_and_its_tools() -> None:
     )
     tally = MetricsTally()
     count_record(tally, record, "rollout")
-    found = {(one.name, one.labels): one.value for one in tally.seen().samples}
+    found = counted(tally)
     assert found["trajectories_total", (record.stop_reason, "", "rollout")] == 1
     assert found["tool_calls_total", ("calculator", "ok")] == found["tool_calls_total", ("", "unknown")] == 1
     assert found["tokens_lost_total", ("kill",)] == 5

@@ -24,7 +24,7 @@ from agentloop_servers.host import software_of_process
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
 from tests.support.fleet.service import CONFIG, hand_in, record, report, service
 from tests.support.fleet.weights import push_source
-from tests.support.records.samples import make_group
+from tests.support.records.samples import counted, make_group
 
 SOFTWARE = software_of_process()
 
@@ -156,7 +156,9 @@ async def test_direct_leases(site, coordinator):
     await coordinator.replicas.deregister("a", "the engine hangs")
     await coordinator.replicas.deregister("a")
     (lost,) = (await coordinator.status()).lost
-    assert (await coordinator.status()).degraded == ("no replica takes traffic",)
+    assert (await coordinator.status()).degraded == (
+        "no replica takes traffic; the last one that left: the engine hangs",
+    )
     assert (lost.replica_id, lost.reason) == ("a", "the engine hangs")
     site.silent.add("a")
     started = site.clock.now()
@@ -581,3 +583,21 @@ async def test_a_replica_that_samples_noise_is_named(site, coordinator):
     assert (await coordinator.status()).degraded == (
         "replica b samples noise: its logprobs stay at -ln(vocabulary)",
     )
+    await coordinator.replicas.heartbeat("b", report)
+    assert counted(coordinator.replicas.tally)["logprob_problems_total", ()] == 1
+
+
+@service("a")
+async def test_starts_are_counted_by_their_reason(site, coordinator):
+    def starts():
+        found = counted(coordinator.replicas.tally).items()
+        return {labels[1]: num for (name, labels), num in found if name == "replica_starts_total"}
+
+    assert starts() == {"return": 1}  # it never asked: an earlier coordinator let it start
+    for name, reason in (("b", "new"), ("c", "replacement"), ("d", "new")):
+        await coordinator.replicas.starting(name, SOFTWARE)
+        await site.join(name)
+        assert starts()[reason] == 1 + (name == "d")
+        if name == "b":
+            site.silent.add("b")
+            await site.clock.sleep(CONFIG.fleet.dead_after_s + 1.0)

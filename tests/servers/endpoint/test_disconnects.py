@@ -16,6 +16,7 @@ from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, chat_service
 from tests.support.endpoint.raw_requests import JSON, request
+from tests.support.records.samples import counted
 
 PATHS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 3000},
@@ -24,6 +25,7 @@ PATHS = {
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000},
 }
 KEEP_ALIVE_S = 0.05
+CUT_BY_CLIENT = "streams_cut_total", ("client",)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,7 @@ async def _call_for_ever(service: ChatService, path: str, is_streaming: bool) ->
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_14_a_client_that_leaves_a_stream_is_no_error(service: ChatService, path: str) -> None:
+    cuts = counted(service.sessions.parts.tally).get(CUT_BY_CLIENT, 0)
     with capture_logs() as logs:
         for _ in range(10):
             async with service.http.post(service.url + path, json=body_of(path, stream=True)) as answer:
@@ -99,6 +102,19 @@ async def test_14_a_client_that_leaves_a_stream_is_no_error(service: ChatService
         await until_running(service, False)
     assert [log for log in logs if log["log_level"] not in ("debug", "info")] == []
     assert [log["event"] for log in logs if log["log_level"] == "info"] == []
+    assert counted(service.sessions.parts.tally)[CUT_BY_CLIENT] == cuts + 11
+
+
+async def test_a_stream_that_fails_is_counted(service: ChatService) -> None:
+    path = "/sessions/fails/v1/chat/completions"
+    body = body_of("/v1/chat/completions", n=1, stream=True)
+    _, session, _ = await service.call("POST", "/sessions", json={"session_id": "fails"})
+    control = {"authorization": f"Bearer {session['control_key']}"}
+    async with service.http.post(service.url + path, json=body) as answer:
+        await answer.content.readany()
+        await service.call("POST", "/sessions/fails/finish", json={"wait_s": 0}, headers=control)
+        assert b'"session_finished"' in await answer.content.read()
+    assert counted(service.sessions.parts.tally)["streams_cut_total", ("failure",)] == 1
 
 
 async def test_14_a_retry_that_waits_too_keeps_the_call(service: ChatService) -> None:

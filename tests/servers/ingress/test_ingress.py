@@ -353,6 +353,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/trajectories/{seq}",
         "/metrics",
         "/flight",
+        "/history",
         "/why",
         "/admin/users",
         "/admin/drain",

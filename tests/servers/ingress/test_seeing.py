@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +25,7 @@ from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import coordinator
 from agentloop_servers.http.auth import Keys, key_digest
 from tests.servers.ingress.test_ingress import opened
+from tests.servers.test_monitoring import slow_request
 from tests.support.service.whole_service import simulated_config, whole_site
 
 
@@ -68,6 +71,7 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
         monkeypatch.setattr(module, "REPORT_S", 0.1)
     config: ServiceConfig = simulated_config()
     async with whole_site(config, tmp_path, reports=True) as site:
+        slow = await slow_request(site.urls[0])
         async with aiohttp.ClientSession() as http:
             for path in ("/health", "/nothing", "/rollouts/none"):
                 async with http.get(site.urls[0] + path):
@@ -77,6 +81,8 @@ async def test_a_service_counts_its_answers_and_tells_of_its_fleet(
             while ("agentloop_http_requests_total", "any/none/404") not in found:
                 await asyncio.sleep(0.1)
                 _, found = await read(site.urls[0])
+        slow.close()
+    assert found["agentloop_http_in_flight", "ingress-0//rollouts"] == 1
     assert found["agentloop_http_requests_total", "GET//health/200"] == 1
     assert found["agentloop_http_requests_total", "GET//rollouts/{rollout_id}/404"] == 1
     assert found["agentloop_http_seconds_count", "/health"] == 1
@@ -91,6 +97,31 @@ class Waits:
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=8)
         await asyncio.sleep(60)
+
+
+class Blocks:
+    """A loop that blocks the event loop of its worker, and then waits."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        time.sleep(2)  # noqa: ASYNC251 - this is what it tests
+        await asyncio.sleep(60)
+
+
+async def test_code_that_blocked_a_worker_is_named_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (metrics, coordinator):
+        monkeypatch.setattr(module, "REPORT_S", 0.1)
+    said = f", at {__file__}:{inspect.getsourcelines(Blocks.run)[1] + 1} in run"
+    async with (
+        whole_site(simulated_config(), tmp_path, reports=True) as site,
+        RolloutClient(site.urls[0]) as client,
+    ):
+        rollout = await client.submit([RolloutTask("t", (Message("user", "Hi"),), loop=f"{__name__}:Blocks")])
+        async with asyncio.timeout(30):
+            while not any(said in one.text for one in await client.why() if one.cause is Cause.BLOCKED):
+                await asyncio.sleep(0.1)
+        await client.cancel(rollout.rollout_ids[0])
 
 
 async def test_what_a_trajectory_waits_for_is_told_and_named(

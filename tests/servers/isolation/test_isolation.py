@@ -14,6 +14,7 @@ from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files
 from tests.support.fleet.worker import isolated_worker, running_worker, task
+from tests.support.records.samples import counted
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
@@ -43,6 +44,20 @@ async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_use
         assert found.path.response_ids.tolist() == expected.path.response_ids.tolist()
         assert found.path.logprobs.tolist() == expected.path.logprobs.tolist()
         assert [turn.replica_id for turn in found.path.turns] == [turn.replica_id for turn in expected.path.turns]
+
+
+async def test_what_its_parser_cannot_read_in_a_process_is_counted_by_the_worker():
+    feeder = FakeCoordinator([task("t"), task("u")])
+    engine = scripted_engine("<tool_call>\n{not json\n</tool_call>", ANSWER)
+    async with poisoned_worker(feeder, engine, capacity=1, parser_name="hermes") as runs:
+        await feeder.is_done.wait()
+    found = counted(runs.tally)
+    assert (
+        found["malformed_calls_total", ("hermes",)]
+        == found["trajectories_total", ("completed", "", "rollout")]
+        == 2
+    )
+    assert found["logprob_problems_total", ()] == 0
 
 
 async def test_the_coordinator_hears_of_turns_that_run_in_a_process():

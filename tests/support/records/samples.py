@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.metrics import Labels, MetricsTally
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import (
     FinishReason,
@@ -114,3 +115,8 @@ def fill_store(
         await store.close()
 
     asyncio.run(fill())
+
+
+def counted(tally: MetricsTally) -> dict[tuple[str, Labels], float]:
+    """The counters of a tally, by name and labels."""
+    return {(one.name, one.labels): one.value for one in tally.seen().samples}

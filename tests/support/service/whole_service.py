@@ -23,8 +23,8 @@ from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
+    ingress_gauges,
     run_gauges,
-    session_gauges,
     tool_names,
     user_table,
 )
@@ -124,7 +124,8 @@ async def whole_site(
 
         def report(process: str, tally: MetricsTally, gauges: Callable[[], Sequence[MetricSample]] = tuple) -> None:
             if reports:
-                closing.callback(MetricsReporter(process, tally, coordinator.report_metrics, gauges).close)
+                reporter = MetricsReporter(process, tally, coordinator.report_metrics, gauges)
+                closing.push_async_callback(reporter.close)
 
         report("coordinator", coordinator.replicas.tally, partial(run_gauges, config, run_dir))
 
@@ -180,7 +181,7 @@ async def whole_site(
             urls.append(url_of(config.host, public.getsockname()[1]))
             await ingresses[index].start(index, public)
             name = f"ingress-{index}"
-            report(name, ingresses[index].tally, partial(session_gauges, name, ingresses[index]))
+            report(name, ingresses[index].tally, partial(ingress_gauges, name, ingresses[index]))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
