@@ -17,6 +17,7 @@ from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, Update
 from agentloop.api.facts import FactsPage
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
+from agentloop.api.history import HistoryPage
 from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
@@ -29,6 +30,7 @@ _ANSWERS = (  # and what they are made of
     FlightPage,
     Generation,
     FactsPage,
+    HistoryPage,
     Page,
     ServiceStatus,
     UpdateReport,
