@@ -73,7 +73,7 @@ class RecordRoutes:
         cursor: _Text = "",
         group: _Text = "",
     ) -> Response:
-        """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, or with a text."""
+        """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, with a text."""
         query = FactsQuery(order, failed, task, text, limit, cursor, group)
         page = await in_time(self._records.list_records(query), TIMEOUT_S, "the store does not answer")
         return json_response(codec.to_builtins(page))

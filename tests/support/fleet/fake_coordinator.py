@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from agentloop import codec
 from agentloop.api.coordinator import (
     EncodedPage,
     HostDrain,
