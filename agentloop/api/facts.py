@@ -109,7 +109,7 @@ class RecordPage:
     """One record, to be looked at. A text is of one token alone; `missing` says why there are none."""
 
     record: Trajectory
-    texts: dict[int, str]  # by token id
+    texts: dict[str, str]  # by token id, in digits
     missing: str = ""
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Annotated
 
 import typer
 import uvicorn
-from fastapi import FastAPI
 from rich.console import Console
 
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import located, saved_config
-from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
-from agentloop_servers.viewer.pages import pages
-from agentloop_servers.viewer.records import RecordRoutes, StoredRun, TokenTexts
+from agentloop_servers.viewer.app import viewer_app
+from agentloop_servers.viewer.records import StoredRun
 
 app = typer.Typer()
 
@@ -22,7 +21,7 @@ app = typer.Typer()
 @app.command()
 def view(
     run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
-    port: Annotated[int, typer.Option(help="The port, on this machine alone.")] = 8010,
+    port: Annotated[int, typer.Option(help="The port, on this machine alone; 0: any.")] = 8010,
 ) -> None:
     """Show a run's trajectories in the browser, also while it is running or after it crashed."""
     with clear_errors():
@@ -30,19 +29,9 @@ def view(
         config = saved_config(folder_of(store))
         stored = StoredRun(store)
         try:
-            Console().print(f"http://127.0.0.1:{port}/ui/   (Ctrl-C ends it)", highlight=False)
-            viewer = viewer_app(stored, TokenTexts(None if config is None else located(config.model)))
-            uvicorn.run(viewer, host="127.0.0.1", port=port, log_level="warning")
+            viewer = viewer_app(stored, None if config is None else located(config.model))
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                Console().print(f"http://127.0.0.1:{listener.getsockname()[1]}/ui/", highlight=False)
+                uvicorn.Server(uvicorn.Config(viewer, log_level="warning")).run([listener])
         finally:
             stored.close()
-
-
-def viewer_app(stored: StoredRun, texts: TokenTexts) -> FastAPI:
-    """Return the viewer of a stored run, for callers of this machine."""
-    limits = HttpLimits()
-    app = FastAPI(title="agentloop view", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(HttpGuard, limits=limits, is_local_only=True)
-    add_error_handlers(app, limits)
-    app.include_router(RecordRoutes(stored, texts).router())
-    app.include_router(pages())
-    return app

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-FOLDER = Path(__file__).parent / "static"
+PAGES_FOLDER = Path(__file__).parent / "static"
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _HEADERS = {
@@ -29,7 +29,7 @@ def pages() -> APIRouter:
     """Return the routes of `/ui/`."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/ui", lambda: RedirectResponse("ui/"), methods=["GET"], response_model=None)
-    for file in sorted(FOLDER.iterdir()):
+    for file in sorted(PAGES_FOLDER.iterdir()):
         if file.suffix in _TYPES:
             path = "" if file.name == "index.html" else file.name
             router.add_api_route(f"/ui/{path}", _answer(file), methods=["GET"], response_model=None)

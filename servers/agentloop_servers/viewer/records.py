@@ -25,34 +25,35 @@ from agentloop.types import Trajectory
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
-TIMEOUT_S = 30.0
+_STORE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 
 _Text = Annotated[str, Query(max_length=MAX_QUERY_CHARS)]
 
 
-class TokenTexts:
+class TokenLabels:
     """The texts of single tokens, for people: one that has a part of a character is shown as U+FFFD."""
 
     def __init__(self, model: Path | None) -> None:
         self._file = None if model is None else model / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
 
-    def of(self, ids: Iterable[int]) -> tuple[dict[int, str], str]:
-        """Return the texts by id; without its tokenizer none, and the reason. Blocks."""
+    def of(self, ids: Iterable[int]) -> tuple[dict[str, str], str]:
+        """Return the texts by id, in digits; without its tokenizer none, and the reason. Blocks."""
         if self._file is None or not self._file.is_file():
             return {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more"
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self._file))
         wanted = sorted(set(ids))
-        return dict(zip(wanted, self._tokenizer.decode_batch([[one] for one in wanted], False), strict=True)), ""
+        texts = self._tokenizer.decode_batch([[one] for one in wanted], skip_special_tokens=False)
+        return dict(zip(map(str, wanted), texts, strict=True)), ""
 
 
 class RecordRoutes:
     """The routes of the records."""
 
-    def __init__(self, records: RecordsPort, texts: TokenTexts) -> None:
+    def __init__(self, records: RecordsPort, texts: TokenLabels) -> None:
         self._records = records
         self._texts = texts
 
@@ -75,12 +76,12 @@ class RecordRoutes:
     ) -> Response:
         """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, with a text."""
         query = FactsQuery(order, failed, task, text, limit, cursor, group)
-        page = await in_time(self._records.list_records(query), TIMEOUT_S, "the store does not answer")
+        page = await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
         return json_response(codec.to_builtins(page))
 
     async def record(self, seq: int) -> Response:
         """One record whole, by the `seq` of its facts, with the texts of its tokens."""
-        data = await in_time(self._records.record_at(seq), TIMEOUT_S, "the store does not answer")
+        data = await in_time(self._records.record_at(seq), _STORE_TIMEOUT_S, "the store does not answer")
         return await asyncio.to_thread(self._shown, data)
 
     def _shown(self, data: bytes) -> Response:
