@@ -54,6 +54,12 @@ def test_each_import_is_of_a_name_that_is_exported_and_used() -> None:
                 assert len(re.findall(rf"\b{name}\b", file.read_text())) > 1, f"{file.name} does not use {name}"
 
 
+def test_all_modules_are_asked_for_at_once() -> None:
+    page = (PAGES_FOLDER / "index.html").read_text()
+    asked = re.findall(r'(?:modulepreload" href|src)="([\w-]+\.js)"', page)
+    assert sorted(asked) == sorted(file.name for file in FILES if file.suffix == ".js")
+
+
 def test_it_is_small() -> None:
     contents = [file.read_bytes() for file in FILES]
     assert sum(map(len, contents)) <= MAX_BYTES

@@ -34,11 +34,14 @@ export function useRepeated(act, every_s, dependencies) {
   useEffect(() => {
     const gone = new AbortController();
     let timer = 0;
-    const step = async () => {
+    const again = async () => {
       if (!document.hidden) await act(gone.signal);
-      if (every_s && !gone.signal.aborted) timer = setTimeout(step, 1000 * every_s);
+      wait();
     };
-    step();
+    const wait = () => {
+      if (every_s && !gone.signal.aborted) timer = setTimeout(again, 1000 * every_s);
+    };
+    act(gone.signal).then(wait);
     return () => {
       gone.abort();
       clearTimeout(timer);

@@ -2,7 +2,7 @@
 
 import { html, render, useEffect, useState } from "./preact-htm.js";
 import { keepKey, link, read, useRead, useRoute } from "./api.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 import { Group } from "./group.js";
 import { Fleet, Live, Why } from "./live.js";
 import { Overview } from "./overview.js";
@@ -16,7 +16,7 @@ const MENU = ["overview", "table", ...Object.keys(LIVE_PAGES)];
 
 function App() {
   const route = useRoute();
-  const [isLive, setLive] = useState(null);
+  const [isLive, setLive] = useState(null); // null: not known yet
   const [refusal, setRefusal] = useState(null);
   const [attempt, setAttempt] = useState(0); // counts keys and changes between light and dark: all is drawn anew
   useEffect(() => {
@@ -33,19 +33,19 @@ function App() {
     setAttempt(attempt + 1);
   };
   if (refusal !== null) return html`<${KeyQuestion} refusal=${refusal} accept=${accept} />`;
-  if (isLive === null) return html`<main><p class="quiet">…</p></main>`;
-  const pages = isLive ? { ...PAGES, ...LIVE_PAGES } : PAGES;
+  const pages = isLive === false ? PAGES : { ...PAGES, ...LIVE_PAGES };
   const Page = pages[route.page];
-  const missing = html`<p>There is no page “${route.page}” ${isLive ? "" : "for a stored run"}.</p>`;
+  const missing = html`<p>There is no page “${route.page}” ${isLive === false && "for a stored run"}.</p>`;
   return html`
     <header>
       <strong>agentloop</strong>
       <nav>
-        ${MENU.filter((name) => name in pages).map(
+        ${MENU.filter((name) => isLive || name in PAGES).map(
           (name) => html`<a href=${link(name)} aria-current=${name === route.page ? "page" : null}>${name}</a>`,
         )}
       </nav>
-      ${isLive ? html`<${ServiceState} key=${attempt} />` : html`<span class="quiet">a stored run</span>`}
+      ${isLive && html`<${ServiceState} key=${attempt} />`}
+      ${isLive === false && html`<span class="quiet">a stored run</span>`}
     </header>
     <main key=${`${route.page} ${route.seq} ${attempt}`}>
       ${Page === undefined ? missing : html`<${Page} ...${route} isLive=${isLive} />`}
@@ -60,7 +60,7 @@ function ServiceState() {
   const words = [
     status.is_paused ? "paused" : status.is_ready ? "ready" : "no replica takes traffic",
     `weights ${count(status.weight_version)}`,
-    `${status.replicas.length} replicas, ${status.num_workers} workers`,
+    `${plural(status.replicas.length, "replica")}, ${plural(status.num_workers, "worker")}`,
   ];
   const degraded = status.degraded.length ? html` · <a class="bad" href=${link("why")}>degraded</a>` : "";
   return html`<span class=${status.is_ready ? "quiet" : "bad"}>${words.join(" · ")}${degraded}</span>`;

@@ -5,6 +5,7 @@ export const NONE = "–";
 const shown = (format) => (value) => (value === null || value === undefined ? NONE : format(value));
 
 export const count = shown((value) => value.toLocaleString("en"));
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 export const reward = shown((value) => String(Number(value.toFixed(3))));
 export const share = shown((value) => `${(100 * value).toFixed(1)} %`);
 export const moment = shown((at_s) => new Date(1000 * at_s).toLocaleString("sv"));

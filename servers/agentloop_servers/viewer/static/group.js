@@ -2,7 +2,7 @@
 
 import { html, useMemo } from "./preact-htm.js";
 import { Reading, link, replaceQuery, withQuery } from "./api.js";
-import { count, reward, seconds, versions } from "./format.js";
+import { count, plural, reward, seconds, versions } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 import { End } from "./table.js";
 import { tokensOf } from "./token_rows.js";
@@ -20,7 +20,7 @@ function drawn(page, query) {
   const chosen = { a: query.a ?? String(byReward[0]?.seq), b: query.b ?? String(byReward.at(-1)?.seq) };
   const choose = (name) => (event) => replaceQuery("group", { ...query, ...chosen, [name]: event.target.value });
   return html`
-    <h1>${first?.task_id} <span class="quiet">group ${query.group}, ${count(samples.length)} samples</span></h1>
+    <h1>${first?.task_id} <span class="quiet">group ${query.group}, ${plural(samples.length, "sample")}</span></h1>
     <p>${first?.task}</p>
     <${Samples} ...${{ samples, chosen, choose }} />
     ${samples.length > 1 && html`<${Comparison} key=${`${chosen.a} ${chosen.b}`} ...${chosen} />`}

@@ -3,7 +3,7 @@
 import { html } from "./preact-htm.js";
 import { Reading, link } from "./api.js";
 import { Chart, rates, summed, updatesOf, useHistory } from "./charts.js";
-import { NONE, count, reward, seconds, share } from "./format.js";
+import { NONE, count, plural, reward, seconds, share } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 import { Findings } from "./live.js";
 import { NOT_INDEXED } from "./table.js";
@@ -72,7 +72,7 @@ function Totals({ page }) {
   return html`
     ${!page.is_indexed && NOT_INDEXED}
     <p id="all-records">
-      <a href=${link("table")}>${count(all.num_records)} records</a>, mean reward ${meanReward(all)}, mean time
+      <a href=${link("table")}>${plural(all.num_records, "record")}</a>, mean reward ${meanReward(all)}, mean time
       ${" "}${seconds(all.total_s / all.num_records)}, ${count(all.num_sampled_tokens)} sampled tokens; also deleted ones
     </p>
     <section class="side-by-side">

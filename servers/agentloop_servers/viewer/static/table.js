@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./preact-htm.js";
 import { link, read, replaceQuery, withQuery } from "./api.js";
-import { count, reward, seconds, shortMoment, versions } from "./format.js";
+import { count, plural, reward, seconds, shortMoment, versions } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 
 const ORDERS = ["newest", "slowest", "best", "worst"];
@@ -32,7 +32,7 @@ export function Table({ query }) {
     ${!listed.isIndexed && NOT_INDEXED}
     <${Grid} id="records" isWalked over=${OVER} columns=${COLUMNS} rows=${listed.records} keyOf=${({ seq }) => seq} />
     <p class="quiet">
-      ${count(listed.records.length)} records shown${" "}
+      ${plural(listed.records.length, "record")} shown${" "}
       ${listed.cursor && html`<button disabled=${listed.isLoading} onClick=${listed.more}>more</button>`}
       ${!listed.cursor && !listed.isLoading && "— these are all"}
     </p>

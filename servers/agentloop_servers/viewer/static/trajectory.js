@@ -2,7 +2,7 @@
 
 import { html, useMemo, useState } from "./preact-htm.js";
 import { Reading, link, replaceQuery } from "./api.js";
-import { NONE, count, milliseconds, moment, reward, seconds, versions } from "./format.js";
+import { NONE, count, milliseconds, moment, plural, reward, seconds, versions } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 import { groupOf } from "./table.js";
 import { Timeline } from "./timeline.js";
@@ -41,7 +41,7 @@ function Facts({ record, seq }) {
     error: record.error ?? record.reward_error,
     time: `${seconds(timings.total_s)}, after ${seconds(timings.queue_s)} in the queue`,
     generating: `${seconds(timings.generate_s)}, of it standstill ${seconds(timings.standstill_s)}`,
-    tools: `${count(record.num_tool_calls)} calls, ${count(record.num_tool_errors)} failed, ${seconds(timings.tool_s)}`,
+    tools: `${plural(record.num_tool_calls, "call")}, ${count(record.num_tool_errors)} failed, ${seconds(timings.tool_s)}`,
     scoring: seconds(timings.reward_s),
     began: moment(times?.[0]),
     weights: `${versions(sampled[0], sampled.at(-1))}, ${count(record.staleness)} behind`,
@@ -70,9 +70,9 @@ function Paths({ paths, place, seq, query }) {
     <ul class="paths">
       ${paths.map((path, number) => {
         const about = [
-          `${count(path.response_mask.filter(Boolean).length)} tokens in the mask`,
-          `${count(path.turns.length)} turns`,
-          path.parent !== null && `${count(path.num_shared)} tokens shared with path ${path.parent}`,
+          `${plural(path.response_mask.filter(Boolean).length, "token")} in the mask`,
+          plural(path.turns.length, "turn"),
+          path.parent !== null && `${plural(path.num_shared, "token")} shared with path ${path.parent}`,
           !path.is_trainable && "not for training",
           path.reward !== null && `reward ${reward(path.reward)}`,
         ];
@@ -129,7 +129,7 @@ function Messages({ messages }) {
       ({ role, name, tool_call_id, reasoning, images, content, tool_calls }, number) => html`<li class=${role} key=${number}>
         <h3>${role} <span class="quiet">${name} ${tool_call_id}</span></h3>
         ${reasoning && html`<details open><summary>thoughts</summary><${Text} text=${reasoning} /></details>`}
-        ${images.length > 0 && html`<p class="quiet">${count(images.length)} images</p>`}
+        ${images.length > 0 && html`<p class="quiet">${plural(images.length, "image")}</p>`}
         <${Text} text=${content} />
         ${tool_calls.map((call) => html`<${Call} call=${call} key=${call.id} />`)}
       </li>`,

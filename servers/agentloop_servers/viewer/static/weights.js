@@ -67,7 +67,7 @@ function Update({ update }) {
   const ends = update.replicas.map((replica) => replica.stage_ms + replica.stall_ms + replica.look_ms);
   const percent = (ms) => `${(100 * ms) / Math.max(...ends, 1e-9)}%`;
   const bytes = Math.max(0, ...update.replicas.map((replica) => replica.num_bytes));
-  const head = (name) => html`<svg width="10" height="10"><rect class=${`step ${name}`} width="10" height="10" /></svg>
+  const head = (name) => html`<svg width="10" height="10"><rect class=${`step ${name}`} width="10" height="10" /></svg>${" "}
     ${name}`;
   const drawn = ({ name, from_ms, ms, isInner }) => {
     const [y, height] = isInner ? [9, 7] : [2, 14];
