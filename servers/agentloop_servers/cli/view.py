@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
-from agentloop_servers.config import located, saved_config
+from agentloop_servers.config import model_of
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.records import StoredRun
 
@@ -26,10 +26,9 @@ def view(
     """Show a run's trajectories in the browser, also while it is running or after it crashed."""
     with clear_errors():
         store = store_of(run)
-        config = saved_config(folder_of(store))
         stored = StoredRun(store)
         try:
-            viewer = viewer_app(stored, None if config is None else located(config.model))
+            viewer = viewer_app(stored, model_of(folder_of(store)))
             with socket.create_server(("127.0.0.1", port)) as listener:
                 Console().print(f"http://127.0.0.1:{listener.getsockname()[1]}/ui/", highlight=False)
                 uvicorn.Server(uvicorn.Config(viewer, log_level="warning")).run([listener])

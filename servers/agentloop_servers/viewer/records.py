@@ -6,11 +6,12 @@ A service answers from its coordinator's store, `agentloop view` from the files 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 from tokenizers import Tokenizer
@@ -39,23 +40,24 @@ class TokenLabels:
         self._file = None if model is None else model / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
 
-    def of(self, ids: Iterable[int]) -> tuple[dict[str, str], str]:
-        """Return the texts by id, in digits; without its tokenizer none, and the reason. Blocks."""
+    def page(self, record: Trajectory) -> RecordPage:
+        """Return a record with the texts of its tokens; without the tokenizer with none, and the reason. Blocks."""
         if self._file is None or not self._file.is_file():
-            return {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more"
+            return RecordPage(record, {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more")
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self._file))
-        wanted = sorted(set(ids))
-        texts = self._tokenizer.decode_batch([[one] for one in wanted], skip_special_tokens=False)
-        return dict(zip(map(str, wanted), texts, strict=True)), ""
+        parts = [part for path in record.paths for part in (path.prompt_ids, path.response_ids)]
+        ids = np.unique(np.concatenate(parts)).tolist() if parts else []
+        texts = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        return RecordPage(record, dict(zip(map(str, ids), texts, strict=True)))
 
 
 class RecordRoutes:
     """The routes of the records."""
 
-    def __init__(self, records: RecordsPort, texts: TokenLabels) -> None:
+    def __init__(self, records: RecordsPort, labels: TokenLabels) -> None:
         self._records = records
-        self._texts = texts
+        self._labels = labels
 
     def router(self, dependencies: Sequence[Any] = ()) -> APIRouter:
         """Return the routes, behind these dependencies."""
@@ -85,10 +87,7 @@ class RecordRoutes:
         return await asyncio.to_thread(self._shown, data)
 
     def _shown(self, data: bytes) -> Response:
-        record = codec.decode(data, Trajectory)
-        ids = (one for path in record.paths for part in (path.prompt_ids, path.response_ids) for one in part)
-        texts, missing = self._texts.of(map(int, ids))
-        return json_response(codec.to_builtins(RecordPage(record, texts, missing)))
+        return json_response(codec.to_builtins(self._labels.page(codec.decode(data, Trajectory))))
 
 
 class StoredRun:
