@@ -21,8 +21,10 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import pages
 from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.report import write_report
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
+from tests.support.engine.scripted import POLICY
 from tests.viewer.viewed_service import HOSTILE, viewed_service
 
 playwright = pytest.importorskip("playwright.async_api", reason="the package playwright drives the browser")
@@ -321,6 +323,33 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
             await browser.shoot("stored")
     finally:
         stored.close()
+
+
+async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
+    file = run_dir / "report.html"
+    num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file)
+    async with browser_at(url, run_dir / "shots") as browser:
+        await browser.page.route("http**", lambda route: route.abort())  # it needs nobody
+        records = await records_of(browser)
+        slowest = sorted(records, key=lambda one: -one["total_s"])
+        for place, rows in (
+            ("table", records),
+            ("table?order=slowest", slowest),
+            ("table?failed=true", [one for one in records if one["failure"]]),
+            ("table?text=THINK", [one for one in records if "Think" in one["task"]]),
+        ):
+            await browser.page.goto(f"{file.as_uri()}#/{place}")
+            await browser.page.locator(f"#records tr:first-child[data-key='{rows[0]['seq']}']").wait_for(
+                timeout=WAIT_MS
+            )
+            assert list(await browser.cells("#records")) == [str(one["seq"]) for one in rows]
+        num_shown = 0
+        for one in records:
+            await browser.page.goto(f"{file.as_uri()}#/trajectory/{one['seq']}")
+            await browser.page.locator("canvas[data-drawn], .bad").first.wait_for(timeout=WAIT_MS)
+            num_shown += await browser.page.locator("canvas[data-drawn]").count()
+        assert num_shown == num_whole
+        await browser.shoot("report")
 
 
 async def test_a_service_with_keys_is_asked_with_one(tmp_path: Path) -> None:

@@ -11,14 +11,26 @@ export function keepKey(key) {
 const held = document.getElementById("held"); // a report's answers, by path
 const answers = held && JSON.parse(held.textContent);
 
+const ORDERS = {
+  newest: (one, other) => other.seq - one.seq,
+  slowest: (one, other) => other.total_s - one.total_s,
+  best: (one, other) => other.reward - one.reward,
+  worst: (one, other) => one.reward - other.reward,
+};
+
 function heldAnswer(path) {
   const [name, query] = path.split("?");
   const answer = answers[name];
   if (answer === undefined) throw Object.assign(new Error("this file does not have it"), { status: 404 });
-  const group = new URLSearchParams(query).get("group");
-  if (!group) return answer;
-  const records = answer.records.filter((one) => `${one.rollout_id}/${one.group_id}` === group);
-  return { ...answer, records };
+  if (!answer.records) return answer;
+  const { group, failed, task, text = "", order = "newest" } = Object.fromEntries(new URLSearchParams(query));
+  const isAsked = (one) =>
+    (!group || `${one.rollout_id}/${one.group_id}` === group) &&
+    (!failed || one.failure !== null) &&
+    (!task || one.task_id === task) &&
+    (order === "newest" || order === "slowest" || one.reward !== null) &&
+    `${one.task}\n${one.answer}`.toLowerCase().includes(text.toLowerCase());
+  return { ...answer, records: answer.records.filter(isAsked).sort(ORDERS[order]) };
 }
 
 /** Read JSON from `path` of the server that serves these pages. Throws Error with its message and `status`. */
