@@ -31,7 +31,7 @@ class LoopPeer:
     """A peer on this host, whose message waits for the other side."""
 
     connection_id = 1
-    own_host = peer_host = "127.0.0.1"
+    host = own_host = peer_host = "127.0.0.1"
 
     def __init__(self, pem: str = "") -> None:
         self._contexts = [serving(pem), trusting(pem)] if pem else [None, None]
