@@ -218,7 +218,7 @@ class LateReplicas:
         return None
 
     def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:
-        """Return the replicas with the fleet's weights, and `replica`'s engine and parallelism; its host's first."""
+        """Return the replicas with the fleet's weights and `replica`'s engine and parallelism, its host's first."""
         info = replica.registration.info
         peers = [
             peer
