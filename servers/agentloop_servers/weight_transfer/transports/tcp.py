@@ -44,7 +44,7 @@ from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiv
 NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
 POLL_S = 0.05
 ANSWER_TIMEOUT_S = 10.0  # of the sender's port
-HANDSHAKE_TIMEOUT_S = 1.0  # of TLS: the next connection waits for it
+HANDSHAKE_TIMEOUT_S = 1.0  # of TLS, and of the token: the next connection waits for it
 TOKEN_BYTES = 16
 
 
@@ -193,10 +193,9 @@ def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream
             peer.check()
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                connection.settimeout(POLL_S)
+                connection.settimeout(HANDSHAKE_TIMEOUT_S)
                 with contextlib.suppress(OSError):
                     if peer.tls is not None:
-                        connection.settimeout(HANDSHAKE_TIMEOUT_S)
                         connection = peer.tls.wrap_socket(connection, server_side=True)
                     said = connection.recv(TOKEN_BYTES + 1, 0 if peer.tls else socket.MSG_WAITALL)  # TLS: a record
                     number = said[-1] if said else NUM_STREAMS
