@@ -91,9 +91,11 @@ def test_several_workers_get_what_was_sent(stage):
     assert report.transfer_ms > 0
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True])
 @pytest.mark.parametrize("num_tensors", [1, 9])
-def test_what_goes_by_sockets_is_what_was_sent(stage, num_tensors):
-    sender, receivers = stage.sender(transport="tcp"), [stage.receiver(rank) for rank in range(2)]
+def test_what_goes_by_sockets_is_what_was_sent(stage, num_tensors, is_encrypted):
+    sender = stage.sender(transport="tcp", is_encrypted=is_encrypted)
+    receivers = [stage.receiver(rank) for rank in range(2)]
     for seed in range(2):
         sent = weights(seed, num_tensors)
         source = to_workers(sender.offer(outgoing(sent)), 2)
