@@ -3,10 +3,11 @@
     python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,auto,shm,tcp]
 
 `ipc` needs one GPU, `nccl` two; `auto` is one push to a receiver on the sender's GPU, by ipc, and to others, by
-nccl; `shm` is GPU to CPU and CPU to GPU, `tcp` CPU to GPU, the second receiver by the first one's shared memory. For
-each: updates over kept connections, then a receiver killed in the middle (the other gets a second attempt), a
-further update, a sender killed in the middle (receivers raise at once). Of `auto` once the receiver by nccl is killed, and once the one by ipc. Every tensor is compared value by value,
-besides the transfer's own checksums. Prints a table; ends with 1 if anything is wrong. About a minute each.
+nccl; `shm` is GPU to CPU and CPU to GPU; `tcp` is CPU to GPU, where one receiver maps the other's memory. For each:
+updates over kept connections, then a receiver killed in the middle (the other gets a second attempt), a further
+update, a sender killed in the middle (receivers raise at once). Of `auto` once the receiver by nccl is killed, and
+once the one by ipc. Every tensor is compared value by value, besides the transfer's own checksums. Prints a table;
+ends with 1 if anything is wrong. About a minute each.
 """
 
 from __future__ import annotations

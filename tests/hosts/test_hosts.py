@@ -543,7 +543,7 @@ def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:
 def sent_to(receivers: list[Host], sender: Host, folder: Path, num_tensors: int, num_bytes: int) -> SendReport:
     """Push tensors from one process of a host to one of each host given, without a service."""
     module = [sys.executable, "-m", "tests.servers.weight_transfer.push_process"]
-    sending = sender.start([*module, "send", "-1", sender.address, str(num_tensors), str(num_bytes)])
+    sending = sender.start([*module, "send", "-1", "auto", sender.address, str(num_tensors), str(num_bytes)])
     assert sending.stdout is not None
     source = msgspec.json.decode(sending.stdout.readline(), type=PushSource)
     offer = folder / "offer.json"

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.receiver import RECEIVE_TRANSPORTS, AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import SEND_TRANSPORTS
-from agentloop_servers.weight_transfer.transports.handshake import TransportKind
+from agentloop_servers.weight_transfer.transports.handshake import MapBuffers, TransportKind
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, ShmSendTransport
 from agentloop_servers.weight_transfer.transports.tcp import TcpReceiveTransport
 from tests.servers.weight_transfer.pushing import (
@@ -133,12 +132,17 @@ def test_what_goes_by_sockets_goes_once_to_a_host(stage, socket_bytes, num_recei
         socket_bytes.clear()
 
 
-class BlindTransport(TcpReceiveTransport):
-    """A worker that cannot open its siblings' files, as in a container of its own."""
+class BlindMapping(ShmReceiveTransport):
+    """Cannot open another worker's files, as in a container of its own."""
 
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        raise FileNotFoundError
+
+
+class BlindTransport(TcpReceiveTransport):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._mapped._map = Mock(side_effect=PermissionError)
+        self._mapped = BlindMapping(device)
 
 
 def test_a_worker_that_cannot_map_its_hosts_memory_has_sockets_of_its_own(stage, socket_bytes):
