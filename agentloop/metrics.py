@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -213,13 +212,20 @@ class MetricsReport:
     blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
 
 
+@dataclass(slots=True)
+class _Buckets:
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+
 class MetricsTally:
     """The counts of a process, or of all of them. Thread-safe: logs come from anywhere."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, Labels], float] = {}
-        self._observed: dict[tuple[str, Labels], tuple[list[int], float]] = {}
+        self._observed: dict[tuple[str, Labels], _Buckets] = {}
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         """Add to a counter."""
@@ -229,25 +235,28 @@ class MetricsTally:
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a value to a histogram."""
-        buckets = FAMILIES[name].buckets
-        counts = [0] * (len(buckets) + 1)
-        counts[bisect_left(buckets, value)] = 1
-        self._add(name, labels, counts, value)
+        with self._lock:
+            seen = self._buckets_of(name, labels)
+            seen.counts[bisect_left(seen.bounds, value)] += 1
+            seen.total += value
 
     def add(self, page: MetricsPage) -> None:
         """Add what another one has counted; what an other release counts otherwise is left out."""
         for one in page.samples:
             if one.name in FAMILIES:
                 self.count(one.name, *one.labels, by=one.value)
-        for seen in page.observed:
-            if seen.name in FAMILIES and len(seen.counts) == len(FAMILIES[seen.name].buckets) + 1:
-                self._add(seen.name, seen.labels, seen.counts, seen.total)
+        with self._lock:
+            for more in page.observed:
+                if more.name in FAMILIES and len(more.counts) == len(FAMILIES[more.name].buckets) + 1:
+                    seen = self._buckets_of(more.name, more.labels)
+                    seen.counts = [a + b for a, b in zip(seen.counts, more.counts, strict=True)]
+                    seen.total += more.total
 
     def seen(self) -> MetricsPage:
         """Return all counts and histograms."""
         with self._lock:
             counts = tuple(MetricSample(*key, value) for key, value in self._counts.items())
-            observed = tuple(Observed(*key, tuple(found), total) for key, (found, total) in self._observed.items())
+            observed = tuple(Observed(*key, tuple(one.counts), one.total) for key, one in self._observed.items())
         return MetricsPage(counts, observed)
 
     def take(self) -> MetricsPage:
@@ -258,10 +267,11 @@ class MetricsTally:
             self._counts, self._observed = {}, {}
         return taken.seen()
 
-    def _add(self, name: str, labels: Labels, counts: Sequence[int], total: float) -> None:
-        with self._lock:
-            known, before = self._observed.get((name, labels)) or ([0] * len(counts), 0.0)
-            self._observed[name, labels] = [a + b for a, b in zip(known, counts, strict=True)], before + total
+    def _buckets_of(self, name: str, labels: Labels) -> _Buckets:
+        if (seen := self._observed.get((name, labels))) is None:
+            bounds = FAMILIES[name].buckets
+            seen = self._observed[name, labels] = _Buckets(bounds, [0] * (len(bounds) + 1))
+        return seen
 
 
 def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:

@@ -218,9 +218,9 @@ class LateReplicas:
         return None
 
     def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:
-        """Return the replicas with the fleet's weights and the engine and parallelism of `replica`."""
+        """Return the replicas with the fleet's weights and `replica`'s engine and parallelism, its host's first."""
         info = replica.registration.info
-        return [
+        peers = [
             peer
             for peer in self._fleet.placeable()
             if peer.replica_id != replica.replica_id
@@ -228,6 +228,7 @@ class LateReplicas:
             and peer.registration.info.name == info.name
             and peer.registration.info.num_workers == info.num_workers
         ]
+        return sorted(peers, key=lambda peer: peer.host != replica.host)
 
     async def _relayed(self, served: WeightUpdate, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
         """Make an update that `replica` stages from `peer`. Raises Conflict if it cannot, or the call's error."""

@@ -107,9 +107,13 @@ class JournalFolder(_Thread):
 
     def _append(self, part: JournalPart) -> None:
         is_new = part.number == 0  # a file that is gone later was removed with its sample
-        if is_new:
+        try:
+            fd = open_log(self._folder / part.run, is_new=is_new)
+        except FileNotFoundError:
+            if not is_new:
+                raise
             self._folder.mkdir(parents=True, exist_ok=True)
-        fd = open_log(self._folder / part.run, is_new=is_new)
+            fd = open_log(self._folder / part.run, is_new=True)
         try:
             append(fd, part.frames)
         finally:

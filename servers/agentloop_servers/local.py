@@ -38,7 +38,7 @@ T = TypeVar("T")
 Say = Callable[[str], object]
 """Shows a line of progress to the one that waits for a start."""
 
-SERVICE_START_TIMEOUT_S = 600.0
+_BESIDE_ENGINES_S = 120.0  # of a start, after the time that its engines may take: they say first why they did not
 WEIGHTS_GRACE_S = 10.0  # for replicas to bring, or load, the weights of a run that goes on
 AUTH_MODE = "RAY_AUTH_MODE"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken|Stable|Mismatch)\b.*: ")
@@ -97,7 +97,8 @@ async def running_service(
         say("starting the service's processes")
         is_deployed = True
         await _to_its_end(_deploy, app)
-        await _wait_until_ready(url, run_dir, say, waits_for_weights=waits_for_weights)
+        within_s = max(entry.start_timeout_s for entry in config.entries) + _BESIDE_ENGINES_S
+        await _wait_until_ready(url, run_dir, say, within_s, waits_for_weights=waits_for_weights)
         yield url
     finally:
         await _to_its_end(stop_ray, is_deployed)
@@ -178,12 +179,12 @@ async def drain(config: ServiceConfig, run_dir: Path, grace_s: float) -> int:
         await client.close()
 
 
-async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weights: bool) -> None:
+async def _wait_until_ready(url: str, run_dir: Path, say: Say, within_s: float, *, waits_for_weights: bool) -> None:
     """Poll until all deployments run and a replica takes traffic, and show progress. Raises ServiceUnavailable."""
     up_at: float | None = None
     progress = _StartView(say)
     timeout = aiohttp.ClientTimeout(total=5)
-    deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
+    deadline_at = asyncio.get_running_loop().time() + within_s
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
@@ -200,9 +201,7 @@ async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weig
             if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ServiceUnavailable(f"the service did not start: {_reason(state)}. See {run_dir / RAY_LINK}")
             if now > deadline_at:
-                raise ServiceUnavailable(
-                    f"not ready within {SERVICE_START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}"
-                )
+                raise ServiceUnavailable(f"not ready within {within_s:g} s. See {run_dir / RAY_LINK}")
             await asyncio.sleep(0.2)
 
 

@@ -1,6 +1,6 @@
 """A service over test hosts: its CPU a turn on one, two and three, and weights over sockets between two.
 
-    python -m tests.benchmarks.hosts [--hosts 1 2 3] [--rounds 3] [--mib 256]
+    python -m tests.benchmarks.hosts [--hosts 1 2 3] [--rounds 3] [--mib 256] [--fan-out 128]
 
 Root, and what `tests/hosts/bed.py` needs. CPU is user and system of the service's own processes on all hosts, over
 the load of `tests.hosts.load` (800 trajectories of 6 turns), less what they use while nothing runs; Ray's processes
@@ -8,6 +8,7 @@ and the load's own are not counted. The links are user-space ones, and the hosts
 
 Weights: one tensor from the head to the replica of another host by the `tcp` lane (first byte to last, its
 checksums included), in turn with as many bytes by four plain sockets. The bytes of the link are the interface's.
+Fan-out: the same lane, without a service, to several processes of the other host.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from tests.benchmarks import report
 from tests.hosts.bed import Bed, Host, why_not
 from tests.hosts.cluster import Cluster
 from tests.hosts.load import NUM_TURNS
-from tests.hosts.test_hosts import NUM_SAMPLES, NUM_TASKS, Load, pushed
+from tests.hosts.test_hosts import NUM_SAMPLES, NUM_TASKS, Load, pushed, sent_to
 
 NUM_PLACES = 192
 IDLE_S = 15.0
 NUM_STREAMS = 4
+NUM_WORKERS = (1, 2, 4)
+NUM_PARTS = (1, 16)
 PIECE_BYTES = 1 << 20
 SINK_PORT = 9000
 OWN = "ray::ServeReplica:agentloop:"
@@ -123,12 +126,6 @@ def source(address: str, num_bytes: int) -> None:
     print(time.monotonic() - began_at)
 
 
-def received_bytes(host: Host) -> int:
-    """Return the bytes that a host's interface has received."""
-    line = next(line for line in host.run(["cat", "/proc/net/dev"]).splitlines() if "eth0:" in line)
-    return int(line.partition(":")[2].split()[0])
-
-
 def lane(num_mib: int, num_rounds: int, folder: Path) -> list[tuple[float, float, float]]:
     """Return, for each round, MB/s of plain sockets and of the lane, and the link's bytes by the weights'."""
     num_bytes, found = num_mib * 2**20, []
@@ -138,13 +135,30 @@ def lane(num_mib: int, num_rounds: int, folder: Path) -> list[tuple[float, float
         with cluster.service(mode="standalone", replicas=1):
             for number in range(1, num_rounds + 2):
                 plain = plain_s(cluster, receiver, num_bytes)
-                before = received_bytes(receiver)
+                before = receiver.received_bytes()
                 (replica,) = pushed(cluster, number, num_mib)["replicas"]
                 assert (replica["transport"], replica["error"]) == ("tcp", None)
-                on_link = (received_bytes(receiver) - before) / replica["num_bytes"]
+                on_link = (receiver.received_bytes() - before) / replica["num_bytes"]
                 rates = num_bytes / 1e6 / plain, replica["num_bytes"] / 1e3 / replica["transfer_ms"]
                 found.append((*rates, on_link))
     return found[1:]  # the first one connects, and takes memory
+
+
+def fan_out(num_mib: int, num_tensors: int, num_rounds: int, folder: Path) -> list[tuple[int, int, float, float]]:
+    """Return workers of one other host, MiB of a tensor, the link's bytes by the weights', seconds (median)."""
+    rows = []
+    with Bed() as bed:
+        sender, other = bed.add(), bed.add()
+        for num_workers in NUM_WORKERS:
+            found = []
+            for _ in range(num_rounds):
+                before = other.received_bytes()
+                sent = sent_to([other] * num_workers, sender, folder, num_tensors, num_mib * 2**20 // num_tensors)
+                assert (sent.transports, sent.num_receivers) == (("tcp",), num_workers)
+                on_link = (other.received_bytes() - before) / sent.num_bytes
+                found.append((on_link, sent.transfer_ms / 1000))
+            rows.append((num_workers, num_mib // num_tensors, *map(statistics.median, zip(*found, strict=True))))
+    return rows
 
 
 def main() -> None:
@@ -152,6 +166,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--fan-out", type=int, default=128, help="MiB")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--source", nargs=2, help=argparse.SUPPRESS)
@@ -165,6 +180,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         turns = {num: cpu_a_turn(num, args.rounds, Path(name)) for num in args.hosts}
         weights = lane(args.mib, args.rounds, Path(name)) if args.mib else []
+        shared = [
+            row for num in NUM_PARTS if args.fan_out for row in fan_out(args.fan_out, num, args.rounds, Path(name))
+        ]
     tables = {}
     if turns:
         kinds = sorted({kind for one in turns.values() for kind in one})
@@ -176,7 +194,11 @@ def main() -> None:
         rows = [("median", *map(statistics.median, zip(*cells, strict=True)))]
         rows += [("worst", *map(min, zip(*[cell[:3] for cell in cells], strict=True)), max(c[3] for c in cells))]
         tables[f"Weights of {args.mib} MiB between two hosts"] = report.table(columns, rows)
-    report.finish("A service over hosts (CPU)", tables, {"turns": turns, "weights": weights}, args.out)
+    if shared:
+        columns = ("workers of the host", "MiB of a bucket", "link's bytes by weights'", "s")
+        tables[f"Weights of {args.fan_out} MiB to one other host"] = report.table(columns, shared)
+    found = {"turns": turns, "weights": weights, "fan_out": shared}
+    report.finish("A service over hosts (CPU)", tables, found, args.out)
 
 
 if __name__ == "__main__":

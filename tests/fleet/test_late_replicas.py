@@ -269,6 +269,17 @@ async def test_a_peer_that_does_not_answer_is_passed_over(clock):
 
 
 @virtual
+async def test_a_peer_of_its_host_is_asked_first(clock):
+    site = FleetSite(clock, "one:1", "two:1", info=SLEEPER)
+    await site.push(1)
+    for peer in site.placeable():
+        offering(site, peer, token=peer)
+    late = site.register("two:2", version=0)
+    assert await site.late.bring_up("two:2")
+    assert late.updates[0].push.token == "two:1"
+
+
+@virtual
 async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
     site = FleetSite(clock, "a", info=SLEEPER)
     await site.push(1)

@@ -1,12 +1,13 @@
 """Pushes between processes over every transport that this machine has: figures, kills, and growth of memory.
 
-    python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,auto,shm]
+    python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,auto,shm,tcp]
 
 `ipc` needs one GPU, `nccl` two; `auto` is one push to a receiver on the sender's GPU, by ipc, and to others, by
-nccl; `shm` is GPU to CPU and CPU to GPU. For each: updates over kept connections, then a receiver killed in the
-middle (the other gets a second attempt), a further update, a sender killed in the middle (receivers raise at once).
-Of `auto` once the receiver by nccl is killed, and once the one by ipc. Every tensor is compared value by value,
-besides the transfer's own checksums. Prints a table; ends with 1 if anything is wrong. About a minute each.
+nccl; `shm` is GPU to CPU and CPU to GPU; `tcp` is CPU to GPU, where one receiver maps the other's memory. For each:
+updates over kept connections, then a receiver killed in the middle (the other gets a second attempt), a further
+update, a sender killed in the middle (receivers raise at once). Of `auto` once the receiver by nccl is killed, and
+once the one by ipc. Every tensor is compared value by value, besides the transfer's own checksums. Prints a table;
+ends with 1 if anything is wrong. About a minute each.
 """
 
 from __future__ import annotations
@@ -277,6 +278,7 @@ def pairings_here(wanted: list[str]) -> list[Pairing]:
         *(Pairing("auto", "cuda:0", order) for order in ((*others, "cuda:0"), ("cuda:0", *others)) if others),
         Pairing("shm", "cuda:0", ("cpu", "cpu")),
         Pairing("shm", "cpu", ("cuda:0", "cuda:0")),
+        Pairing("tcp", "cpu", ("cuda:0", "cuda:0")),
     ]
     if num_gpus == 0:
         pairings = [Pairing(transport, "cpu", ("cpu", "cpu")) for transport in ("shm", "tcp")]
@@ -291,7 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--transports", default="ipc,nccl,auto,shm")
+    parser.add_argument("--transports", default="ipc,nccl,auto,shm,tcp")
     parser.add_argument("--shared", action="store_true", help="others use the GPUs: memory may grow")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -106,6 +106,11 @@ class Host:
             raise subprocess.CalledProcessError(process.returncode, list(command), output, errors)
         return output
 
+    def received_bytes(self) -> int:
+        """The bytes that its interface has received."""
+        (line,) = [line for line in self.run(["cat", "/proc/net/dev"]).splitlines() if "eth0:" in line]
+        return int(line.partition(":")[2].split()[0])
+
     def order(self, order: str) -> None:
         """Change its link: an order of `link.py`."""
         assert self.link.stdin is not None

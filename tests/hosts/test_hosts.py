@@ -12,6 +12,7 @@ import itertools
 import json
 import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentloop.engine import PushSource
 from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.weight_transfer.sender import SendReport
 from tests.hosts.bed import Bed, Host, why_not
 from tests.hosts.capture import flows
 from tests.hosts.cluster import KEY, PORT, Cluster
@@ -34,6 +37,7 @@ from tests.hosts.policy import ANSWER_TOKENS, POLICY, Said, prompts
 from tests.hosts.push import values_of
 from tests.hosts.sessions import SYSTEM, Kept
 from tests.hosts.sockets import HELLO, Listener, documented, listeners, told
+from tests.servers.weight_transfer.pushing import to_workers
 from tests.support.service.postgres_server import PostgresServer
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -611,6 +615,36 @@ def pushed(cluster: Cluster, version: int, mib: int) -> dict[str, Any]:
     url = f"http://127.0.0.1:{PORT}"  # what the trainer offers must reach the others all the same
     command = [cluster.python, "-m", "tests.hosts.push", url, str(version), str(mib)]
     return msgspec.json.decode(cluster.head.run(command, LOAD_S), type=dict[str, Any])
+
+
+def sent_to(receivers: list[Host], sender: Host, folder: Path, num_tensors: int, num_bytes: int) -> SendReport:
+    """Push tensors from one process of a host to one of each host given, without a service."""
+    module = [sys.executable, "-m", "tests.servers.weight_transfer.push_process"]
+    sending = sender.start([*module, "send", "-1", "auto", sender.address, str(num_tensors), str(num_bytes)])
+    assert sending.stdout is not None
+    source = msgspec.json.decode(sending.stdout.readline(), type=PushSource)
+    offer = folder / "offer.json"
+    offer.write_bytes(msgspec.json.encode(to_workers(source, len(receivers))))
+    receiving = [["bash", "-c", f"{shlex.join([*module, 'receive', '-1'])} < {offer}"]] * len(receivers)
+    processes = [host.start(command) for host, command in zip(receivers, receiving, strict=True)]
+    for process in processes:
+        said = process.communicate(timeout=LOAD_S)
+        assert said == ("done\n", ""), said
+    done, report = sending.communicate(timeout=LOAD_S)[0].splitlines()
+    assert done == "done"
+    return msgspec.json.decode(report, type=SendReport)
+
+
+def test_a_push_crosses_a_link_once_for_all_workers_of_a_host(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Bed() as bed:
+        sender, *others = [bed.add() for _ in range(3)]
+        before = [host.received_bytes() for host in others]
+        report = sent_to([*others, others[0], others[0], sender], sender, tmp_path, 12, 2**20)
+        assert (report.transports, report.num_attempts, report.num_receivers) == (("shm", "tcp"), 1, 5)
+        for host, received in zip(others, before, strict=True):
+            assert report.num_bytes < host.received_bytes() - received < 1.3 * report.num_bytes
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from agentloop_servers.weight_transfer.layout import Layout, Place, view
 from agentloop_servers.weight_transfer.protocol import Peer
 from agentloop_servers.weight_transfer.transports.base import Buffer, SendTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import DeviceMemory
-from agentloop_servers.weight_transfer.transports.shared_memory import HostBuffers
+from agentloop_servers.weight_transfer.transports.shared_memory import HostBuffers, unlink
 from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
 NUM_BUFFERS = 2
@@ -87,6 +87,8 @@ def send_buckets(
     try:
         for transport in peers:
             transport.begin(peers[transport], layout, buffers)
+        if buffers[0].data.device.type == "cpu":
+            unlink(buffers)  # those that map them have begun
         started_at = time.monotonic()
         for bucket in range(len(layout.bucket_sizes)):
             buffer = bucket % NUM_BUFFERS

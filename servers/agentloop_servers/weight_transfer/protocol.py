@@ -358,11 +358,12 @@ class Peer:
     """The process at the other end of one connection, during one attempt.
 
     It carries a transport's small messages; those of an earlier attempt are dropped. `check` raises TransportBroken
-    if the attempt is over for *any* peer, and costs microseconds.
+    if the attempt is over for *any* peer, and costs microseconds. `host` is a worker's, as its Hello names it.
     """
 
-    def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
+    def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None], host: str = "") -> None:
         self.connection_id = connection.connection_id
+        self.host = host
         self.own_host, self.peer_host = connection.own_host, connection.peer_host
         self.tls = connection.tls
         self.check = check

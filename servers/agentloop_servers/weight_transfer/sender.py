@@ -457,7 +457,7 @@ class ReceiverGroup:
         self.tell_all(StartAttempt(attempt_id))
         peers: dict[TransportKind, tuple[Peer, ...]] = {}
         for worker in sorted(self.left, key=lambda worker: worker.connection.connection_id):
-            peer = Peer(worker.connection, attempt_id, self._check_attempt)
+            peer = Peer(worker.connection, attempt_id, self._check_attempt, worker.hello.host)
             peers[worker.transport] = (*peers.get(worker.transport, ()), peer)
         return peers
 

@@ -138,8 +138,11 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
                 await asyncio.sleep(0.1)
         page = await client.flight(1)
         async with asyncio.timeout(30):
-            while (history := await client.history("doing", "workers")).series[-1].values[-1] != 2:
+            looping: dict[tuple[str, ...], float | None] = {}
+            while looping.get(("doing", "loop")) != 2:
                 await asyncio.sleep(0.2)
+                history = await client.history("doing", "workers")
+                looping = {(one.name, *one.labels): one.values[-1] for one in history.series}
         assert (await client.history(since=history.times[-1] + 3600)).times == ()
         [*_, other] = (await client.flight(2)).oldest
         beyond = await site.coordinator.flight(1, other.id)
@@ -154,9 +157,10 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
     assert "(and 1 more)" in first.text
     assert [row.id for row in beyond.oldest] == [page.oldest[0].id, other.id]
     assert page.doing == (("loop", 2),)
-    assert {(one.name, *one.labels) for one in history.series} >= {("workers",), ("doing", "loop")}
+    assert looping["workers",] == 1
     assert row.id.startswith(rollout.rollout_ids[0])
-    assert (row.flight.doing, row.flight.turn, row.flight.num_tokens) == (Doing.LOOP, 1, 8)
+    assert (row.flight.doing, row.flight.turn) == (Doing.LOOP, 1)
+    assert 0 < row.flight.num_tokens <= 8
     assert row.flight.age_s >= row.flight.for_s > 0.5
     assert row.flight.left_s is not None
     assert row.flight.left_s < 40

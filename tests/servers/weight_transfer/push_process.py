@@ -1,7 +1,8 @@
 """One side of a push in a process of its own, so that a test can kill it.
 
 python -m tests.servers.weight_transfer.push_process receive <stall at bucket, or -1>  stdin: a PushSource as JSON
-python -m tests.servers.weight_transfer.push_process send <stall at tensor, or -1>  stdout: a PushSource as JSON
+python -m tests.servers.weight_transfer.push_process send <stall at tensor, or -1> [<transport> <address> ...]
+    stdout: a PushSource as JSON; at the end "done", and the SendReport as JSON. Then: tensors, bytes of each
 """
 
 from __future__ import annotations
@@ -50,20 +51,28 @@ def receive(source: PushSource, stall_at: int) -> None:
         return
 
 
-def send(stall_at: int, num_tensors: int = 12) -> None:
-    """Print the offer for one receiver, then "stalled" at the tensor where it stops."""
+def send(
+    stall_at: int,
+    transport: str = "auto",
+    address: str = "127.0.0.1",
+    num_tensors: int = 12,
+    num_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Print the offer, then "stalled" at the tensor where it stops."""
 
     def load(number: int) -> torch.Tensor:
         if number == stall_at:
             stall()
-        return torch.full((BUCKET_BYTES // 4,), float(number))
+        return torch.full((num_bytes // 4,), float(number))
 
-    infos = [TensorInfo(f"t{number}", "float32", (BUCKET_BYTES // 4,)) for number in range(num_tensors)]
-    sender = WeightSender(bucket_bytes=BUCKET_BYTES, device=CPU)
+    infos = [TensorInfo(f"t{number}", "float32", (num_bytes // 4,)) for number in range(num_tensors)]
+    sender = WeightSender(listen_host=address, transport=transport, bucket_bytes=num_bytes, device=CPU)
     source = sender.offer([Outgoing(info, lambda n=n: load(n)) for n, info in enumerate(infos)])
     say(msgspec.json.encode(source).decode())
-    sender.run(TIMEOUT_S)
+    report = sender.run(TIMEOUT_S, late_grace_s=TIMEOUT_S)  # processes take long to start on a busy machine
+    sender.close()
     say("done")
+    say(msgspec.json.encode(report).decode())
 
 
 if __name__ == "__main__":
@@ -71,4 +80,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "receive":
         receive(msgspec.json.decode(sys.stdin.readline(), type=PushSource), int(sys.argv[2]))
     else:
-        send(int(sys.argv[2]))
+        stall_at, *options = sys.argv[2:]
+        send(int(stall_at), *options[:2], *map(int, options[2:]))

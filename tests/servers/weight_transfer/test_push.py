@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +19,17 @@ from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.receiver import RECEIVE_TRANSPORTS, AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import SEND_TRANSPORTS
-from agentloop_servers.weight_transfer.transports.handshake import TransportKind
+from agentloop_servers.weight_transfer.transports.handshake import MapBuffers, TransportKind
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, ShmSendTransport
+from agentloop_servers.weight_transfer.transports.tcp import TcpReceiveTransport
 from tests.servers.weight_transfer.pushing import (
     WAIT_S,
     Stage,
     collect,
     connection_threads,
+    feed,
     leaving_no_files,
+    line,
     num_connected,
     outgoing,
     same,
@@ -85,15 +90,91 @@ def test_several_workers_get_what_was_sent(stage):
     assert report.transfer_ms > 0
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True])
 @pytest.mark.parametrize("num_tensors", [1, 9])
-def test_what_goes_by_sockets_is_what_was_sent(stage, num_tensors):
-    sender, receivers = stage.sender(transport="tcp"), [stage.receiver(rank) for rank in range(2)]
+def test_what_goes_by_sockets_is_what_was_sent(stage, num_tensors, is_encrypted):
+    sender = stage.sender(transport="tcp", is_encrypted=is_encrypted)
+    receivers = [stage.receiver(rank) for rank in range(2)]
     for seed in range(2):
         sent = weights(seed, num_tensors)
         source = to_workers(sender.offer(outgoing(sent)), 2)
         arriving = [stage.receive(receiver, source) for receiver in receivers]
         assert stage.run(sender).result(WAIT_S).transports == ("tcp",)
         assert all(same(one.result(WAIT_S), sent) for one in arriving)
+
+
+@pytest.fixture
+def socket_bytes(monkeypatch) -> list[int]:
+    """The sizes of all writes to data connections from now on."""
+    sizes: list[int] = []
+    sendall = socket.socket.sendall
+
+    def counting(one: socket.socket, data: memoryview | bytes, *flags: int) -> None:
+        sizes.append(len(data))
+        sendall(one, data, *flags)
+
+    monkeypatch.setattr(socket.socket, "sendall", counting)
+    return sizes
+
+
+@pytest.mark.parametrize("num_receivers", [1, 2, 4])
+def test_what_goes_by_sockets_goes_once_to_a_host(stage, socket_bytes, num_receivers):
+    sender = stage.sender(transport="tcp")
+    receivers = [stage.receiver(rank) for rank in range(num_receivers)]
+    for seed in range(2):
+        sent = weights(seed, num_tensors=9 + seed)
+        source = to_workers(sender.offer(outgoing(sent)), num_receivers)
+        arriving = [stage.receive(receiver, source) for receiver in receivers]
+        report = stage.run(sender).result(WAIT_S)
+        assert (report.num_attempts, report.failures) == (1, ())
+        assert all(same(one.result(WAIT_S), sent) for one in arriving)
+        assert report.num_bytes <= sum(socket_bytes) < 1.1 * report.num_bytes
+        socket_bytes.clear()
+
+
+class BlindMapping(ShmReceiveTransport):
+    """Cannot open another worker's files, as in a container of its own."""
+
+    def _map(self, setup: MapBuffers) -> list[torch.Tensor]:
+        raise FileNotFoundError
+
+
+class BlindTransport(TcpReceiveTransport):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._mapped = BlindMapping(device)
+
+
+def test_a_worker_that_cannot_map_its_hosts_memory_has_sockets_of_its_own(stage, socket_bytes):
+    sent, sender = weights(), stage.sender(transport="tcp")
+    source = to_workers(sender.offer(outgoing(sent)), 3)
+    blind = {**RECEIVE_TRANSPORTS, TransportKind.TCP: BlindTransport}
+    first = stage.receive(stage.receiver(0), source)
+    until(lambda: num_connected(sender) == 1)
+    arriving = [
+        first,
+        *[stage.receive(stage.receiver(1, transports=one), source) for one in (blind, RECEIVE_TRANSPORTS)],
+    ]
+    report = stage.run(sender).result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert (report.num_attempts, report.num_receivers) == (1, 3)
+    assert 2 * report.num_bytes <= sum(socket_bytes) < 2.2 * report.num_bytes
+
+
+@pytest.mark.slow
+def test_without_room_in_shared_memory_each_worker_has_sockets_of_its_own(stage, socket_bytes):
+    sent, sender = weights(), stage.sender(transport="tcp")
+    first = stage.process("receive", "-1")
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    resource.prlimit(first.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+    feed(first, source)
+    until(lambda: num_connected(sender) == 1)
+    arriving = stage.receive(stage.receiver(), source)
+    report = stage.run(sender).result(WAIT_S)
+    assert same(arriving.result(WAIT_S), sent)
+    assert line(first) == "done"
+    assert (report.num_attempts, report.num_receivers) == (1, 2)
+    assert 2 * report.num_bytes <= sum(socket_bytes)
 
 
 def test_workers_may_come_before_or_after_the_run_begins(stage):

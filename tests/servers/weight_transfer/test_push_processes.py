@@ -28,6 +28,7 @@ from tests.servers.weight_transfer.pushing import (
     outgoing,
     same,
     to_workers,
+    until,
     weights,
 )
 
@@ -63,6 +64,24 @@ def test_the_survivors_of_a_killed_receiver_get_a_fresh_pass(stage):
     assert "was lost" in report.failures[0]
 
 
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_without_its_hosts_first_a_worker_is_sent_to_directly(stage, is_killed):
+    sent, sender = weights(), stage.sender(transport="tcp", stall_s=2.0)
+    first = stage.process("receive", "1")
+    source = to_workers(sender.offer(outgoing(sent)), 4)
+    feed(first, source)
+    until(lambda: num_connected(sender) == 1)
+    arriving = [stage.receive(stage.receiver(rank), source) for rank in range(3)]
+    running = stage.run(sender, late_grace_s=2.0)
+    assert line(first) == "stalled"
+    if is_killed:
+        first.kill()
+    report = running.result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert (report.num_attempts, report.num_receivers) == (2, 3)
+    assert ("was lost" if is_killed else "had not said Go") in report.failures[0]
+
+
 def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
     sent, sender = weights(), stage.sender()
     source = to_workers(sender.offer(outgoing(sent)), 2)
@@ -81,16 +100,17 @@ def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
     assert "was lost" in report.failures[0]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("stall_at", ["0", "5"])
-def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at):
-    sender = stage.process("send", stall_at)
+def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at, transport):
+    sender = stage.process("send", stall_at, transport)
     source = to_workers(msgspec.json.decode(line(sender), type=PushSource), 2)
     arriving = [stage.receive(stage.receiver(rank), source) for rank in range(2)]
     assert line(sender) == "stalled"
     sender.kill()
     killed_at = time.monotonic()
     for one in arriving:
-        with pytest.raises(CheckpointUnreadable, match="the connection was"):
+        with pytest.raises(CheckpointUnreadable, match="connection"):
             one.result(WAIT_S)
     assert time.monotonic() - killed_at < NOTICE_S
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ class LoopPeer:
     """A peer on this host, whose message waits for the other side."""
 
     connection_id = 1
-    own_host = peer_host = "127.0.0.1"
+    host = own_host = peer_host = "127.0.0.1"
 
     def __init__(self, pem: str = "") -> None:
         self._contexts = [serving(pem), trusting(pem)] if pem else [None, None]
@@ -100,6 +101,20 @@ def test_a_bucket_arrives_whole_and_small_ones_too(begun):
         assert torch.equal(data, buffers[bucket].data[: LAYOUT.bucket_sizes[bucket]])
     sender.finish()
     receiver.finish()
+
+
+def test_a_token_may_be_lost_and_sent_again():
+    peer, sender = LoopPeer(), TcpSendTransport(CPU)
+    beginning = threading.Thread(target=sender.begin, args=([peer], LAYOUT, [Buffer(torch.empty(2**22), b"")] * 2))
+    beginning.start()
+    told = msgspec.msgpack.decode(peer.take(), type=Connect)
+    for number in range(NUM_STREAMS):
+        with socket.create_connection(("127.0.0.1", told.port)) as connection:
+            time.sleep(0.2)  # the kernel's shortest time until it sends a packet again
+            connection.sendall(told.token + bytes([number]))
+    beginning.join(10.0)
+    assert not beginning.is_alive()
+    sender.close()
 
 
 def test_a_receiver_that_hangs_up_breaks_the_attempt(begun):

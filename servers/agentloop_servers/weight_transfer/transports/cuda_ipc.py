@@ -116,11 +116,11 @@ class IpcSendTransport(AckedSendTransport):
     """The sending half; see `SendTransport`."""
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
-        self._map(peers, buffers)
+        self._map_all(peers, buffers)
 
     def send(self, bucket: int, buffer: int) -> None:
         torch.cuda.current_stream(self._device).synchronize()  # the workers' streams know nothing of ours
-        self._announce(bucket, buffer)
+        self.announce(bucket, buffer)
 
 
 class IpcReceiveTransport(MappedReceiveTransport):

@@ -135,18 +135,22 @@ class AckedSendTransport:
         """Drop the peers."""
         self._peers = None
 
-    def _map(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
-        """Ask the peers to map the buffers. Raises TransportBroken if one cannot."""
-        self._peers, self._last, self._consumed = peers, [-1] * len(buffers), [-1] * len(peers)
-        request = MapBuffers(exports=[buffer.export for buffer in buffers], num_bytes=buffers[0].data.numel())
+    def map(self, peers: Sequence[Peer], request: MapBuffers) -> dict[Peer, str]:
+        """Ask the peers to map buffers. Leaves out those that cannot, and returns their reasons."""
         for peer in peers:
             post(peer, request)
-        for peer in peers:
-            error = take(peer, BuffersMapped).error
-            if error is not None:
-                raise TransportBroken(f"a worker cannot map the buffers: {error}")
+        refused = {peer: error for peer in peers if (error := take(peer, BuffersMapped).error) is not None}
+        self._peers = [peer for peer in peers if peer not in refused]
+        self._last, self._consumed = [-1] * len(request.exports), [-1] * len(self._peers)
+        return refused
 
-    def _announce(self, bucket: int, buffer: int) -> None:
+    def _map_all(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
+        """Ask the peers to map this process's buffers. Raises TransportBroken if one cannot."""
+        refused = self.map(peers, MapBuffers([buffer.export for buffer in buffers], buffers[0].data.numel()))
+        if refused:
+            raise TransportBroken(f"a worker cannot map the buffers: {next(iter(refused.values()))}")
+
+    def announce(self, bucket: int, buffer: int) -> None:
         """Tell all peers that a bucket lies in a buffer. Raises TransportBroken."""
         if self._peers is None:
             raise TransportBroken("the attempt was given up")

@@ -90,7 +90,7 @@ class ShmSendTransport(AckedSendTransport):
             connections = frozenset(peer.connection_id for peer in peers)
             self._shared = self._host.get(buffers[0].data.numel(), connections)
         try:
-            self._map(peers, self._shared)
+            self._map_all(peers, self._shared)
         finally:
             unlink(self._shared)
 
@@ -98,7 +98,7 @@ class ShmSendTransport(AckedSendTransport):
         if self._shared is not self._packed:
             size = self._sizes[bucket]
             self._shared[buffer].data[:size].copy_(self._packed[buffer].data[:size])
-        self._announce(bucket, buffer)
+        self.announce(bucket, buffer)
 
     def finish(self) -> None:
         super().finish()

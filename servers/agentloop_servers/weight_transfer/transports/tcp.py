@@ -1,9 +1,14 @@
-"""The `tcp` transport: buckets travel over sockets of their own, to workers on other hosts.
+"""The `tcp` transport: buckets travel over sockets of their own, once to each host with workers.
 
 For each attempt the sender listens at the address by which a worker has reached it. The worker opens NUM_STREAMS
 connections with a token that came over the control connection, and reads stripe i of every bucket from connection
 i. They are encrypted if that one is. The sender has a thread for each connection, so a bucket travels while the
 next one is packed.
+
+The first worker of a host with several reads into two buffers in /dev/shm, and says when a bucket is there. The
+sender passes that on to its siblings, which have mapped the buffers (as with `shm`), and sends into a buffer again
+only when they have consumed it. A sibling that cannot map them has connections of its own, and so have all workers
+in the attempt after one that broke.
 """
 
 from __future__ import annotations
@@ -22,24 +27,37 @@ from typing import cast
 import msgspec
 import torch
 
+from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.tcp import keep_alive, listening_socket
 from agentloop_servers.weight_transfer.layout import Layout
 from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer
-from agentloop_servers.weight_transfer.transports.handshake import post, take
+from agentloop_servers.weight_transfer.transports.handshake import (
+    AckedSendTransport,
+    BucketReady,
+    MapBuffers,
+    post,
+    take,
+)
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, create_pair, unlink
 
 NUM_STREAMS = 4  # one connection alone is bound by its window on a long way, and by one core on a fast one
 POLL_S = 0.05
 ANSWER_TIMEOUT_S = 10.0  # of the sender's port
-HANDSHAKE_TIMEOUT_S = 1.0  # of TLS: the next connection waits for it
+HANDSHAKE_TIMEOUT_S = 1.0  # of TLS, and of the token: the next connection waits for it
 TOKEN_BYTES = 16
 
 
 class Connect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sender's word that it listens. Connection i begins with the token and the byte i."""
+    """The sender's word that it listens. Connection i begins with the token and the byte i.
 
-    port: int
-    token: bytes
+    `has_siblings`: the worker answers with the buffers that these map, or none without room. Port 0: the worker is
+    a sibling, and MapBuffers comes next.
+    """
+
+    port: int = 0
+    token: bytes = b""
+    has_siblings: bool = False
 
 
 def stripes(size: int) -> list[slice]:
@@ -78,7 +96,9 @@ class TcpSendTransport:
         self._buffers: list[torch.Tensor] = []  # of host memory
         self._packed: Sequence[Buffer] = ()
         self._sizes: tuple[int, ...] = ()  # of the buckets
-        self._sending: dict[int, list[Future[None]]] = {}  # by buffer
+        self._sending: dict[int, list[Future[None]]] = {}  # by buffer, the bucket sent last at the end
+        self._shared: list[tuple[Peer, AckedSendTransport]] = []  # a host's first worker, and its siblings
+        self._is_unfinished = False  # the last attempt
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self.abort()
@@ -87,13 +107,31 @@ class TcpSendTransport:
             self._buffers = [buffer.data for buffer in buffers]
         elif not self._buffers or self._buffers[0].numel() != buffers[0].data.numel():
             self._buffers = [torch.empty_like(buffer.data, device="cpu", pin_memory=True) for buffer in buffers]
+        by_host: dict[object, list[Peer]] = {}
+        for peer in peers:
+            by_host.setdefault(peer if self._is_unfinished else peer.host, []).append(peer)
+        self._is_unfinished = True
+        self._connect([(first, bool(siblings)) for first, *siblings in by_host.values()])
+        refused: list[Peer] = []
+        for first, *siblings in by_host.values():
+            if siblings:
+                for sibling in siblings:
+                    post(sibling, Connect())
+                request, mapped = take(first, MapBuffers), AckedSendTransport(self._device)
+                refused += mapped.map(siblings, request)
+                if request.exports:
+                    self._shared.append((first, mapped))
+        self._connect([(sibling, False) for sibling in refused])
+
+    def _connect(self, workers: Sequence[tuple[Peer, bool]]) -> None:
+        """Open the streams of workers, each given with whether it has siblings. Raises TransportBroken."""
         with contextlib.ExitStack() as listening:
             waiting = []
-            for peer in peers:
+            for peer, has_siblings in workers:
                 listener = listening.enter_context(listening_socket(peer.own_host))
                 listener.settimeout(POLL_S)
                 token = secrets.token_bytes(TOKEN_BYTES)
-                post(peer, Connect(listener.getsockname()[1], token))
+                post(peer, Connect(listener.getsockname()[1], token, has_siblings))
                 waiting.append((peer, listener, token))
             for one in waiting:
                 self._streams.append(_accepted(*one))
@@ -113,7 +151,9 @@ class TcpSendTransport:
             raise TransportBroken("the attempt was given up") from error
 
     def wait_free(self, buffer: int) -> None:
-        sending = self._sending.get(buffer, [])
+        sending = self._sending.pop(buffer, None)
+        if sending is None:
+            return
         while wait(sending, timeout=POLL_S).not_done:
             for peer in self._peers:
                 peer.check()
@@ -122,17 +162,23 @@ class TcpSendTransport:
                 one.result()
         except OSError as error:
             raise TransportBroken(f"a connection to a worker broke: {error}") from error
+        for first, siblings in self._shared:
+            ready = take(first, BucketReady)
+            siblings.announce(ready.bucket, ready.buffer)
+        for _, siblings in self._shared:
+            siblings.wait_free(buffer)
 
     def finish(self) -> None:
         for buffer in list(self._sending):
             self.wait_free(buffer)
         self.abort()
+        self._is_unfinished = False
 
     def abort(self) -> None:
         streams, self._streams = self._streams, []
         for stream in (one for of_peer in streams for one in of_peer):
             stream.close()
-        self._sending = {}
+        self._sending, self._shared = {}, []
 
     def close(self) -> None:
         self.abort()
@@ -147,10 +193,9 @@ def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream
             peer.check()
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                connection.settimeout(POLL_S)
+                connection.settimeout(HANDSHAKE_TIMEOUT_S)
                 with contextlib.suppress(OSError):
                     if peer.tls is not None:
-                        connection.settimeout(HANDSHAKE_TIMEOUT_S)
                         connection = peer.tls.wrap_socket(connection, server_side=True)
                     said = connection.recv(TOKEN_BYTES + 1, 0 if peer.tls else socket.MSG_WAITALL)  # TLS: a record
                     number = said[-1] if said else NUM_STREAMS
@@ -173,10 +218,18 @@ class TcpReceiveTransport:
         self._device = device
         self._attempt: tuple[Peer, Layout] | None = None
         self._connections: list[socket.socket] = []
+        self._pair: tuple[Buffer, ...] = ()  # of the first worker of a host
+        self._mapped = ShmReceiveTransport(device)  # the same buffers, at its siblings
+        self._is_sibling = False
 
     def begin(self, peer: Peer, layout: Layout) -> None:
         self.abort()
         told = take(peer, Connect)
+        self._is_sibling = told.port == 0
+        if self._is_sibling:
+            with contextlib.suppress(TransportBroken):
+                return self._mapped.begin(peer, layout)
+            told, self._is_sibling = take(peer, Connect), False
         try:
             for number in range(NUM_STREAMS):
                 connection = socket.create_connection((peer.peer_host, told.port), ANSWER_TIMEOUT_S)
@@ -188,26 +241,40 @@ class TcpReceiveTransport:
                 connection.setblocking(False)
         except OSError as error:
             raise TransportBroken(f"the sender's port {told.port} does not answer: {error}") from error
+        if told.has_siblings:
+            with contextlib.suppress(WeightUpdateFailed):
+                self._pair = create_pair(layout.largest_bucket)
+            post(peer, MapBuffers([buffer.export for buffer in self._pair], layout.largest_bucket))
         self._attempt = peer, layout
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._is_sibling:
+            with contextlib.closing(self._mapped) as mapped:
+                return (yield from mapped.buckets())
         if self._attempt is None:
             raise TransportBroken("the attempt was given up")
-        peer, layout = self._attempt
+        (peer, layout), pair = self._attempt, self._pair
         is_copied = self._device.type != "cpu"
-        memory = torch.empty(layout.largest_bucket, dtype=torch.uint8, pin_memory=is_copied)
-        held = torch.empty_like(memory, device=self._device) if is_copied else memory
+        memories = [buffer.data for buffer in pair] or [
+            torch.empty(layout.largest_bucket, dtype=torch.uint8, pin_memory=is_copied)
+        ]
+        held = torch.empty_like(memories[0], device=self._device) if is_copied else None
         for bucket, size in enumerate(layout.bucket_sizes):
-            _read(peer, self._connections, memoryview(memory.numpy())[:size])
-            if is_copied:
-                held[:size].copy_(memory[:size])
-            yield bucket, held[:size]
+            number = bucket % len(memories)
+            data = memories[number][:size]
+            _read(peer, self._connections, memoryview(data.numpy()))
+            if pair:
+                unlink(pair)  # its siblings have mapped it before the first bucket came
+                post(peer, BucketReady(bucket, number))
+            yield bucket, data if held is None else held[:size].copy_(data)
 
     def finish(self) -> None:
         self.abort()
 
     def abort(self) -> None:
         self._attempt = None
+        unlink(self._pair)
+        self._pair = ()
         connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
