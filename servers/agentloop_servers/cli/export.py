@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentloop.export import export
+from agentloop.export import ExportFormat, export
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import model_of
@@ -44,5 +44,6 @@ def export_records(
             num_whole = write_report(store, model_of(folder_of(store)), target)
             Console().print(f"{num_whole} records whole in {target}", highlight=False, soft_wrap=True)
             return
-        num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
+        kind: ExportFormat = "jsonl" if format is Format.JSONL else "parquet"
+        num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
     Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
