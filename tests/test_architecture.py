@@ -165,6 +165,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.private_http",
         "agentloop_servers.tcp",
     },
+    "agentloop_servers.viewer": {"agentloop.api", "agentloop.storage", "agentloop_servers.http"},
     "agentloop_servers.ingress": {
         "agentloop.api",
         "agentloop.chat",
@@ -173,6 +174,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.endpoint",
         "agentloop_servers.http",
         "agentloop_servers.metrics",
+        "agentloop_servers.viewer",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
@@ -244,6 +246,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.local",
         "agentloop_servers.locks",
         "agentloop_servers.run_store",
+        "agentloop_servers.viewer",
     },
 }
 

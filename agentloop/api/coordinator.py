@@ -595,7 +595,17 @@ class FleetPort(Protocol):
         """Take memory back; generation continues once all of it is. Idempotent. Raises Conflict, EngineLost."""
 
 
-class SeeingPort(Protocol):
+class RecordsPort(Protocol):
+    """The stored records of all users."""
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """Return a page of the facts of all stored records. Raises InvalidRequest."""
+
+    async def record_at(self, seq: int) -> bytes:
+        """Return the encoded `Trajectory` that a listing has as `seq`. Raises NotFound."""
+
+
+class SeeingPort(RecordsPort, Protocol):
     """The service as an operator looks at it."""
 
     async def status(self) -> ServiceStatus:
@@ -609,9 +619,6 @@ class SeeingPort(Protocol):
 
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
         """Return the rows after `since` (seconds since 1970) of the series named so, or of all without names."""
-
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all stored records. Raises InvalidRequest."""
 
 
 class FrontPort(RolloutPort, LeasePort, FleetPort, SeeingPort, Protocol):

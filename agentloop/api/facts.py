@@ -101,6 +101,16 @@ class FactsQuery:
     text: str = ""  # within the first lines of task and answer, in any case
     limit: int = 50
     cursor: str = ""  # of the page before; empty: the first page
+    group: str = ""  # only those of this "ROLLOUT/GROUP"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPage:
+    """One record, to be looked at. A text is of one token alone; `missing` says why there are none."""
+
+    record: Trajectory
+    texts: dict[str, str]  # by token id, in digits
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

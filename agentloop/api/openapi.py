@@ -14,7 +14,7 @@ import numpy as np
 
 from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
-from agentloop.api.facts import FactsPage
+from agentloop.api.facts import FactsPage, RecordPage
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
@@ -32,6 +32,7 @@ _ANSWERS = (  # and what they are made of
     FactsPage,
     HistoryPage,
     Page,
+    RecordPage,
     ServiceStatus,
     UpdateReport,
 )

@@ -134,6 +134,9 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     if query.task:
         wheres.append("task_id = ?")
         values.append(query.task)
+    if query.group:
+        wheres.append("seq IN (SELECT seq FROM trajectories WHERE rollout_id = ? AND group_id = ?)")
+        values += query.group.split("/", 1) if "/" in query.group else (query.group, "")
     if query.cursor:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)

@@ -98,6 +98,7 @@ _ROWS_AFTER = (
     "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
     f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq"
 )
+_ROW_AT = f"SELECT seq, CAST(value AS BLOB), crc FROM trajectories WHERE seq = ? AND {retention.HAS_VALUE}"
 _REPLACES = "DO UPDATE SET value = excluded.value, crc = excluded.crc"
 _SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT (rollout_id) {_REPLACES}"
 _ADD_GROUP = (
@@ -178,6 +179,10 @@ class TrajectoryReader:
             if not facts.has_no_tables(error):
                 raise
             raise InvalidRequest("a store of an earlier release: `agentloop index` makes it listable") from error
+
+    def record_at(self, seq: int) -> bytes:
+        """Return the encoded record that a listing has as `seq`. Raises NotFound."""
+        return _record_at(self._db, seq, self._rows)
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the acknowledged records; None if nothing was acknowledged."""
@@ -472,6 +477,10 @@ class TrajectoryStore:
         """Return a page of the facts of all records. Raises InvalidRequest."""
         return await self._reader.run(lambda db: facts.page(db, query))
 
+    async def record_at(self, seq: int) -> bytes:
+        """Return the encoded record that a listing has as `seq`. Raises NotFound."""
+        return await self._reader.run(lambda db: _record_at(db, seq, self._rows))
+
     async def index(self) -> int:
         """Make the facts of records of an earlier release. Returns how many. A service may run meanwhile."""
 
@@ -734,6 +743,14 @@ def _read(
         after = rows[-1][0]
         found += [(row[0], value) for row in rows if (value := checked(*row)) is not None]
     return found
+
+
+def _record_at(db: Database, seq: int, rows: RowChecker) -> bytes:
+    row = db.execute(_ROW_AT, (seq,)).fetchone()
+    data = None if row is None else rows.data("trajectories", *row)
+    if data is None:
+        raise NotFound(f"no record {seq}: it was deleted, is damaged, or never was", param="seq")
+    return data
 
 
 def _assignment_id(record: EncodedRecord) -> str:

@@ -643,6 +643,12 @@ def saved_config(run_dir: Path) -> ServiceConfig | None:
         raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
 
 
+def model_of(run_dir: Path) -> Path | None:
+    """Return the model folder that a run was begun with; None if nothing tells. Raises InvalidRequest."""
+    config = saved_config(run_dir)
+    return None if config is None else located(config.model)
+
+
 def keep_config(config: ServiceConfig, run_dir: Path) -> None:
     """Keep a new run's config in its directory. Raises InvalidRequest for one that the run cannot go on with.
 

@@ -92,6 +92,8 @@ async def test_listings_by_order_filter_and_cursor(store: TrajectoryStore) -> No
     assert await listed(store, failed=True, order=ListOrder.SLOWEST) == [3, 6]
     assert await listed(store, task="odd") == [7, 5, 3, 1]
     assert await listed(store, task="odd", order=ListOrder.SLOWEST) == [7, 3, 5, 1]
+    assert await listed(store, group=f"r/{made[0].group_id}", order=ListOrder.SLOWEST) == [7, 3, 6, 2, 5, 1, 4, 0]
+    assert await listed(store, group="r/none") == await listed(store, group="none") == []
     totals = (await store.list_records(FactsQuery())).totals
     assert {(one.stop_reason, one.failure): one.num_records for one in totals} == {
         ("completed", None): 6,

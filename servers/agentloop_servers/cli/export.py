@@ -1,4 +1,4 @@
-"""`agentloop export`: the records of a run as a file for trainers. It needs no service."""
+"""`agentloop export`: the records of a run as a file, for trainers or for people. It needs no service."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentloop.export import export
+from agentloop.export import ExportFormat, export
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
+from agentloop_servers.config import model_of
+from agentloop_servers.viewer.report import write_report
 
 app = typer.Typer()
 
@@ -21,6 +23,7 @@ class Format(StrEnum):
 
     PARQUET = "parquet"
     JSONL = "jsonl"
+    HTML = "html"
 
 
 @app.command("export")
@@ -37,5 +40,10 @@ def export_records(
     with clear_errors():
         store = store_of(run)
         target = out if out is not None else folder_of(store) / f"trajectories.{format.value}"
-        num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
+        if format is Format.HTML:
+            num_whole = write_report(store, model_of(folder_of(store)), target)
+            Console().print(f"{num_whole} records whole in {target}", highlight=False, soft_wrap=True)
+            return
+        kind: ExportFormat = "jsonl" if format is Format.JSONL else "parquet"
+        num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
     Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)

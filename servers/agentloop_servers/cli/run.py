@@ -37,13 +37,15 @@ from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
-from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir, run_dir_in
+from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
+from agentloop_servers.viewer.report import write_report
 
 EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
+REPORT_NAME = "report.html"
 LATEST_NAME = "latest"
 CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
 
@@ -363,6 +365,7 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     finally:
         store.close()
     summary.write(run_dir / SUMMARY_NAME)
+    write_report(store_in(run_dir), model_of(run_dir), run_dir / REPORT_NAME)
     return summary
 
 

@@ -15,6 +15,7 @@ from agentloop.storage.trajectory_store import folder_of
 from agentloop.types import OnStale, StalenessLimit
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
+    REPORT_NAME,
     AgentCollect,
     RunOptions,
     ServiceAddress,
@@ -150,6 +151,7 @@ def _roll_out(
             program.close()
     console.print(summary_table(result.summary))
     console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
+    console.print(f"to look at: {result.run_dir / REPORT_NAME}", highlight=False, soft_wrap=True)
     if not result.is_good:
         raise typer.Exit(1)
 

@@ -208,6 +208,10 @@ class Coordinator:
         """Return a page of the facts of all stored records."""
         return await self._store.list_records(query)
 
+    async def record_at(self, seq: int) -> bytes:
+        """Return an encoded record. Raises NotFound."""
+        return await self._store.record_at(seq)
+
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         """Give a host no more work, or end that; returns what it still has."""
         replicas, running = self.replicas.fleet.replicas, self.rollouts.running_by_host()

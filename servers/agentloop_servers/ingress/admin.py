@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, HostDrain, UpdateReport
-from agentloop.api.facts import MAX_LISTED, MAX_QUERY_CHARS, FactsPage, FactsQuery, ListOrder
 from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
@@ -116,7 +115,6 @@ class AdminRoutes:
         ]
         for path, handler, body, answer, responses in posts:
             add_route(router, "POST", path, handler, body, answer, responses)
-        add_route(router, "GET", "/trajectories", self.trajectories, responses=answered(FactsPage))
         return router
 
     async def users(self) -> Response:
@@ -125,19 +123,6 @@ class AdminRoutes:
             raise Conflict("this service has no file of users: its config names none", param="users")
         await self._ask(self._users.read_again())
         return json_response(UsersRead(self._users.num_users))
-
-    async def trajectories(
-        self,
-        order: ListOrder = ListOrder.NEWEST,
-        failed: bool = False,
-        task: Annotated[str, Query(max_length=MAX_QUERY_CHARS)] = "",
-        text: Annotated[str, Query(max_length=MAX_QUERY_CHARS)] = "",
-        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
-        cursor: Annotated[str, Query(max_length=MAX_QUERY_CHARS)] = "",
-    ) -> Response:
-        """The facts of all stored records: newest, slowest, by reward, failed, of a task, or with a text."""
-        query = FactsQuery(order, failed, task, text, limit, cursor)
-        return json_response(await self._ask(self._coordinator.list_records(query)))
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -33,6 +33,7 @@ from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
+from agentloop_servers.viewer.app import viewer_routers
 
 _ABOUT: dict[str, Any] = {
     "title": "agentloop",
@@ -56,6 +57,7 @@ def create_app(
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
+    model: Path | None = None,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -63,8 +65,8 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    With an `endpoint`, agents are served and recorded too, and trainers that speak to vLLM's server; starting and
-    closing its sessions is the caller's. Requests are counted in the tally of its sessions' parts.
+    `model` has the tokenizer, for the viewer. With an `endpoint`, agents are served and recorded too, and trainers
+    that speak to vLLM's server; its sessions are the caller's to start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     tally = MetricsTally() if endpoint is None else endpoint.sessions.parts.tally
@@ -85,19 +87,20 @@ def create_app(
         if endpoint is None:
             await reporter.close()
 
-    local_only, turns, in_flight = keys.is_open, keys.turn_user, dict[int, Scope]()
+    local_only, turns, scopes = keys.is_open, keys.turn_user, dict[int, Scope]()
     guard = Middleware(
-        HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=in_flight
+        HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=scopes
     )
     app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
-    app.state.in_flight = in_flight
+    app.state.in_flight = scopes
     add_error_handlers(app, limits)
     if endpoint is not None:
         # First: most requests are its.
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    for router in (*routers, *SeeingRoutes(coordinator).routers(keys)):
+    viewer = viewer_routers(coordinator, model, [Depends(keys.require_admin)])
+    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
         app.include_router(router)
     describe(app)
     return app

@@ -350,6 +350,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/trajectories",
+        "/trajectories/{seq}",
         "/metrics",
         "/flight",
         "/history",

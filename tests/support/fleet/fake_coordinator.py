@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from agentloop import codec
 from agentloop.api.coordinator import (
     EncodedPage,
     HostDrain,
@@ -331,6 +332,12 @@ class FakeCoordinator:
         one = RecordFacts(*(7, *row[:5], bool(row[5]), *row[6:]))
         total = FactsTotal("completed", None, 0, 1, 1, 0.5, 1.0, 6)
         return FactsPage((one,), "[7,7]", (total,), is_indexed=True)
+
+    async def record_at(self, seq: int) -> bytes:
+        self._raise_next()
+        if seq != 7:
+            raise NotFound(f"no record {seq}", param="seq")
+        return codec.encode(make_trajectory(reward=0.5))
 
     async def metrics(self) -> MetricsPage:
         return MetricsPage(tuple(of_status(await self.status())), ())

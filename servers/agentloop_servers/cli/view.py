@@ -1,0 +1,36 @@
+"""`agentloop view`: the viewer over a run's files. It needs no service."""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated
+
+import typer
+import uvicorn
+from rich.console import Console
+
+from agentloop.storage.trajectory_store import folder_of
+from agentloop_servers.cli.terminal import clear_errors, store_of
+from agentloop_servers.config import model_of
+from agentloop_servers.viewer.app import viewer_app
+from agentloop_servers.viewer.records import StoredRun
+
+app = typer.Typer()
+
+
+@app.command()
+def view(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
+    port: Annotated[int, typer.Option(help="The port, on this machine alone; 0: any.")] = 8010,
+) -> None:
+    """Show a run's trajectories in the browser, also while it is running or after it crashed."""
+    with clear_errors():
+        store = store_of(run)
+        stored = StoredRun(store)
+        try:
+            viewer = viewer_app(stored, model_of(folder_of(store)))
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                Console().print(f"http://127.0.0.1:{listener.getsockname()[1]}/ui/", highlight=False)
+                uvicorn.Server(uvicorn.Config(viewer, log_level="warning")).run([listener])
+        finally:
+            stored.close()

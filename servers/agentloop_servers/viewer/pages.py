@@ -1,0 +1,52 @@
+"""The viewer's pages: files of this package, whole and unbuilt. They hold no data: what they show needs a key.
+
+Texts that a model, a tool or a user wrote are set as text; the policy lets no script and no style in but our files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse, Response
+
+PAGES_FOLDER = Path(__file__).parent / "static"
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def pages() -> APIRouter:
+    """Return the routes of `/ui/`."""
+    router = APIRouter(include_in_schema=False)
+    router.add_api_route("/ui", lambda: RedirectResponse("ui/"), methods=["GET"], response_model=None)
+    for file in sorted(PAGES_FOLDER.iterdir()):
+        if file.suffix in _TYPES:
+            path = "" if file.name == "index.html" else file.name
+            router.add_api_route(f"/ui/{path}", _answer(file), methods=["GET"], response_model=None)
+    return router
+
+
+def _answer(file: Path) -> Any:
+    content = file.read_bytes()
+    headers = {**_HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"', "vary": "accept-encoding"}
+    packed = gzip.compress(content, mtime=0)
+    respond = partial(Response, media_type=_TYPES[file.suffix])
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return respond(packed, headers={**headers, "content-encoding": "gzip"})
+        return respond(content, headers=headers)
+
+    return answer

@@ -1,0 +1,115 @@
+"""The records as the viewer and `RolloutClient.list_records` read them: `GET /trajectories`, and one of them whole.
+
+A service answers from its coordinator's store, `agentloop view` from the files of a run (`StoredRun`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+from tokenizers import Tokenizer
+
+from agentloop import codec
+from agentloop.api.coordinator import RecordsPort
+from agentloop.api.facts import MAX_LISTED, MAX_QUERY_CHARS, FactsPage, FactsQuery, ListOrder, RecordPage
+from agentloop.storage.home import Home
+from agentloop.storage.sqlite import one_thread
+from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.types import Trajectory
+from agentloop_servers.http.openapi import add_route, answered, errors
+from agentloop_servers.http.responses import in_time, json_response
+
+_STORE_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+_Text = Annotated[str, Query(max_length=MAX_QUERY_CHARS)]
+
+
+class TokenLabels:
+    """The texts of single tokens, for people: one that has a part of a character is shown as U+FFFD."""
+
+    def __init__(self, model: Path | None) -> None:
+        self._file = None if model is None else model / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+
+    def page(self, record: Trajectory) -> RecordPage:
+        """Return a record with the texts of its tokens; without the tokenizer with none, and the reason. Blocks."""
+        if self._file is None or not self._file.is_file():
+            return RecordPage(record, {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more")
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+        parts = [part for path in record.paths for part in (path.prompt_ids, path.response_ids)]
+        ids = np.unique(np.concatenate(parts)).tolist() if parts else []
+        texts = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        return RecordPage(record, dict(zip(map(str, ids), texts, strict=True)))
+
+
+class RecordRoutes:
+    """The routes of the records."""
+
+    def __init__(self, records: RecordsPort, labels: TokenLabels) -> None:
+        self._records = records
+        self._labels = labels
+
+    def router(self, dependencies: Sequence[Any] = ()) -> APIRouter:
+        """Return the routes, behind these dependencies."""
+        router = APIRouter(dependencies=list(dependencies), responses=errors(), tags=["records"])
+        add_route(router, "GET", "/trajectories", self.list_records, responses=answered(FactsPage))
+        add_route(router, "GET", "/trajectories/{seq}", self.record, responses=answered(RecordPage))
+        return router
+
+    async def list_records(
+        self,
+        order: ListOrder = ListOrder.NEWEST,
+        failed: bool = False,
+        task: _Text = "",
+        text: _Text = "",
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
+        cursor: _Text = "",
+        group: _Text = "",
+    ) -> Response:
+        """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, with a text."""
+        query = FactsQuery(order, failed, task, text, limit, cursor, group)
+        page = await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
+        return json_response(codec.to_builtins(page))
+
+    async def record(self, seq: int) -> Response:
+        """One record whole, by the `seq` of its facts, with the texts of its tokens."""
+        data = await in_time(self._records.record_at(seq), _STORE_TIMEOUT_S, "the store does not answer")
+        return await asyncio.to_thread(self._shown, data)
+
+    def _shown(self, data: bytes) -> Response:
+        return json_response(codec.to_builtins(self._labels.page(codec.decode(data, Trajectory))))
+
+
+class StoredRun:
+    """The records of a run in its files or database, read beside whoever writes it. Close it in the end."""
+
+    def __init__(self, where: Path | Home) -> None:
+        """Raises InvalidRequest if there is no store."""
+        self._executor: Executor = one_thread("viewer")  # SQLite's connections are of one thread
+        self._reader = self._executor.submit(TrajectoryReader, where).result()
+
+    async def list_records(self, query: FactsQuery) -> FactsPage:
+        """As RecordsPort."""
+        return await self._ask(lambda: self._reader.list_records(query))
+
+    async def record_at(self, seq: int) -> bytes:
+        """As RecordsPort."""
+        return await self._ask(lambda: self._reader.record_at(seq))
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._executor.submit(self._reader.close).result()
+        self._executor.shutdown()
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)

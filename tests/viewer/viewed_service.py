@@ -1,0 +1,113 @@
+"""A service with everything that the viewer shows: groups, tools, forks, failures, updates, and hostile texts.
+
+`python -m tests.viewer.viewed_service DIR` keeps one running, to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from agentloop.client.client import RolloutClient
+from agentloop.engine import Engine
+from agentloop.rollout.context import LoopContext
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel
+from agentloop.types import Limits, Message, RolloutTask
+from agentloop_servers.config import ServiceConfig
+from tests.support.engine.policies import ScriptedPolicy
+from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids
+from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
+
+HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script> \x1b[31m"
+_PROMPT = RENDERER.render([Message("user", "?")], [])[-3:]  # what an assistant's turn begins with
+
+
+class Replies:
+    """Replies to a prompt: a call of the calculator first, then an answer that is right or wrong."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(7)
+
+    def __call__(self, prompt: Sequence[int]) -> Sequence[int]:
+        num_said = sum(list(prompt[at : at + 3]) == _PROMPT for at in range(len(prompt) - 2)) - 1
+        chance = self._random.random()
+        if num_said == 0:
+            asked = call("calculator", expression="19 * 200") if chance < 0.8 else call("calculator", wrong="19")
+            return ids(f"I will use the calculator for this, step by step.\n{asked}")
+        if num_said == 1 and chance < 0.3:
+            return ids(f"Now the other half of it.\n{call('calculator', expression='3800 / 2')}")
+        if num_said == 1 and chance < 0.4:
+            return ids(f"I do not know. {HOSTILE}")
+        return ids(f"The result of it all is this. The answer is {1900 if chance < 0.8 else 1899}")
+
+
+class Waits:
+    """A loop that samples a turn, and then is busy with something of its own."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample(max_tokens=8)
+        await asyncio.sleep(600)
+
+
+def _engine(config: ServiceConfig) -> Engine:
+    spec = replace(SPEC, latency=LatencyModel(prefill_s=0.02, decode_s=0.004), num_blocks=1024)
+    return SimulatedEngine(spec, policy=ScriptedPolicy(Replies()))
+
+
+@asynccontextmanager
+async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
+    """Start the service, roll out six groups of four over two weight updates, fork a session, leave two at work."""
+    question = "First multiply 19 by 200, then divide the result by 2."
+    tasks = [
+        RolloutTask(
+            f"two_calls-{number:03}",
+            (Message("user", f"{question} {HOSTILE}" if number == 5 else question),),
+            ("calculator",),
+            reward="exact_match",
+            reference="1900",
+            limits=Limits(max_tokens_per_turn=16 if number == 3 else 256, timeout_s=60),
+        )
+        for number in range(6)
+    ]
+    config = simulated_config(model=str(POLICY), workers={"allowed_imports": [__name__], "capacity": 8})
+    async with (
+        whole_site(config, run_dir, _engine, reports=True) as site,
+        RolloutClient(site.urls[0]) as client,
+    ):
+        rollout = await client.submit(tasks, num_samples=4)
+        num_read = 0
+        async for _ in rollout:
+            num_read += 1
+            if num_read in (4, 12):
+                await client.update_weights(POLICY, version=config.model_version + num_read)
+        await _fork(client)
+        await client.submit(
+            [RolloutTask("long", (Message("user", "Hi"),), loop=f"{__name__}:Waits")], num_samples=2
+        )
+        yield site
+
+
+async def _fork(client: RolloutClient) -> None:
+    said = [{"role": "user", "content": "What is 2 + 3? Think twice."}]
+    async with client.session(task_id="forked") as session:
+        for edit in ("", "Be short. ", "Be long. "):
+            messages = [{**said[0], "content": edit + said[0]["content"]}, *said[1:]]
+            answer = await session.openai.chat.completions.create(model="default", messages=messages, max_tokens=40)
+            reply = answer.choices[0].message.content
+            said = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
+
+
+async def _main(run_dir: Path) -> None:
+    async with viewed_service(run_dir) as site:
+        print(site.urls[0] + "/ui/", flush=True)
+        await asyncio.sleep(1e6)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(Path(sys.argv[1])))
