@@ -200,8 +200,9 @@ class _Trace:
             start_time_unix_nano=self.began_ns + 1000 * begun_us,
             end_time_unix_nano=self.began_ns + 1000 * ended_us,
             attributes=_attributes(ids | about),
-            status=Status(code=Status.STATUS_CODE_ERROR if about.get("error.type") else Status.STATUS_CODE_UNSET),
         )
+        if about.get("error.type"):
+            span.status.code = Status.STATUS_CODE_ERROR
         self.spans.append(span)
         return span
 

@@ -15,7 +15,6 @@ import urllib.request
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -29,7 +28,8 @@ from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import Trajectory
 from agentloop_servers.config import TracingSettings, saved_config
 
-_MAX_WAITING = 64  # for the thread; what comes then is dropped
+_MAX_WAITING = 4_000_000  # tokens of what waits for the thread; what comes then is dropped
+_BASE_TOKENS = 1000  # of each, beside its paths'
 _SEND_EVERY_S = 1.0
 _SEND_TIMEOUT_S = 10.0
 _CLOSE_S = 2.0
@@ -48,7 +48,8 @@ class Tracing:
         self._spans = SpanMaker(run, model, content=settings.content)
         self._seconds: deque[float] = deque(maxlen=_NUM_RECENT)  # of recent trajectories
         self._sorted: list[float] = []  # the same
-        self._waiting: queue.Queue[Trajectory | UpdateReport | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.SimpleQueue[tuple[Trajectory | UpdateReport, int] | None] = queue.SimpleQueue()
+        self._num_given = self._num_taken = 0  # tokens; the second is the thread's
         self._num_dropped = 0
         self._quiet_until = 0.0
         self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
@@ -56,17 +57,21 @@ class Tracing:
 
     def give(self, ended: Trajectory | UpdateReport) -> None:
         """Send the trace of what has ended, if it is to be kept. Takes microseconds, and raises nothing."""
-        if isinstance(ended, UpdateReport) or self._is_kept(ended):
-            try:
-                self._waiting.put_nowait(ended)
-            except queue.Full:
-                self._num_dropped += 1
+        size = _BASE_TOKENS
+        if isinstance(ended, Trajectory):
+            if not self._is_kept(ended):
+                return
+            size += sum(len(path.prompt_ids) + len(path.response_ids) for path in ended.paths)
+        if self._num_given - self._num_taken + size > _MAX_WAITING:
+            self._num_dropped += 1
+        else:
+            self._num_given += size
+            self._waiting.put((ended, size))
 
     def close(self) -> None:
         """Send what waits, as far as a moment allows. Blocks."""
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
 
     def _is_kept(self, record: Trajectory) -> bool:
         kept, is_slow = self._settings.keep, self._is_slow(record.timings.total_s)
@@ -86,7 +91,7 @@ class Tracing:
 
     def _run(self) -> None:
         for batch in batches(self._traces()):
-            reason = f"more than {_MAX_WAITING} waited"
+            reason = "too much waited"
             try:
                 post(self._settings.endpoint, batch)
             except (OSError, http.client.HTTPException) as error:
@@ -102,12 +107,13 @@ class Tracing:
             due_at = time.monotonic() + _SEND_EVERY_S
             while (left_s := due_at - time.monotonic()) > 0:
                 try:
-                    ended = self._waiting.get(timeout=left_s)
+                    taken = self._waiting.get(timeout=left_s)
                 except queue.Empty:
                     break
-                if ended is None:
+                if taken is None:
                     return
-                yield self._spans.encoded(ended)
+                self._num_taken += taken[1]
+                yield self._spans.encoded(taken[0])
             yield b""
 
 

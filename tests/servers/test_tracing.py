@@ -29,6 +29,7 @@ from tests.support.service.whole_service import simulated_config, whole_service
 from tests.test_spans import attributes_of, check_tree, spans_of
 
 ROOT = Path(__file__).parents[2]
+DEAD = "http://127.0.0.1:9"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -48,6 +49,10 @@ class Receiver:
         self.spans += spans_of(body)
         await asyncio.sleep(self.delay_s)
         return web.Response(content_type="application/x-protobuf")
+
+    @property
+    def num_traces(self) -> int:
+        return len({span.trace_id for span in self.spans})
 
     @property
     def traces(self) -> dict[str, list[Span]]:
@@ -172,26 +177,29 @@ async def test_failed_and_slowest_trajectories_are_kept():
         assert len(receiver.traces) == 2
 
 
-@pytest.mark.parametrize("is_dead", [True, False])
-async def test_a_receiver_that_does_not_answer_costs_traces_and_nothing_else(is_dead):
+@pytest.mark.slow
+async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounded_and_counted():
     async with receiving() as receiver:
         receiver.delay_s = 2.0
-        url = "http://127.0.0.1:9" if is_dead else receiver.url
-        with capture_logs() as logged:
-            tracing, spent_s = Tracing(settings(url, sample=1.0), "run", "policy"), 0.0
-            for index in range(2000):
-                begun = time.thread_time()
-                tracing.give(ended(index))
-                spent_s += time.thread_time() - begun
-                if index % 500 == 0:
-                    await asyncio.sleep(1.2)  # a batch is on its way
-            async with asyncio.timeout(30):
-                while not logged:
-                    await asyncio.sleep(0.05)
-            await asyncio.to_thread(tracing.close)
-    assert spent_s < 1.0
-    assert {one["event"] for one in logged} == {"traces_dropped"}
-    assert sum(one["num"] for one in logged) + len(receiver.traces) <= 2000
+        for url, num, all_come in ((receiver.url, 2000, True), (receiver.url, 6000, False), (DEAD, 100, False)):
+            receiver.spans = []
+            with capture_logs() as logged:
+                tracing, spent_s = Tracing(settings(url, sample=1.0), "run", "policy"), 0.0
+                records = [ended(index) for index in range(num)]
+                for record in records[:1], records[1:]:
+                    begun = time.thread_time()
+                    for one in record:
+                        tracing.give(one)
+                    spent_s += time.thread_time() - begun
+                    await asyncio.sleep(1.2)  # the first one's batch is on its way
+                async with asyncio.timeout(60):
+                    while not logged and receiver.num_traces < num:
+                        await asyncio.sleep(0.1)
+                await asyncio.to_thread(tracing.close)
+            num_dropped = sum(one["num"] for one in logged if one["event"] == "traces_dropped")
+            assert (num_dropped == 0) == all_come, logged
+            assert num_dropped <= num - receiver.num_traces
+            assert spent_s < num * 0.0005
 
 
 def test_requests_are_bounded_and_end_where_nothing_came():
