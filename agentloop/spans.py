@@ -48,7 +48,7 @@ About: TypeAlias = dict[str, Value | None]
 
 
 class SpanMaker:
-    """The maker of a run's traces. `model` is the name that it serves; with `content` they have the messages."""
+    """The maker of a run's traces. `model`: the name that it serves, if known; `content`: they have the messages."""
 
     def __init__(self, run: str, model: str, *, content: bool = False) -> None:
         self._run = run
@@ -90,7 +90,7 @@ class SpanMaker:
         about: About = {
             "gen_ai.agent.name": loop,
             "gen_ai.provider.name": "agentloop",
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": self._model or None,
             "error.type": record.failure,
             "agentloop.task": record.task_id,
             "agentloop.stop_reason": record.stop_reason,
@@ -129,7 +129,7 @@ class SpanMaker:
         turn, times = chat.turn, chat.times
         about: About = {
             "gen_ai.provider.name": turn.engine or "agentloop",
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": self._model or None,
             "gen_ai.usage.input_tokens": turn.prompt_len,
             "gen_ai.usage.output_tokens": turn.end - turn.start,
             "gen_ai.response.finish_reasons": (turn.finish_reason,),
@@ -141,7 +141,9 @@ class SpanMaker:
             "agentloop.standstill_s": times.standstill_us / 1e6,
             "agentloop.split_reason": chat.split_reason,
         }
-        span = trace.add(f"turn {turn.turn_id}", f"chat {self._model}", times.begun_us, times.ended_us, about)
+        span = trace.add(
+            f"turn {turn.turn_id}", f"chat {self._model}".rstrip(), times.begun_us, times.ended_us, about
+        )
         if self._content and chat.messages:
             *read, said = map(_parts, chat.messages)
             texts = orjson.dumps(read), orjson.dumps([said | {"finish_reason": turn.finish_reason}])
