@@ -48,7 +48,7 @@ About: TypeAlias = dict[str, Value | None]
 
 
 class SpanMaker:
-    """The maker of a run's traces. `model`: the name that it serves, if known; `content`: they have the messages."""
+    """The maker of a run's traces. `model` is the name that it serves, if known; `content` adds the messages."""
 
     def __init__(self, run: str, model: str, *, content: bool = False) -> None:
         self._run = run
