@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -223,6 +224,7 @@ class MetricsTally:
     """The counts of a process, or of all of them. Thread-safe: logs come from anywhere."""
 
     def __init__(self) -> None:
+        self.trace: Callable[[object], None] = lambda ended: None  # told of each trajectory and update counted
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, Labels], float] = {}
         self._observed: dict[tuple[str, Labels], _Buckets] = {}
@@ -276,6 +278,7 @@ class MetricsTally:
 
 def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:
     """Count a trajectory that has ended: a worker's (`source` "rollout"), or a session."""
+    tally.trace(record)
     tally.count("trajectories_total", record.stop_reason, record.failure or "", source)
     tally.count("turns_resumed_total", by=record.num_resumed_turns)
     turns = [turn for path in record.paths for turn in path.own_turns]

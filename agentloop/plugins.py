@@ -40,6 +40,14 @@ def install_hint(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
 
 
+def resolve_extra(path: str, extra: str) -> object:
+    """Return what `resolve` does, of a module that needs one of our extras. Raises InvalidRequest that names it."""
+    try:
+        return resolve(path, param=extra)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.message}: {install_hint(extra)}", param=extra) from error
+
+
 def resolve(path: str, *, param: str) -> object:
     """Return the object that `path` names; dots after the colon reach into it.
 

@@ -333,6 +333,7 @@ class Assignment:
     is_restored: bool = False  # an earlier coordinator accepted it, and may have had it begun
     lost_tokens: Mapping[LossCause, int] = field(default_factory=dict)  # of the attempts before this one, all of
     num_sampled_before: int = 0  # which those of a worker's that was lost are so many, but for what is resumed
+    traceparent: str = ""  # the W3C trace context of its submit; empty: none
 
 
 class TurnTimes(NamedTuple):
@@ -548,7 +549,9 @@ class Trajectory:
     thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
     constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
-    times: TrajectoryTimes | None = None  # None in records without them, and of a sample that no worker began
+    times: TrajectoryTimes | None = None  # None in records without them
+    loop: str = ""  # the task's; empty: a session, or a record of an earlier release
+    traceparent: str = ""  # the W3C trace context of its caller; empty: none
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

@@ -63,6 +63,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
     "agentloop.export": {"agentloop.storage"},
+    "agentloop.spans": {"agentloop.api"},
     "agentloop.fleet": {"agentloop.api"},
     "agentloop.scheduling": {"agentloop.api", "agentloop.fleet"},
     "agentloop.generation": {
@@ -219,6 +220,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
     },
     "agentloop_servers.run_store": {"agentloop.storage", "agentloop_servers.config"},
+    "agentloop_servers.tracing": {
+        "agentloop.api",
+        "agentloop.spans",
+        "agentloop.storage",
+        "agentloop_servers.config",
+    },
     "agentloop_servers.app": {"*"},  # the wiring
     "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {

@@ -16,11 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
     "agentloop/export.py",
+    "agentloop/spans.py",
     "agentloop/trainers",
     "servers/agentloop_servers/cli/check_logprobs.py",
     "servers/agentloop_servers/cli/export.py",
     "servers/agentloop_servers/engines/sglang",
     "servers/agentloop_servers/recompute.py",
+    "servers/agentloop_servers/tracing.py",
     "tools/agentloop_tools",
 )
 

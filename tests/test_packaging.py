@@ -61,7 +61,18 @@ def test_the_lock_pins_everything_exactly_and_names_no_local_version():
 
 def test_the_engines_are_extras():
     assert f"sglang=={SGLANG_VERSION}" in EXTRAS["sglang"]
-    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers", "mcp", "postgres", "trl"}
+    assert set(EXTRAS) == {
+        "serve",
+        "export",
+        "cpu",
+        "vllm",
+        "sglang",
+        "renderers",
+        "mcp",
+        "postgres",
+        "otel",
+        "trl",
+    }
     assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
 
 
@@ -199,7 +210,7 @@ def test_everything_imported_is_declared():
                 assert DISTRIBUTIONS.get(name, name.replace("_", "-")) in declared, f"{file}: {name}"
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray", "opentelemetry": "opentelemetry-proto"}
 BROUGHT_BY_TRAINERS = {"datasets", "verl", "transfer-queue"}  # verl's own users have verl: no extra of ours
 BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # by pydantic and by aiohttp
 

@@ -191,6 +191,7 @@ class RolloutTerms:
     share: float = 1.0
     max_running: int | None = None  # live trajectories at a time; None: as many as there are places
     run_id: str = ""
+    traceparent: str = field(default="", compare=False)  # the W3C trace context of the submit
     groups_digest: str = ""  # of the work that it was accepted with; the coordinator's own, as is what follows
     is_cancelled: bool = False
 
@@ -252,6 +253,7 @@ class ReplicaUpdate:
     verify_ms: float = 0.0
     num_verified: int = 0  # tensors or layers that were compared with what was sent
     look_ms: float = 0.0  # after the stall: tokens were sampled, and held back until the weights were looked at
+    paused_at_ms: float = 0.0  # since the update began: the stall's begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,7 @@ class UpdateReport:
     kv_policy: KVPolicy
     replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
     total_ms: float
+    began_at: float = 0.0  # seconds since 1970; 0: not known
 
     @property
     def stall_ms(self) -> float:

@@ -30,6 +30,7 @@ class ReplicaProgress:
     staged: StageReport | None = None
     committed: CommitReport | None = None
     paused_at: float | None = None
+    paused_after_s: float = 0.0  # since the update began
     stall_s: float = 0.0
     look_s: float = 0.0
     failure: Exception | None = None
@@ -48,6 +49,7 @@ class ReplicaProgress:
             stage_ms=self.stage_s * 1000.0,
             stall_ms=self.stall_s * 1000.0,
             look_ms=self.look_s * 1000.0,
+            paused_at_ms=self.paused_after_s * 1000.0,
             error=self.error,
             held_in=None if staged is None else staged.held_in,
             transport=None if staged is None else staged.transport,

@@ -380,6 +380,7 @@ class ReplicaSync:
 
     async def _update_fleet(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool) -> UpdateReport:
         started_at, previous_version = self._clock.now(), self._fleet.weight_version
+        began_at = self._wall_time()
         self._check_version(update.version, force)
         if previous_version is not None and update.version <= previous_version:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
@@ -392,6 +393,7 @@ class ReplicaSync:
             kv_policy=kv_policy,
             replicas=tuple(one.report() for one in run.replicas),
             total_ms=(self._clock.now() - started_at) * 1000.0,
+            began_at=began_at,
         )
         self._reports.append(report)
         await self._record(replace(self._desired.weights, report=report))

@@ -212,6 +212,7 @@ class FleetUpdate:
 
     async def _pause(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
+        one.paused_after_s = one.paused_at - self._began_at
         await self._steps.pause_for_commit(one.replica, self._source.kv_policy)
 
     async def _commit(self, one: ReplicaProgress) -> None:

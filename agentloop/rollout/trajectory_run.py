@@ -356,7 +356,7 @@ class TrajectoryRun:
     def _failure_record(self, error: BaseException) -> Trajectory:
         """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
         self._outcome = _Outcome(StopReason.LOOP_FAILED, f"the record cannot be made: {error_line(error)}")
-        made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0)
+        made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0, "")
         return self._with_times(made)
 
     def _with_times(self, record: Trajectory) -> Trajectory:
@@ -415,6 +415,8 @@ class TrajectoryRun:
             num_resampled_turns=ctx.num_resampled_turns if ctx else 0,
             thinking=self._parts.renderer.facts.thinking,
             num_resumed_turns=ctx.num_resumed_turns if ctx else 0,
+            loop=self._task.loop,
+            traceparent=assignment.traceparent,
         )
         return ended(trajectory)
 
@@ -545,7 +547,9 @@ class TrajectoryRun:
         return _Outcome(StopReason.COMPLETED)
 
 
-def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, total_s: float) -> Trajectory:
+def unmade_record(
+    assignment: Assignment, stop_reason: StopReason, error: str, total_s: float, worker: str
+) -> Trajectory:
     """Return the terminal record of a trajectory of which nothing else is known."""
     return Trajectory(
         task_id=assignment.task.task_id,
@@ -560,6 +564,9 @@ def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, t
         rollout_id=assignment.rollout_id,
         num_stale_attempts=assignment.num_stale_attempts,
         timings=Timings(queue_s=assignment.queue_s, total_s=total_s),
+        times=TrajectoryTimes(time.time() - total_s, round(total_s * 1e6), worker),
+        loop=assignment.task.loop,
+        traceparent=assignment.traceparent,
     )
 
 

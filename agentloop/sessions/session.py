@@ -312,6 +312,7 @@ class Session:
             rollout_id=record.rollout_id,
             task_messages=record.task_messages,
             constraints=dict(self.graph.constraints),
+            traceparent=record.traceparent,
         )
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import structlog
@@ -42,6 +42,7 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.metrics import MetricSample, MetricsTally
+from agentloop.plugins import resolve, resolve_extra
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -125,6 +126,7 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
+TRACING = "agentloop_servers.tracing:Tracing"
 ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
 LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
@@ -152,6 +154,7 @@ class CoordinatorDeployment:
         if config.store is not None:
             self._closing.callback(asyncio.create_task(end_with_lease(store), name="store-lease").cancel)
         self._closing.push_async_callback(clients.close)
+        trace = traced(config, run_dir, self._closing)
         self._coordinator = Coordinator(
             store=store,
             connect=clients.connect,
@@ -181,6 +184,7 @@ class CoordinatorDeployment:
         await self._coordinator.start()
         on_sighup(self._coordinator.read_users_again)
         tally, gauges = self._coordinator.replicas.tally, partial(run_gauges, config, run_dir)
+        tally.trace = trace
         self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
@@ -286,6 +290,7 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         self._closing.push_async_callback(toolbox.close)
+        self._closing.tally.trace = traced(config, run_dir, self._closing)
         home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
         journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
@@ -423,6 +428,7 @@ class IngressProcess:
         closing.push_async_callback(clients.close)
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
         router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s, trust)
+        self.tally.trace = traced(config, self._run_dir, closing)
         where = home_or(sessions_name(shard), config, self._run_dir, self._trust.key)
         sessions, endpoint = build_endpoint(
             config, where, self._run_dir, self._trust.key, self._coordinator, clients, router, self.tally
@@ -466,6 +472,16 @@ class IngressProcess:
         """Stop, newest part first. Idempotent."""
         self._health_checks = []
         await self._closing.aclose()
+
+
+def traced(config: ServiceConfig, run_dir: Path, closing: AsyncExitStack) -> Callable[[Any], None]:
+    """Return what sends the traces of this process until `closing`; without `tracing` it does nothing."""
+    if config.tracing is None:
+        return lambda ended: None
+    begin = cast(Callable[..., Any], resolve(TRACING, param="tracing"))
+    tracing = begin(config.tracing, run_dir.name, config.served_name)
+    closing.push_async_callback(asyncio.to_thread, tracing.close)
+    return cast(Callable[[Any], None], tracing.give)
 
 
 def build_app(
@@ -561,7 +577,7 @@ def build_endpoint(
         sessions=sessions,
         renderer=chat.renderer,
         parser=chat.parser,
-        model_name=settings.model_name or config.model_path().name,
+        model_name=config.served_name,
         max_model_len=facts.max_context_tokens,
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
         created_at=int(time.time()),
@@ -669,6 +685,8 @@ def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
     check_store(config, run_dir)
+    if config.tracing is not None:
+        resolve_extra(TRACING, "otel")
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
     keep_run(config, run_dir)

@@ -235,6 +235,19 @@ class LogSettings(_Strict):
         return LogRotation(self.max_mib << 20, self.num_older)
 
 
+class TracingSettings(_Strict):
+    """Traces of trajectories and weight updates for an OpenTelemetry receiver. See docs/seeing.md."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")]
+    """The OTLP/HTTP receiver's URL, without its `/v1/traces`."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """The share of trajectories that is sent."""
+    keep: list[Literal["failed", "slowest"]] = ["failed", "slowest"]
+    """Those that are sent beside them: failed ones, and such as take longer than 99 % of their process's others."""
+    content: bool = False
+    """Send messages and errors too."""
+
+
 class UpdateSettings(_Strict):
     """Weight updates."""
 
@@ -345,6 +358,8 @@ class ServiceConfig(_Strict):
     """The environment variables of the keys."""
     log: LogSettings = LogSettings()
     """The run's log."""
+    tracing: TracingSettings | None = None
+    """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None
@@ -389,6 +404,11 @@ class ServiceConfig(_Strict):
         if self.engines is not None:
             return tuple(self.engines)
         return (EngineEntry.model_validate({**self.engine.model_dump(), "replicas": self.replicas}),)
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        return self.endpoint.model_name or self.model_path().name
 
     @property
     def num_replicas(self) -> int:

@@ -68,6 +68,8 @@ BUDGETS = {
 OPTIONAL = {
     "agentloop/trainers": "trainers",
     "agentloop/export.py": "export",
+    "agentloop/spans.py": "traces",
+    "servers/agentloop_servers/tracing.py": "sending traces",
     "servers/agentloop_servers/engines/sglang": "SGLang",
     "tools/agentloop_tools": "tools",
 }

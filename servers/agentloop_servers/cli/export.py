@@ -1,15 +1,17 @@
-"""`agentloop export`: the records of a run as a file, for trainers or for people. It needs no service."""
+"""`agentloop export`: the records of a run as a file for trainers or people, or as traces. It needs no service."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
 from agentloop.export import ExportFormat, export
+from agentloop.plugins import resolve_extra
 from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import model_of
@@ -19,11 +21,12 @@ app = typer.Typer()
 
 
 class Format(StrEnum):
-    """File formats that `export` writes."""
+    """File formats that `export` writes; OTLP goes to a receiver."""
 
     PARQUET = "parquet"
     JSONL = "jsonl"
     HTML = "html"
+    OTLP = "otlp"
 
 
 @app.command("export")
@@ -35,15 +38,22 @@ def export_records(
     mask_constrained: Annotated[
         bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
     ] = False,
+    endpoint: Annotated[str, typer.Option(help="The receiver of `--format otlp`.")] = "http://127.0.0.1:4318",
+    content: Annotated[bool, typer.Option(help="Give traces their messages.")] = False,
 ) -> None:
     """Write a run's trajectories, also while it is running."""
     with clear_errors():
         store = store_of(run)
+        if format is Format.OTLP:
+            send_run = cast(Callable[..., int], resolve_extra("agentloop_servers.tracing:send_run", "otel"))
+            num_traces = send_run(store, rollout_id, endpoint, content=content)
+            Console().print(f"{num_traces} traces sent to {endpoint}", highlight=False, soft_wrap=True)
+            return
         target = out if out is not None else folder_of(store) / f"trajectories.{format.value}"
         if format is Format.HTML:
             num_whole = write_report(store, model_of(folder_of(store)), target)
             Console().print(f"{num_whole} records whole in {target}", highlight=False, soft_wrap=True)
             return
-        kind: ExportFormat = "jsonl" if format is Format.JSONL else "parquet"
+        kind = cast(ExportFormat, format.value)
         num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
     Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)

@@ -44,6 +44,7 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
         is_restored=sample.is_restored,
         lost_tokens=dict(+sample.lost_tokens),
         num_sampled_before=sample.num_sampled_before,
+        traceparent=sample.rollout.terms.traceparent,
     )
 
 
@@ -82,4 +83,6 @@ def owed_record(pending: PendingRecord) -> Trajectory:
         times=TrajectoryTimes(time.time(), 0, lost_tokens=dict(+sample.lost_tokens)),
         num_stale_attempts=sample.num_stale_attempts,
         max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
+        loop=sample.group.task.loop,
+        traceparent=sample.rollout.terms.traceparent,
     )

@@ -180,6 +180,7 @@ def _of_queue(status: ServiceStatus) -> Iterator[MetricSample]:
 
 def count_update(tally: MetricsTally, report: UpdateReport) -> None:
     """Count a weight update that at least one replica took."""
+    tally.trace(report)
     came = [replica for replica in report.replicas if replica.error is None]
     transports = sorted({replica.transport or "files" for replica in came})
     outcome = "ok" if len(came) == len(report.replicas) else "partial"

@@ -383,13 +383,13 @@ class Rollouts:
         """Write the records that the coordinator owes. Raises the store's errors; what failed stays owed."""
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_RECORD_BATCH):
-            batch = [
-                (item.sample.assignment_id, EncodedRecord.of(owed_record(item)))
-                for item in owed[start : start + MAX_RECORD_BATCH]
-            ]
-            await self._store.add_records([record for _, record in batch])
-            for assignment_id, record in batch:
-                self._recorded(assignment_id, record)
+            items = owed[start : start + MAX_RECORD_BATCH]
+            made = [owed_record(item) for item in items]
+            records = [EncodedRecord.of(one) for one in made]
+            await self._store.add_records(records)
+            for item, one, record in zip(items, made, records, strict=True):
+                self._replicas.tally.trace(one)
+                self._recorded(item.sample.assignment_id, record)
 
     # --- clients ---
 

@@ -25,7 +25,7 @@ from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import caller_of, names_session, session_name
-from agentloop_servers.http.guard import envelope_of, error_response
+from agentloop_servers.http.guard import envelope_of, error_response, traceparent_of
 from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
@@ -127,7 +127,7 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
             finding = sessions.find(session_id, user_names)
         else:
             assert user_names is not None  # a session's key names its session
-            finding = sessions.find_or_create(session_id, user_names)
+            finding = sessions.find_or_create(session_id, user_names, traceparent_of(request))
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
     request.scope["state"]["session_id"] = found.shown_id
     return found

@@ -97,6 +97,7 @@ class NewSession:
     refuses_overflow: bool = False
     gives_unread_calls: bool = False
     task_messages: tuple[Message, ...] = ()
+    traceparent: str = ""  # the W3C trace context of its caller
 
 
 class SessionCache:
@@ -332,17 +333,18 @@ class Sessions:
                     continue
         raise self._shards.lost(session_id) if self._shards.is_inherited(session_id) else _not_found(session_id)
 
-    async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> Session:
+    async def find_or_create(self, session_id: str | None, names: Sequence[str], traceparent: str = "") -> Session:
         """Return a session, created at its first use; None: a one-off session. Raises as `find`, Overloaded."""
+        wanted = NewSession(session_id, traceparent=traceparent)
         if session_id is None:
-            session = await self._create(self._new_record(NewSession(), names[0], is_one_off=True))
+            session = await self._create(self._new_record(wanted, names[0], is_one_off=True))
             if session is None:
                 raise ServiceUnavailable("a new session id was taken")
             return session
         try:
             return await self.find(session_id, names)
         except (SessionNotFound, SessionLost):
-            record = self._new_record(NewSession(session_id), names[0], is_one_off=False)
+            record = self._new_record(wanted, names[0], is_one_off=False)
         async with self._locks.of(record.session_id):
             session = await self._create(record)
             return session if session is not None else await self._found(record.session_id, record.owner)
@@ -412,6 +414,7 @@ class Sessions:
             refuses_overflow=wanted.refuses_overflow,
             gives_unread_calls=wanted.gives_unread_calls,
             task_messages=wanted.task_messages,
+            traceparent=wanted.traceparent,
         )
 
     async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:

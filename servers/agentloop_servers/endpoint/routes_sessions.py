@@ -44,7 +44,7 @@ from agentloop_servers.http.auth import (
     require_user,
     session_in_path,
 )
-from agentloop_servers.http.guard import json_body
+from agentloop_servers.http.guard import json_body, traceparent_of
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import (
     in_time,
@@ -109,6 +109,7 @@ class SessionRoutes:
             refuses_overflow=body.on_overflow == "error",
             gives_unread_calls=body.on_malformed_call == "tool_call",
             task_messages=tuple(Message(one.role, one.content) for one in body.task_messages),
+            traceparent=traceparent_of(request),
         )
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys

@@ -52,6 +52,7 @@ _COST_SAMPLES = 16  # requests
 _MAX_COST_S = 0.05
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _HAS_PORT = re.compile(r":\d{1,5}\Z")
 _FOR_THIS_MACHINE = (
     "this service has no keys, so it is only for this machine: call it as localhost or 127.0.0.1, not from "
@@ -144,6 +145,12 @@ async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
         return await asyncio.to_thread(parse, body)
     finally:
         request.scope["state"]["release_body"]()
+
+
+def traceparent_of(request: Request) -> str:
+    """Return the W3C trace context that a request brings; empty without a valid one."""
+    given = request.headers.get("traceparent", "").strip()
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 # --- errors -----------------------------------------------------------------------------------------------

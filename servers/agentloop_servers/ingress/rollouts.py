@@ -33,7 +33,7 @@ from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTa
 from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session
-from agentloop_servers.http.guard import HttpLimits, json_body
+from agentloop_servers.http.guard import HttpLimits, json_body, traceparent_of
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import (
     in_time,
@@ -207,7 +207,8 @@ class RolloutRoutes:
             RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, staleness, body.keep)
             for index, task in enumerate(tasks)
         )
-        submitting = self._coordinator.submit(rollout_id, groups, body.terms(names[0]), names)
+        terms = replace(body.terms(names[0]), traceparent=traceparent_of(request))
+        submitting = self._coordinator.submit(rollout_id, groups, terms, names)
         return _status_response(rollout_id, await self._ask(submitting))
 
     async def rollout(self, request: Request, rollout_id: RolloutId) -> Response:

@@ -434,4 +434,6 @@ class ProcessRun:
 
     def _unmade(self, stop_reason: StopReason, text: str) -> EncodedRecord:
         total_s = time.perf_counter() - self._started
-        return EncodedRecord.of(unmade_record(self._assignment, stop_reason, text, total_s))
+        record = unmade_record(self._assignment, stop_reason, text, total_s, self._runs.reporter.process_id)
+        count_record(self._runs.tally, record, "rollout")
+        return EncodedRecord.of(record)

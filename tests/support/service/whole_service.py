@@ -26,6 +26,7 @@ from agentloop_servers.app import (
     ingress_gauges,
     run_gauges,
     tool_names,
+    traced,
     user_table,
 )
 from agentloop_servers.chat_format.load import load_chat_format
@@ -116,6 +117,7 @@ async def whole_site(
             RealClock(),
             probe=clients.probe,
         )
+        coordinator.replicas.tally.trace = traced(config, run_dir, closing)
         closing.push_async_callback(coordinator.close)
         await coordinator.start()
         server = CoordinatorServer(coordinator, SECRET, config.host)
@@ -149,6 +151,7 @@ async def whole_site(
         def add_worker(name: str, port: WorkerPort) -> Worker:
             journal = None if config.store is None else TurnJournal(StoredJournals(port), young_s=0.0)
             tally = MetricsTally()
+            tally.trace = traced(config, run_dir, closing)
             report(f"worker-{name}", tally)
             worker = Worker(
                 name,

@@ -1,0 +1,279 @@
+"""Trajectories and weight updates as OpenTelemetry spans, made of what is left when they have ended.
+
+    invoke_agent LOOP      from the queue to the end; a session's has the loop `session`
+      queue, reward        of it
+      move                 to another replica: a moment
+      chat MODEL           a turn, until its calls have their results; the event `sampled` is its last token
+        execute_tool TOOL
+    weight_update
+      stage, stall, look   of each replica; the turns that the update cut link to it
+
+Names are those of the GenAI semantic conventions in the version of `SCHEMA`, which are not stable: all stand here.
+Ours begin with `agentloop.`. Ids follow from the run and the trajectory, so what is sent again is the same trace.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+import orjson
+import xxhash
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+
+from agentloop import __version__, codec
+from agentloop.api.coordinator import UpdateReport, assignment_id_of
+from agentloop.types import Message, SplitReason, TokenPath, ToolCallTimes, ToolOutcome, Trajectory, Turn, TurnTimes
+
+SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
+
+MAX_SPANS = 500
+"""Spans of a trace; that of a longer trajectory has its first turns."""
+
+MAX_REQUEST_BYTES = 4 << 20
+"""Bytes of one request to a receiver."""
+
+_MAX_NAME_CHARS = 64  # of a tool: the policy may call anything
+_MAX_TEXT_BYTES = 3 << 20  # of a trace: the turns behind them are without their messages
+
+Value: TypeAlias = str | float | tuple[str, ...] | tuple[int, ...]
+About: TypeAlias = dict[str, Value | None]
+
+
+class SpanMaker:
+    """The maker of a run's traces. `model` is the name that it serves, if known; `content` adds the messages."""
+
+    def __init__(self, run: str, model: str, *, content: bool = False) -> None:
+        self._run = run
+        self._model = model
+        self._content = content
+        about: About = {"service.name": "agentloop", "service.version": __version__, "agentloop.run": run}
+        self._resource = Resource(attributes=_attributes(about))
+
+    def is_sampled(self, record: Trajectory, share: float) -> bool:
+        """Tell if it is of this `share` of all, by its trace id, or its caller's trace is recorded."""
+        is_recorded = bool(record.traceparent) and int(record.traceparent[-1], 16) & 1 == 1
+        return is_recorded or int.from_bytes(self._trace_of(record).trace_id[:8]) < share * 2**64
+
+    def encoded(self, ended: Trajectory | UpdateReport) -> bytes:
+        """Return a trace as an OTLP request, which another may follow. Empty for a record without times."""
+        spans = self._update_spans(ended) if isinstance(ended, UpdateReport) else self._record_spans(ended)
+        scopes = [ScopeSpans(spans=spans, schema_url=SCHEMA)]
+        found = [ResourceSpans(resource=self._resource, scope_spans=scopes)] if spans else []
+        request: bytes = ExportTraceServiceRequest(resource_spans=found).SerializeToString()
+        return request
+
+    def _trace_of(self, record: Trajectory) -> _Trace:
+        name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
+        began_at = 0.0 if record.times is None else record.times.began_at
+        return _Trace(self._run, name, began_at, record.attempt, record.traceparent)
+
+    def _record_spans(self, record: Trajectory) -> list[Span]:
+        trace, times, loop = self._trace_of(record), record.times, record.loop or "session"
+        if times is None:
+            return []
+        queue_us, reward_us = round(record.timings.queue_s * 1e6), round(record.timings.reward_s * 1e6)
+        if queue_us:
+            trace.add("queue", "queue", -queue_us, 0, {})
+        if reward_us:
+            trace.add("reward", "reward", times.ended_us - reward_us, times.ended_us, {})
+        for index, move in enumerate(times.moves[: MAX_SPANS // 10]):
+            trace.add(f"move {index}", "move", move.at_us, move.at_us, {"agentloop.replica": move.replica_id})
+        num_left_out = self._add_turns(trace, record.paths, times.tool_calls)
+        about: About = {
+            "gen_ai.agent.name": loop,
+            "gen_ai.provider.name": "agentloop",
+            "gen_ai.request.model": self._model or None,
+            "error.type": record.failure,
+            "agentloop.task": record.task_id,
+            "agentloop.stop_reason": record.stop_reason,
+            "agentloop.reward": record.reward,
+            "agentloop.weight_versions": record.versions,
+            "agentloop.staleness": record.staleness,
+            "agentloop.worker": times.worker,
+            "agentloop.turns_left_out": num_left_out,
+        }
+        root = trace.add_root(f"invoke_agent {loop}", times.ended_us, about)
+        if record.failure is not None and self._content:  # the error may have the policy's text
+            root.status.message = record.error or record.reward_error or ""
+        return trace.spans
+
+    def _add_turns(self, trace: _Trace, paths: Sequence[TokenPath], tool_calls: Sequence[ToolCallTimes]) -> int:
+        """Add the turns, with their calls, for which there is room. Returns how many are left out."""
+        num_turns, calls = sum(len(path.own_turns) for path in paths), deque(tool_calls)
+        chats = sorted((chat for path in paths for chat in _chats(path)), key=lambda chat: chat.times.begun_us)
+        for number, chat in enumerate(chats):
+            ran: list[ToolCallTimes] = []
+            while calls and (number + 1 == len(chats) or calls[0].begun_us < chats[number + 1].times.begun_us):
+                ran.append(calls.popleft())
+            if len(trace.spans) + 1 + len(ran) >= MAX_SPANS:  # the root comes too
+                return num_turns - number
+            span = self._add_chat(trace, chat)
+            ids = [call.id for message in chat.messages[-1:] for call in message.tool_calls]
+            for index, (call, call_id) in enumerate(zip_longest(ran, ids[: len(ran)])):
+                error, name = None if call.outcome is ToolOutcome.OK else call.outcome, call.name[:_MAX_NAME_CHARS]
+                about: About = {"gen_ai.tool.name": name, "gen_ai.tool.call.id": call_id, "error.type": error}
+                key, ended_us = f"tool {chat.turn.turn_id} {index}", call.begun_us + call.duration_us
+                tool = trace.add(key, f"execute_tool {name}", call.begun_us, ended_us, about, span.span_id)
+                span.end_time_unix_nano = max(span.end_time_unix_nano, tool.end_time_unix_nano)
+        return num_turns - len(chats)
+
+    def _add_chat(self, trace: _Trace, chat: _Chat) -> Span:
+        turn, times = chat.turn, chat.times
+        about: About = {
+            "gen_ai.provider.name": turn.engine or "agentloop",
+            "gen_ai.request.model": self._model or None,
+            "gen_ai.usage.input_tokens": turn.prompt_len,
+            "gen_ai.usage.output_tokens": turn.end - turn.start,
+            "gen_ai.response.finish_reasons": (turn.finish_reason,),
+            "agentloop.turn": turn.turn_id,
+            "agentloop.replica": turn.replica_id,
+            "agentloop.cached_tokens": turn.cached_tokens,
+            "agentloop.weight_versions": chat.versions,
+            "agentloop.queue_s": times.queue_us / 1e6,
+            "agentloop.standstill_s": times.standstill_us / 1e6,
+            "agentloop.split_reason": chat.split_reason,
+        }
+        span = trace.add(
+            f"turn {turn.turn_id}", f"chat {self._model}".rstrip(), times.begun_us, times.ended_us, about
+        )
+        if self._content and chat.messages:
+            *read, said = map(_parts, chat.messages)
+            texts = orjson.dumps(read), orjson.dumps([said | {"finish_reason": turn.finish_reason}])
+            trace.text_room -= sum(map(len, texts))
+            for key, text in zip(("gen_ai.input.messages", "gen_ai.output.messages"), texts, strict=True):
+                if trace.text_room >= 0:
+                    span.attributes.add(key=key, value=_any(text.decode()))
+        for event, at_us in (("first_token", times.first_token_us), ("sampled", times.ended_us)):
+            if at_us is not None:
+                span.events.add(name=event, time_unix_nano=trace.began_ns + 1000 * at_us)
+        for version in chat.versions[1:]:
+            update = _Trace(self._run, f"weights/{version}")
+            span.links.add(trace_id=update.trace_id, span_id=update.root_id)
+        return span
+
+    def _update_spans(self, report: UpdateReport) -> list[Span]:
+        trace = _Trace(self._run, f"weights/{report.version}", report.began_at)
+        for one in report.replicas[: MAX_SPANS // 3 - 1]:
+            begins = {"stage": 0.0, "stall": one.paused_at_ms, "look": one.paused_at_ms + one.stall_ms}
+            for (step, begun_ms), ms in zip(begins.items(), (one.stage_ms, one.stall_ms, one.look_ms), strict=True):
+                about: About = {"agentloop.replica": one.replica_id, "error.type": one.error and "update_failed"}
+                begun_us, ended_us = round(begun_ms * 1e3), round((begun_ms + ms) * 1e3)
+                if ms:
+                    trace.add(f"{step} {one.replica_id}", step, begun_us, ended_us, about)
+        about = {"agentloop.weight_versions": (report.version,), "agentloop.kv_policy": report.kv_policy}
+        trace.add_root("weight_update", round(report.total_ms * 1e3), about)
+        return trace.spans
+
+
+class _Trace:
+    """The spans of one trace. Their times are microseconds since it `began_at`."""
+
+    def __init__(self, run: str, name: str, began_at: float = 0.0, attempt: int = 0, traceparent: str = "") -> None:
+        """Ids follow from `run`, `name` and `attempt`; with a caller's `traceparent` the trace is the caller's."""
+        _, trace_id, self._caller_id, _ = traceparent.split("-") if traceparent else ("", "", "", "")
+        self._name = name
+        self._attempt = f"{run}/{name}@{attempt}"
+        self.trace_id = bytes.fromhex(trace_id) or xxhash.xxh3_128_digest(f"{run}/{name}".encode())
+        self.root_id = self._span_id("")
+        self.began_ns = round(began_at * 1e9)
+        self.spans: list[Span] = []
+        self.text_room = _MAX_TEXT_BYTES
+
+    def add(
+        self, key: str, name: str, begun_us: int, ended_us: int, about: About, parent_id: bytes | None = None
+    ) -> Span:
+        """Add a span below the root or `parent_id`. Its `key` is unique; its operation is the name's first word."""
+        operation = name.partition(" ")[0]
+        ids: About = {"gen_ai.operation.name": operation, "gen_ai.conversation.id": self._name}
+        span = Span(
+            trace_id=self.trace_id,
+            span_id=self._span_id(key),
+            parent_span_id=self.root_id if parent_id is None else parent_id,
+            name=name,
+            kind=Span.SPAN_KIND_CLIENT if operation == "chat" else Span.SPAN_KIND_INTERNAL,
+            start_time_unix_nano=self.began_ns + 1000 * begun_us,
+            end_time_unix_nano=self.began_ns + 1000 * ended_us,
+            attributes=_attributes(ids | about),
+        )
+        if about.get("error.type"):
+            span.status.code = Status.STATUS_CODE_ERROR
+        self.spans.append(span)
+        return span
+
+    def add_root(self, name: str, ended_us: int, about: About) -> Span:
+        """Add the span of the whole, which all others are within."""
+        root = self.add("", name, 0, ended_us, about, bytes.fromhex(self._caller_id))
+        root.start_time_unix_nano = min(span.start_time_unix_nano for span in self.spans)
+        root.end_time_unix_nano = max(span.end_time_unix_nano for span in self.spans)
+        return root
+
+    def _span_id(self, key: str) -> bytes:
+        return xxhash.xxh3_64_digest(f"{self._attempt} {key}".encode())
+
+
+class _Chat(NamedTuple):
+    """A turn, with the messages that came since the one before and its answer. Empty: they are not known."""
+
+    turn: Turn
+    times: TurnTimes
+    messages: Sequence[Message]
+    versions: tuple[int, ...]  # of its tokens, in their order
+    split_reason: SplitReason | None  # of its path, if it is the path's first
+
+
+def _chats(path: TokenPath) -> Iterator[_Chat]:
+    """Yield a path's own turns that have times. Their answers are its last assistant messages."""
+    num_turns, num_shared = len(path.turns), len(path.turns) - len(path.own_turns)
+    answers = [place for place, message in enumerate(path.messages, 1) if message.role == "assistant"]
+    ends = ([0] * (num_turns + 1) + answers)[-num_turns - 1 :]  # the first is of what came before the turns
+    ends[0] = 0
+    for number, turn in enumerate(path.turns):
+        if number >= num_shared and turn.times is not None:
+            first = bisect_right(path.weight_versions, turn.start, key=lambda span: span.end)
+            last = bisect_right(path.weight_versions, turn.end - 1, lo=first, key=lambda span: span.start)
+            versions = tuple(span.version for span in path.weight_versions[first:last])
+            reason = path.split_reason if number == num_shared else None
+            yield _Chat(turn, turn.times, path.messages[ends[number] : ends[number + 1]], versions, reason)
+
+
+def _parts(message: Message) -> dict[str, Any]:
+    """Return a message in the conventions' form, a role with parts."""
+    parts: list[dict[str, Any]] = []
+    if message.reasoning:
+        parts.append({"type": "reasoning", "content": message.reasoning})
+    if message.role == "tool":
+        parts.append({"type": "tool_call_response", "id": message.tool_call_id, "response": message.content})
+    elif message.content:
+        parts.append({"type": "text", "content": message.content})
+    for call in message.tool_calls:
+        arguments = codec.to_builtins(call.arguments)
+        parts.append({"type": "tool_call", "id": call.id, "name": call.name, "arguments": arguments})
+    return {"role": message.role, "parts": parts}
+
+
+def _attributes(about: About) -> list[KeyValue]:
+    """Return those that have a value."""
+    return [_attribute(key, value) for key, value in about.items() if value is not None]
+
+
+@lru_cache(maxsize=4096, typed=True)  # most of a turn's were the one before's: half of a span's time
+def _attribute(key: str, value: Value) -> KeyValue:
+    return KeyValue(key=key, value=_any(value))
+
+
+def _any(value: Value) -> AnyValue:
+    if isinstance(value, str):
+        return AnyValue(string_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value)
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    return AnyValue(array_value=ArrayValue(values=[_any(one) for one in value]))

@@ -1,0 +1,154 @@
+"""The way of traces to an OTLP receiver. Spans are made and sent by a thread, in batches, of what has ended.
+
+The process that ends a trajectory has its record in hand and gives it here: nothing is decoded again. A receiver
+that is slow or dead costs traces, which are counted in the log, and nothing else: what waits is bounded.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import queue
+import threading
+import time
+import urllib.request
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import structlog
+
+from agentloop.api.coordinator import UpdateReport
+from agentloop.errors import error_line
+from agentloop.spans import MAX_REQUEST_BYTES, SpanMaker
+from agentloop.storage.home import Home
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
+from agentloop.types import Trajectory
+from agentloop_servers.config import TracingSettings, saved_config
+
+_MAX_WAITING = 4_000_000  # tokens of what waits for the thread; what comes then is dropped
+_BASE_TOKENS = 1000  # of each, beside its paths'
+_SEND_EVERY_S = 1.0
+_SEND_TIMEOUT_S = 10.0
+_CLOSE_S = 2.0
+_QUIET_S = 60.0  # after a line of the log
+_NUM_RECENT = 1000  # trajectories that a slow one is compared with
+
+_log = structlog.stdlib.get_logger("tracing")
+
+
+class Tracing:
+    """The traces of one process: of a share of what ends, and of all that is kept for its end."""
+
+    def __init__(self, settings: TracingSettings, run: str, model: str) -> None:
+        """`model` is the name that the run serves. End it with `close`."""
+        self._settings = settings
+        self._spans = SpanMaker(run, model, content=settings.content)
+        self._seconds: deque[float] = deque(maxlen=_NUM_RECENT)  # of recent trajectories
+        self._sorted: list[float] = []  # the same
+        self._waiting: queue.SimpleQueue[tuple[Trajectory | UpdateReport, int] | None] = queue.SimpleQueue()
+        self._num_given = self._num_taken = 0  # tokens; the second is the thread's
+        self._num_dropped = 0
+        self._quiet_until = 0.0
+        self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
+        self._thread.start()
+
+    def give(self, ended: Trajectory | UpdateReport) -> None:
+        """Send the trace of what has ended, if it is to be kept. Takes microseconds, and raises nothing."""
+        size = _BASE_TOKENS
+        if isinstance(ended, Trajectory):
+            if not self._is_kept(ended):
+                return
+            size += sum(len(path.prompt_ids) + len(path.response_ids) for path in ended.paths)
+        if self._num_given - self._num_taken + size > _MAX_WAITING:
+            self._num_dropped += 1
+        else:
+            self._num_given += size
+            self._waiting.put((ended, size))
+
+    def close(self) -> None:
+        """Send what waits, as far as a moment allows. Blocks."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _is_kept(self, record: Trajectory) -> bool:
+        kept, is_slow = self._settings.keep, self._is_slow(record.timings.total_s)
+        return (
+            (is_slow and "slowest" in kept)
+            or (record.failure is not None and "failed" in kept)
+            or self._spans.is_sampled(record, self._settings.sample)
+        )
+
+    def _is_slow(self, total_s: float) -> bool:
+        """Tell if it took longer than 99 % of the recent ones, of which there are a hundred at least."""
+        if len(self._seconds) == _NUM_RECENT:
+            del self._sorted[bisect_left(self._sorted, self._seconds[0])]
+        self._seconds.append(total_s)
+        insort(self._sorted, total_s)
+        return len(self._sorted) > 100 and total_s > self._sorted[len(self._sorted) * 99 // 100 - 1]
+
+    def _run(self) -> None:
+        for batch in batches(self._traces()):
+            reason = "too much waited"
+            try:
+                post(self._settings.endpoint, batch)
+            except (OSError, http.client.HTTPException) as error:
+                self._num_dropped += len(batch)
+                reason = error_line(error)
+            if self._num_dropped and time.monotonic() >= self._quiet_until:
+                _log.warning("traces_dropped", num=self._num_dropped, reason=reason)
+                self._num_dropped, self._quiet_until = 0, time.monotonic() + _QUIET_S
+
+    def _traces(self) -> Iterator[bytes]:
+        """Yield the traces of what is given, and an empty one whenever a batch is due, until the end."""
+        while True:
+            due_at = time.monotonic() + _SEND_EVERY_S
+            while (left_s := due_at - time.monotonic()) > 0:
+                try:
+                    taken = self._waiting.get(timeout=left_s)
+                except queue.Empty:
+                    break
+                if taken is None:
+                    return
+                self._num_taken += taken[1]
+                yield self._spans.encoded(taken[0])
+            yield b""
+
+
+def batches(traces: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Gather traces into requests of `MAX_REQUEST_BYTES`; an empty one ends the request at once."""
+    batch: list[bytes] = []
+    for trace in traces:
+        if batch and (not trace or sum(map(len, batch)) + len(trace) > MAX_REQUEST_BYTES):
+            yield batch
+            batch = []
+        if trace:
+            batch.append(trace)
+    if batch:
+        yield batch
+
+
+def post(endpoint: str, batch: list[bytes]) -> None:
+    """Send one request, with the headers that the usual variable names. Raises OSError and HTTPException."""
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",") if pair)
+    headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    headers["content-type"] = "application/x-protobuf"
+    url = f"{endpoint.rstrip('/')}/v1/traces"
+    with urllib.request.urlopen(urllib.request.Request(url, b"".join(batch), headers), timeout=_SEND_TIMEOUT_S):
+        pass
+
+
+def send_run(store: Path | Home, rollout_id: str | None, endpoint: str, *, content: bool) -> int:
+    """Send the traces of a run's records, or of one rollout's; returns their number. Raises as `post`, NotFound."""
+    folder, num_sent = folder_of(store).resolve(), 0
+    config, reader = saved_config(folder), TrajectoryReader(store)
+    spans = SpanMaker(folder.name, "" if config is None else config.served_name, content=content)
+    try:
+        for batch in batches(map(spans.encoded, reader.trajectories(rollout_id))):
+            post(endpoint, batch)
+            num_sent += len(batch)
+    finally:
+        reader.close()
+    return num_sent
