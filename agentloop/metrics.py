@@ -193,6 +193,7 @@ class MetricsPage:
 
     samples: tuple[MetricSample, ...]
     observed: tuple[Observed, ...]
+    engines: tuple[tuple[str, str], ...] = ()  # replicas, and their engines' own metrics in Prometheus' text
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ class MetricsReport:
     gauges: tuple[MetricSample, ...] = ()
     is_last: bool = False
     blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
+    engine: str = ""  # its engine's own metrics, in Prometheus' text
 
 
 @dataclass(slots=True)

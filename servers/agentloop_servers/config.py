@@ -235,6 +235,13 @@ class LogSettings(_Strict):
         return LogRotation(self.max_mib << 20, self.num_older)
 
 
+class MetricsSettings(_Strict):
+    """Metrics that `GET /metrics` has beside the service's own."""
+
+    engine: bool = False
+    """vLLM's own `vllm:...` too, with the label `replica`."""
+
+
 class UpdateSettings(_Strict):
     """Weight updates."""
 
@@ -345,6 +352,8 @@ class ServiceConfig(_Strict):
     """The environment variables of the keys."""
     log: LogSettings = LogSettings()
     """The run's log."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The metrics of `GET /metrics`."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None
