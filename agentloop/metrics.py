@@ -194,6 +194,7 @@ class MetricsPage:
 
     samples: tuple[MetricSample, ...]
     observed: tuple[Observed, ...]
+    engines: tuple[tuple[str, str], ...] = ()  # replicas, and their engines' own metrics in Prometheus' text
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class MetricsReport:
     gauges: tuple[MetricSample, ...] = ()
     is_last: bool = False
     blocked: tuple[str, float] | None = None  # FILE:LINE that blocked its event loop last, and how long ago in s
+    engine: str = ""  # its engine's own metrics, in Prometheus' text
 
 
 @dataclass(slots=True)

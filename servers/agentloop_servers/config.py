@@ -248,6 +248,13 @@ class TracingSettings(_Strict):
     """Send messages and errors too."""
 
 
+class MetricsSettings(_Strict):
+    """Metrics that `GET /metrics` has beside the service's own."""
+
+    engine: bool = False
+    """vLLM's own `vllm:...` too, with the label `replica`."""
+
+
 class UpdateSettings(_Strict):
     """Weight updates."""
 
@@ -360,6 +367,8 @@ class ServiceConfig(_Strict):
     """The run's log."""
     tracing: TracingSettings | None = None
     """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The metrics of `GET /metrics`."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None

@@ -90,6 +90,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         num_threads=entry.num_threads or 1,
         max_step_tokens=entry.step_tokens,
         max_graph_tokens=entry.graph_tokens,
+        has_metrics=config.metrics.engine,
     )
 
 

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import psutil
 import structlog
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from agentloop.aio import LoopWatch
@@ -26,6 +27,8 @@ from agentloop.metrics import (
     MetricsReport,
     MetricsTally,
 )
+
+ENGINE_PREFIXES = ("vllm:",)
 
 GOODBYE_S = 1.0  # Serve gives a process 5 s to end
 
@@ -81,7 +84,9 @@ class MetricsReporter:
         if blocked is not None:
             blocked = blocked[0], time.monotonic() - blocked[1]
         await self._report(
-            MetricsReport(self._process, self._life, self._sequence, counted, gauges, is_last, blocked)
+            MetricsReport(
+                self._process, self._life, self._sequence, counted, gauges, is_last, blocked, engine_text()
+            )
         )
         self._counted = None
 
@@ -91,6 +96,13 @@ class MetricsReporter:
         yield MetricSample("process_resident_memory_bytes", labels, self._psutil.memory_info().rss)
         yield MetricSample("process_cpu_seconds_total", labels, time.process_time())
         yield MetricSample("loop_lag_seconds", labels, lag_s)
+
+
+def engine_text() -> str:
+    """Return the metrics that an engine of this process has registered with the library; empty without one."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([one for one in REGISTRY.collect() if one.name.startswith(ENGINE_PREFIXES)]))
+    return generate_latest(registry).decode()
 
 
 def prometheus_text(page: MetricsPage) -> bytes:
@@ -122,7 +134,22 @@ class _Page(Collector):
                 num += count
                 buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", num))
             metric.add_metric(seen.labels, buckets, seen.total)
+        for replica, text in self._page.engines:
+            for metric in text_string_to_metric_families(text):
+                theirs = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for one in metric.samples:
+                    theirs.add_sample(one.name, {**one.labels, "replica": replica}, one.value)
         yield from found.values()
+
+
+class _Families(Collector):
+    """Families of the library as they are."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
 
 
 def _metric(family: Family) -> Metric:

@@ -13,13 +13,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.types import RolloutTask, Trajectory
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import MetricsSettings, ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
 
@@ -41,7 +43,8 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     config = ServiceConfig.load(ROOT / "servers" / "cpu.yaml")
     engine = config.engine.model_copy(update={"kv_cache_mib": KV_MIB})
     model = str(ROOT / "examples" / "tiny_policy" / "v1")
-    config = config.model_copy(update={"port": 0, "engine": engine, "model": model})
+    shown = MetricsSettings(engine=True)
+    config = config.model_copy(update={"port": 0, "engine": engine, "model": model, "metrics": shown})
     async with running_service(config, tmp_path_factory.mktemp("run")) as base:
         yield base
 
@@ -95,6 +98,23 @@ def assert_complete(run: Watched, num_groups: int, num_samples: int) -> None:
     names = {(one.task_id, one.sample_index) for one in run.records}
     assert len(run.records) == len(names) == num_groups * num_samples
     assert all(one.is_complete for one in run.records)
+
+
+async def test_the_engines_own_metrics_are_shown_by_replica(client: RolloutClient, url: str) -> None:
+    replicas = {one.replica_id for one in (await client.status()).replicas}
+    rollout = await client.submit(tasks(4, "shown"))
+    async for _ in rollout:
+        pass
+    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        seen: dict[str, float] = {}
+        while set(seen) != replicas or not sum(seen.values()):
+            await asyncio.sleep(1.0)
+            async with http.get(f"{url}/metrics") as answer:
+                families = text_string_to_metric_families(await answer.text())
+            samples = [one for family in families for one in family.samples]
+            seen = {
+                one.labels["replica"]: one.value for one in samples if one.name == "vllm:generation_tokens_total"
+            }
 
 
 async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):

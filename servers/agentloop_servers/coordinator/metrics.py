@@ -33,6 +33,7 @@ class _ReportingProcess:
     heard_at: float
     sequence: int = 0
     gauges: tuple[MetricSample, ...] = ()
+    engine: str = ""  # its own metrics
     blocked: tuple[str, float] | None = None  # FILE:LINE, and when
 
 
@@ -62,6 +63,7 @@ class MetricsBook:
         """Add a report, each once; returns when it is in the store, of a last one at once."""
         process = self._processes.setdefault(report.life, _ReportingProcess(report.process, 0.0))
         process.name, process.heard_at, process.gauges = report.process, self._now(), report.gauges
+        process.engine = report.engine
         if report.is_last:
             process.name = ""
         if report.blocked is not None:
@@ -94,7 +96,10 @@ class MetricsBook:
     def page(self, status: ServiceStatus, flights: FlightPage) -> MetricsPage:
         """Return all that there is to show."""
         of_state = *of_status(status), *of_flights(flights)
-        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_state), self._shown.observed)
+        heard_since = self._now() - _SILENT_S
+        heard = (one for one in self._processes.values() if one.engine and one.heard_at > heard_since)
+        engines = tuple((one.name, one.engine) for one in heard)
+        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_state), self._shown.observed, engines)
 
     def blocked(self) -> tuple[Blocked, ...]:
         """Return what blocked the event loops of processes last."""

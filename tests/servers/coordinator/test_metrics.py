@@ -17,10 +17,10 @@ from agentloop.api.coordinator import (
 )
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
 from agentloop.errors import ServiceUnavailable
-from agentloop.metrics import FAMILIES, MetricSample, MetricsReport, MetricsTally, count_record
+from agentloop.metrics import FAMILIES, MetricSample, MetricsPage, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update, of_flights, of_status
-from agentloop_servers.metrics import MetricsReporter
+from agentloop_servers.metrics import MetricsReporter, prometheus_text
 from tests.support.records.samples import counted, make_trajectory
 
 NOTHING = ServiceStatus(False, False, None, (), 0, (), ())
@@ -257,3 +257,17 @@ def test_what_is_live_is_counted_by_what_it_waits_for() -> None:
         ("free_places", ()): 9,
         ("oldest_running_seconds", ()): 77.0,
     }
+
+
+async def test_an_engines_own_metrics_have_its_replica_until_it_is_silent() -> None:
+    saving = Saving()
+    theirs = '# HELP vllm:steps Steps.\n# TYPE vllm:steps counter\nvllm:steps_total{engine="0"} 3.0\n'
+    for replica in ("a", "b"):
+        await saving.book.report(MetricsReport(replica, replica, 0, MetricsPage((), ()), engine=theirs))
+    text = prometheus_text(saving.book.page(NOTHING, EMPTY)).decode()
+    assert text.count("# TYPE vllm:steps_total counter") == 1
+    assert {'vllm:steps_total{engine="0",replica="a"} 3.0', 'vllm:steps_total{engine="0",replica="b"} 3.0'} < set(
+        text.splitlines()
+    )
+    saving.now = 60.0
+    assert "vllm" not in prometheus_text(saving.book.page(NOTHING, EMPTY)).decode()

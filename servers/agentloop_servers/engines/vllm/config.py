@@ -37,6 +37,7 @@ class VllmConfig(ProcessEngineConfig):
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
+    has_metrics: bool = False  # vLLM's own, in the process's registry of prometheus_client
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
     share: HostShare | None = None  # None: the engine is on one host
 

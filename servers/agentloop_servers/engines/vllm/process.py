@@ -252,7 +252,9 @@ class VllmProcess:
             if self._config.can_constrain:
                 importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
             arguments = AsyncEngineArgs(**engine_arguments(self._config))
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.scheduler_stats])
+            from vllm.v1.metrics.loggers import PrometheusStatLogger
+        loggers = [lambda *_: self.scheduler_stats, *([PrometheusStatLogger] if self._config.has_metrics else [])]
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
 
 
 def _kill_engines() -> None:
