@@ -117,7 +117,9 @@ class ReplicaSync:
         """The reports of the latest updates, oldest first."""
         return tuple(self._reports)
 
-    def restore(self, weights: FleetWeights | None, orders: StandingOrders | None) -> None:
+    def restore(
+        self, weights: FleetWeights | None, orders: StandingOrders | None, reports: Sequence[UpdateReport] = ()
+    ) -> None:
         """Take up the state that an earlier coordinator has stored. Call before replicas join.
 
         If it died within an update, no version is told until `resolve_interrupted_update` has ended that.
@@ -128,7 +130,8 @@ class ReplicaSync:
         if weights is None:
             return
         self._desired = replace(self._desired, weights=weights)
-        if weights.report is not None:
+        self._reports.extend(reports)
+        if weights.report is not None and weights.report not in reports:
             self._reports.append(weights.report)
         if weights.pending is not None:
             self._resolves_at = self._clock.now() + self.config.settle_s

@@ -30,7 +30,7 @@ from typing import TypeVar
 import structlog
 
 from agentloop import codec
-from agentloop.api.coordinator import JournalPart, RolloutTerms, assignment_id_of, place_of
+from agentloop.api.coordinator import JournalPart, RolloutTerms, UpdateReport, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.owners import owner_of, shown_id
@@ -44,6 +44,7 @@ from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
+UPDATES = "updates"  # in the service's state: the reports of the latest weight updates
 """The store's file within a run directory."""
 
 MAX_RECORD_BATCH = 512
@@ -183,6 +184,10 @@ class TrajectoryReader:
     def record_at(self, seq: int) -> bytes:
         """Return the encoded record that a listing has as `seq`. Raises NotFound."""
         return _record_at(self._db, seq, self._rows)
+
+    def updates(self) -> tuple[UpdateReport, ...]:
+        """Return the reports of the latest weight updates, oldest first."""
+        return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the acknowledged records; None if nothing was acknowledged."""
@@ -578,7 +583,7 @@ class TrajectoryStore:
             if self._lease is not None:
                 self._epoch = self._lease.take(db, self._epoch, above)
             else:
-                self._epoch = max(self._state(db, _EPOCH, int) or 0, above) + 1
+                self._epoch = max(_state(db, self._rows, _EPOCH, int) or 0, above) + 1
                 db.execute(_SAVE_STATE, (_EPOCH, *packed(self._epoch)))
             return self._epoch
 
@@ -620,7 +625,7 @@ class TrajectoryStore:
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
         """Return the value last saved under a name; None if there is none, or it is damaged."""
-        return await self._writer.run(lambda db: self._state(db, name, kind))
+        return await self._writer.run(lambda db: _state(db, self._rows, name, kind))
 
     def time_commits(self, observe: Callable[[float], None]) -> None:
         """Have `observe`, which is thread-safe, told the seconds of each transaction."""
@@ -671,15 +676,11 @@ class TrajectoryStore:
         terms = None if row is None else self._rows.value("rollout_terms", RolloutTerms, rollout_id, *row)
         return RolloutTerms() if terms is None else terms
 
-    def _state(self, db: Database, name: str, kind: type[T]) -> T | None:
-        row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()
-        return None if row is None else self._rows.value("service_state", kind, name, *row)
-
     def _check_owner(self, db: Database) -> None:
         """Raises ServiceUnavailable once another process has taken the store over. Renews the lease."""
         if (own := self._epoch) is None:
             return
-        stored = self._state(db, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
+        stored = _state(db, self._rows, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
         if stored is not None and stored > own:
             if self._successor is None:
                 _log.error("store_taken_over", epoch=stored, own_epoch=own)
@@ -743,6 +744,11 @@ def _read(
         after = rows[-1][0]
         found += [(row[0], value) for row in rows if (value := checked(*row)) is not None]
     return found
+
+
+def _state(db: Database, rows: RowChecker, name: str, kind: type[T]) -> T | None:
+    row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()
+    return None if row is None else rows.value("service_state", kind, name, *row)
 
 
 def _record_at(db: Database, seq: int, rows: RowChecker) -> bytes:

@@ -13,6 +13,7 @@ from rich.console import Console
 from agentloop.export import ExportFormat, export
 from agentloop.plugins import resolve_extra
 from agentloop.storage.trajectory_store import folder_of
+from agentloop.trace_events import write_timeline
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import model_of
 from agentloop_servers.viewer.report import write_report
@@ -26,6 +27,7 @@ class Format(StrEnum):
     PARQUET = "parquet"
     JSONL = "jsonl"
     HTML = "html"
+    PERFETTO = "perfetto"
     OTLP = "otlp"
 
 
@@ -44,16 +46,19 @@ def export_records(
     """Write a run's trajectories, also while it is running."""
     with clear_errors():
         store = store_of(run)
-        if format is Format.OTLP:
-            send_run = cast(Callable[..., int], resolve_extra("agentloop_servers.tracing:send_run", "otel"))
-            num_traces = send_run(store, rollout_id, endpoint, content=content)
-            Console().print(f"{num_traces} traces sent to {endpoint}", highlight=False, soft_wrap=True)
-            return
-        target = out if out is not None else folder_of(store) / f"trajectories.{format.value}"
-        if format is Format.HTML:
-            num_whole = write_report(store, model_of(folder_of(store)), target)
-            Console().print(f"{num_whole} records whole in {target}", highlight=False, soft_wrap=True)
-            return
-        kind = cast(ExportFormat, format.value)
-        num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
-    Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
+        ending = "perfetto.json" if format is Format.PERFETTO else format.value
+        target = out if out is not None else folder_of(store) / f"trajectories.{ending}"
+        match format:
+            case Format.OTLP:
+                send_run = cast(Callable[..., int], resolve_extra("agentloop_servers.tracing:send_run", "otel"))
+                said = f"{send_run(store, rollout_id, endpoint, content=content)} traces sent to {endpoint}"
+            case Format.HTML:
+                num_whole = write_report(store, model_of(folder_of(store)), target)
+                said = f"{num_whole} records whole in {target}"
+            case Format.PERFETTO:
+                said = f"{write_timeline(store, target, rollout_id)} trajectories in {target}, for ui.perfetto.dev"
+            case Format.PARQUET | Format.JSONL:
+                kind = cast(ExportFormat, format.value)
+                num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
+                said = f"{num_rows} rows in {target}"
+    Console().print(said, highlight=False, soft_wrap=True)

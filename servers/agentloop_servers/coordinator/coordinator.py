@@ -21,7 +21,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
-from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus
+from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
@@ -33,7 +33,7 @@ from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
 from agentloop.images import Image
 from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport
-from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
 from agentloop_servers.coordinator.history import History
 from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update
@@ -89,6 +89,7 @@ class Coordinator:
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
         self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._history = History()
+        self._saved_reports: tuple[UpdateReport, ...] = ()
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
 
@@ -96,7 +97,8 @@ class Coordinator:
         """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
         weights = await self._store.saved_state(FLEET_WEIGHTS, FleetWeights)
         orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
-        self.replicas.sync.restore(weights, orders)
+        self._saved_reports = await self._store.saved_state(UPDATES, tuple[UpdateReport, ...]) or ()
+        self.replicas.sync.restore(weights, orders, self._saved_reports)
         self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
         self._metrics.restore(await self._store.saved_state(METRICS, SavedMetrics))
@@ -267,8 +269,12 @@ class Coordinator:
             await self._save_metrics()
 
     async def _save_metrics(self) -> None:
+        reports = self.replicas.sync.reports
         try:
             await self._metrics.save()
+            if reports != self._saved_reports:
+                await self._store.save_state(UPDATES, reports)
+                self._saved_reports = reports
         except Exception as error:  # the disk may come back
             self._log.debug("metrics_not_saved", error=repr(error))
 

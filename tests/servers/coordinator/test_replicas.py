@@ -260,12 +260,14 @@ async def test_a_replica_restarted_under_its_name_gets_its_leases_moved(site, co
 
 @service("a", "b")
 async def test_a_restart_remembers_the_weights_and_late_replicas_catch_up(site, coordinator):
-    await coordinator.replicas.update_weights(WeightUpdate(5, "/weights/5"), None)
+    first = await coordinator.replicas.update_weights(WeightUpdate(4, "/weights/4"), None)
+    second = await coordinator.replicas.update_weights(WeightUpdate(5, "/weights/5"), None)
     await site.stop()
     coordinator = await site.start()
     await site.join("late", version=0)
     await site.clock.sleep(10)
-    assert (await coordinator.status()).weight_version == 5
+    status = await coordinator.status()
+    assert (status.weight_version, status.updates[:2]) == (5, (first, second))
     assert await site.states() == {"a": "ready", "b": "ready", "late": "ready"}
     assert site.engines["late"].weight_version == 5
 

@@ -1,0 +1,131 @@
+"""A run as a timeline for Perfetto, or any reader of Chrome's trace events.
+
+Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times
+are microseconds since 1970. Tracks are trajectories, by their worker, with queue, turns, tool calls and reward;
+replicas, with the turns that they sampled, which overlap; and weight updates, with the steps of each replica.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentloop.api.coordinator import UpdateReport, assignment_id_of
+from agentloop.storage.home import Home
+from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.types import Trajectory
+
+_UPDATES, _REPLICAS, _FIRST_WORKER = 1, 2, 3  # as processes
+
+Event = dict[str, Any]
+
+
+def write_timeline(where: Path | Home, file: Path, rollout_id: str | None = None) -> int:
+    """Write the timeline of a run, or of one rollout; returns the number of its trajectories. Raises NotFound."""
+    reader, num, tracks = TrajectoryReader(where), 0, Tracks()
+    try:
+        with file.open("wb") as out:
+            out.write(b'{"traceEvents":[\n')
+            for update in reader.updates():
+                _write(out, tracks.of_update(update))
+            for record in reader.trajectories(rollout_id):
+                _write(out, tracks.of_record(record))
+                num += 1
+            _write(out, tracks.names())
+            out.write(b'{"ph":"M","name":"end","pid":0}\n]}\n')  # no comma follows the last
+    finally:
+        reader.close()
+    return num
+
+
+def _write(out: Any, events: Iterable[Event]) -> None:
+    for event in events:
+        out.write(orjson.dumps(event) + b",\n")
+
+
+class Tracks:
+    """The tracks so far, by their names."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, int] = {}
+        self._threads: defaultdict[int, dict[str, int]] = defaultdict(dict)  # by process
+        self._num_spans = 0
+
+    def of_record(self, record: Trajectory) -> Iterator[Event]:
+        """Yield the events of a trajectory; of one without times none."""
+        if (times := record.times) is None:
+            return
+        began_us = times.began_at * 1e6
+        name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
+        place = self._place(self._workers.setdefault(times.worker, _FIRST_WORKER + len(self._workers)), name)
+        if queue_us := record.timings.queue_s * 1e6:
+            yield _slice("queue", place, began_us - queue_us, queue_us)
+        about = {"task": record.task_id, "reward": record.reward, "stop_reason": record.stop_reason}
+        yield _slice("trajectory", place, began_us, times.ended_us, about)
+        for number, turn in enumerate((one for path in record.paths for one in path.own_turns), 1):
+            if turn.times is None:
+                continue
+            begun_us, took_us = began_us + turn.times.begun_us, turn.times.ended_us - turn.times.begun_us
+            about = {
+                "turn": turn.turn_id,
+                "tokens": turn.end - turn.start,
+                "standstill_us": turn.times.standstill_us,
+            }
+            yield _slice(f"turn {number}", place, begun_us, took_us, about | {"replica": turn.replica_id})
+            yield from self._overlapping(name, self._place(_REPLICAS, turn.replica_id), begun_us, took_us)
+        for call in times.tool_calls:
+            yield _slice(call.name, place, began_us + call.begun_us, call.duration_us, {"outcome": call.outcome})
+        if reward_us := record.timings.reward_s * 1e6:
+            yield _slice("reward", place, began_us + times.ended_us - reward_us, reward_us)
+        for move in times.moves:
+            yield {"ph": "i", "s": "t", "name": f"to {move.replica_id}", "ts": began_us + move.at_us, **place}
+
+    def of_update(self, report: UpdateReport) -> Iterator[Event]:
+        """Yield the steps of an update at each replica, and a flow from the first to the others."""
+        began_us = report.began_at * 1e6
+        for index, one in enumerate(report.replicas):
+            place, stall_us = self._place(_UPDATES, one.replica_id), began_us + one.paused_at_ms * 1e3
+            steps = {
+                "stage": (began_us, one.stage_ms),
+                "stall": (stall_us, one.stall_ms),
+                "look": (stall_us + one.stall_ms * 1e3, one.look_ms),
+            }
+            about = {"version": report.version, "transport": one.transport, "error": one.error}
+            for step, (at_us, ms) in steps.items():
+                yield _slice(f"{step} {report.version}", place, at_us, ms * 1e3, about)
+            flow = {
+                "name": f"update {report.version}",
+                "cat": "update",
+                "id": report.version,
+                "ts": stall_us,
+                **place,
+            }
+            yield {"ph": "s", **flow} if index == 0 else {"ph": "f", "bp": "e", **flow}
+
+    def names(self) -> Iterator[Event]:
+        """Yield the names of the tracks."""
+        processes = {"weight updates": _UPDATES, "replicas": _REPLICAS}
+        processes |= {f"worker {worker}": process for worker, process in self._workers.items()}
+        for name, process in processes.items():
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+        for process, threads in self._threads.items():
+            for name, thread in threads.items():
+                yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+    def _place(self, process: int, name: str) -> Event:
+        threads = self._threads[process]
+        return {"pid": process, "tid": threads.setdefault(name, len(threads) + 1)}
+
+    def _overlapping(self, name: str, place: Event, begun_us: float, took_us: float) -> Iterator[Event]:
+        self._num_spans += 1
+        span = {"cat": "sampling", "id": self._num_spans, "name": name, **place}
+        yield {"ph": "b", "ts": begun_us, **span}
+        yield {"ph": "e", "ts": begun_us + took_us, **span}
+
+
+def _slice(name: str, place: Event, begun_us: float, took_us: float, about: Event | None = None) -> Event:
+    return {"ph": "X", "name": name, "ts": begun_us, "dur": took_us, **place, "args": about or {}}
