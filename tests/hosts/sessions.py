@@ -9,6 +9,7 @@ the service made; the last line tells of all of them, each a `Kept`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from urllib.parse import urlsplit
@@ -121,9 +122,13 @@ async def main(fate: str, *urls: str) -> None:
         keeping = [asyncio.create_task(until_kept(agent, urls[0], there_at)) for agent in kept_ones]
         others = [agent for agent in agents if agent.holder != lost]
         began_at = time.monotonic()
-        said = [await agent.say(url) for agent in others for url in urls[:-1]]
+        said, times = [], [began_at]
+        for agent, url in itertools.product(others, urls[:-1]):
+            said.append(await agent.say(url))
+            times.append(time.monotonic())
         assert said == [(200, "")] * len(said), said
-        print(f"{len(said)} calls of other hosts' sessions in {time.monotonic() - began_at:.1f} s")
+        slowest_s = max(later - earlier for earlier, later in itertools.pairwise(times))
+        print(f"{len(said)} calls of other hosts' sessions in {times[-1] - began_at:.1f} s, one {slowest_s:.1f} s")
         if fate == "kept":
             times = [await one for one in keeping]
             print(f"{len(with_it)} sessions of the lost host went on after {max(times):.1f} s at most")

@@ -141,8 +141,13 @@ def versions_of(cluster: Cluster) -> set[int | None]:
 
 
 def report(event: str, arrivals: list[Arrival], since: float) -> None:
-    again = sum(one.attempt > 0 for one in arrivals)
-    print(f"\n{event}: {len(arrivals)} records, {again} begun again, gap {longest_gap_s(arrivals, since):.1f} s")
+    again_s = [one.first_turn_at - since for one in arrivals if one.attempt > 0]
+    print(f"\n{event}: {len(arrivals)} records, gap {longest_gap_s(arrivals, since):.1f} s")
+    print(f"{len(again_s)} begun again, after {max(again_s, default=0.0):.1f} s at most")
+    moved = [one for one in arrivals if one.attempt == 0 and one.standstill_s > 0.0]
+    num_lost, num_sampled = (sum(getattr(one, of) for one in moved) for of in ("num_lost", "num_sampled"))
+    still_s = max((one.standstill_s for one in moved), default=0.0)
+    print(f"{len(moved)} others stood still, {still_s:.1f} s at most; {num_lost} of {num_sampled} tokens again")
 
 
 ARGS: dict[str, Any] = {
@@ -226,6 +231,11 @@ class Watch:
             states = {one["replica_id"]: (one["host"], one["state"]) for one in replicas}
             self.seen.append((time.time(), states))
 
+    def gone_s(self, host: Host, since: float) -> float | None:
+        """The time until a host's replica was first seen without traffic; None if it never was."""
+        later = ((at - since, states.values()) for at, states in self.seen if at > since)
+        return next((after_s for after_s, states in later if (host.address, "ready") not in states), None)
+
     def states_of(self, *hosts: Host) -> set[str]:
         """All states in which replicas of these hosts were seen."""
         addresses = {host.address for host in hosts}
@@ -251,6 +261,7 @@ def test_a_host_that_vanishes_under_load_loses_no_record(cluster: Cluster, tmp_p
                     struck.order("heal")
             arrivals = load.ended()
             report(event, arrivals, since)
+            print("its replica took no traffic after, s:", watch.gone_s(struck, since))
             assert longest_gap_s(arrivals, since) < 60.0
             if event == "cut 5 s":
                 assert all(one.attempt == 0 for one in arrivals)
