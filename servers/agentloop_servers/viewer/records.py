@@ -75,9 +75,14 @@ class RecordRoutes:
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
         cursor: _Text = "",
         group: _Text = "",
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        min_s: float | None = None,
+        max_s: float | None = None,
     ) -> Response:
-        """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, with a text."""
-        query = FactsQuery(order, failed, task, text, limit, cursor, group)
+        """The facts of all stored records: by order, failure, task, group, text, and ranges of reward and seconds."""
+        ranges = min_reward, max_reward, min_s, max_s
+        query = FactsQuery(order, failed, task, text, limit, cursor, group, *ranges)
         page = await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
         return json_response(codec.to_builtins(page))
 
