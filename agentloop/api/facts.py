@@ -110,6 +110,14 @@ class FactsQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class NotableRecord:
+    """One record that is worth a look, and why."""
+
+    record: RecordFacts
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordPage:
     """One record, to be looked at. A text is of one token alone; `missing` says why there are none."""
 
@@ -134,7 +142,7 @@ class FactsTotal:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How values are spread: `counts[n]` of them are at least `edges[n]` and below `edges[n + 1]`."""
+    """Numbers of values by range: `counts[n]` of them are at least `edges[n]` and below `edges[n + 1]`."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]

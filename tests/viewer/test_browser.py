@@ -151,6 +151,13 @@ async def test_the_overview_adds_up_what_there_is(browser: Browser) -> None:
             assert row[3:5] == [reward(mean), f"{100 * failed:.1f} %"]
             assert_seconds(row[5], sum(total["total_s"] for total in totals) / num_records)
             assert row[6] == count(sum(total["num_sampled_tokens"] for total in totals))
+    notable = await browser.json("/trajectories/notable")
+    await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
+    cells = await browser.cells("#notable")
+    assert {seq: row[1] for seq, row in cells.items()} == {
+        str(one["record"]["seq"]): ", ".join(one["reasons"]) for one in notable
+    }
+    assert {reason for one in notable for reason in one["reasons"]} >= {"crossed an update", "best", "slowest"}
     await browser.shoot("overview")
 
 
@@ -171,6 +178,20 @@ async def test_the_table_lists_filters_and_is_walked_by_keys(browser: Browser) -
                 await asyncio.sleep(0.05)
         assert browser.page.url.endswith(address)
 
+    histograms = (await browser.json("/trajectories"))["histograms"]
+    for name, low, high in (("total_s", "min_s", "max_s"), ("reward", "min_reward", "max_reward")):
+        counts, edges = histograms[name]["counts"], histograms[name]["edges"]
+        place = max(range(len(counts)), key=counts.__getitem__)
+        assert await browser.page.locator(f"#by-{name} a").count() == sum(number > 0 for number in counts)
+        await browser.page.locator(f"#by-{name} svg > :nth-child({place + 1})").focus()
+        await browser.page.keyboard.press("Enter")
+        asked = f"?{low}={js_number(edges[place])}&{high}={js_number(edges[place + 1])}"
+        wanted = (await browser.json(f"/trajectories{asked}&limit=200"))["records"]
+        assert len(wanted) == counts[place]
+        await rows_become([one["seq"] for one in wanted], f"#/table{asked}")
+        await browser.shoot(f"table-{name}")
+        await browser.page.get_by_role("link", name="any").click()
+        await rows_become([one["seq"] for one in records], "#/table")
     await browser.page.get_by_label("failed only").check()
     await rows_become([one["seq"] for one in records if one["failure"]], "#/table?failed=true")
     await browser.page.get_by_label("failed only").uncheck()
@@ -217,14 +238,18 @@ async def test_a_trajectory_shows_its_tokens_one_by_one(browser: Browser) -> Non
         assert about["mask"] == ("sampled, in the mask" if spans else "not sampled")
     assert await browser.page.locator(".band").count() == 2
     assert await browser.page.locator(".event.decode").count() == len(path["turns"])
+    await browser.shoot("trajectory")
     for coloring in ("mask", "logprob", "constraint"):
         await browser.page.get_by_label("Color by").select_option(coloring)
         await browser.page.wait_for_url(f"**color={coloring}")
-    await browser.shoot("trajectory")
 
 
 async def texts(browser: Browser, selector: str) -> list[str]:
     return [str(text) for text in await browser.page.locator(selector).all_text_contents()]
+
+
+def js_number(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else repr(value)
 
 
 def js_string(text: str) -> str:
@@ -291,7 +316,8 @@ async def test_live_pages_tell_of_the_fleet_at_this_moment(browser: Browser) -> 
     await browser.open("fleet", "#replicas polyline")
     for replica in status["replicas"]:
         row = (await browser.cells("#replicas"))[replica["replica_id"]]
-        assert row[1:3] == [replica["state"], str(replica["weight_version"])]
+        state = ", ".join(filter(None, (replica["state"], replica["error"])))
+        assert row[1:3] == [state, str(replica["weight_version"])]
         used = (replica["load"]["kv_used_tokens"], replica["kv_predicted_tokens"], replica["kv_limit_tokens"])
         assert row[5].startswith(", ".join(map(count, used)))
     await browser.shoot("fleet")
@@ -343,13 +369,16 @@ async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
                 timeout=WAIT_MS
             )
             assert list(await browser.cells("#records")) == [str(one["seq"]) for one in rows]
+        await browser.page.goto(f"{file.as_uri()}#/overview")
+        await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
+        assert len(await browser.cells("#notable")) == num_whole
+        await browser.shoot("report")
         num_shown = 0
         for one in records:
             await browser.page.goto(f"{file.as_uri()}#/trajectory/{one['seq']}")
             await browser.page.locator("canvas[data-drawn], .bad").first.wait_for(timeout=WAIT_MS)
             num_shown += await browser.page.locator("canvas[data-drawn]").count()
         assert num_shown == num_whole
-        await browser.shoot("report")
 
 
 async def test_a_service_with_keys_is_asked_with_one(tmp_path: Path) -> None:

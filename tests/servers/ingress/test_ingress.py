@@ -351,6 +351,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/trajectories",
+        "/trajectories/notable",
         "/trajectories/{seq}",
         "/metrics",
         "/flight",
