@@ -36,10 +36,9 @@ playwright = pytest.importorskip(
     "playwright.async_api", reason="needs the package playwright (pip install playwright)"
 )
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+if CHROMIUM is None:
+    pytest.skip("needs Chromium (Debian's package chromium)", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 WAIT_MS = 20_000  # for what a busy machine shows late
 NONE = "\u2013"

@@ -12,14 +12,15 @@ const KINDS = [
   { name: "num_sampled_tokens", title: "Sampled tokens", shown: (value) => count(Math.round(value)) },
 ];
 
-/** The histograms of a listing's first page; a bar leads to the table of `query` with its range. */
+/** The histograms of a listing's first page. A bar leads to the table of `query` with its range, if all rows are there. */
 export function Histograms({ page, query = {} }) {
   const isPart = page.totals.reduce((sum, one) => sum + one.num_records, 0) > MAX_COUNTED;
   return KINDS.filter(({ name }) => page.histograms[name]).map(({ name, title, shown, ends }) => {
     const { counts, edges } = page.histograms[name];
     const bars = counts.map((value, place) => {
       const [from, to] = [edges[place], edges[place + 1]];
-      const href = ends && value ? link("table", { ...query, [ends[0]]: from, [ends[1]]: to }) : null;
+      const isLink = ends && value && !page.isPart;
+      const href = isLink ? link("table", { ...query, [ends[0]]: from, [ends[1]]: to }) : null;
       return { value, href, words: `${plural(value, "record")} from ${shown(from)} to ${shown(to)}` };
     });
     const number = counts.reduce((sum, value) => sum + value, 0);
