@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-hosts test-mutations soak learn check house bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -74,6 +74,11 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu.txt pyproject.toml
 # GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/learning.md.
 learn: $(VENV)/.dev
 	@$(BIN)/python -m examples.train.learn $(ARGS)
+
+# The viewer in headless Chromium over a simulated service: a picture of each page, and figures, in runs/see/viewed0/.
+see: $(VENV)/.dev
+	@mkdir -p runs
+	@$(BIN)/python -m pytest -rs --basetemp runs/see $(ARGS) tests/viewer/test_browser.py || test $$? -eq 5
 
 # A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
 test-faults: $(VENV)/.dev

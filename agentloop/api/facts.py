@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -93,7 +93,8 @@ class ListOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FactsQuery:
-    """The records to list. A search for `text` is for newest-first listings."""
+    """The records to list. A search for `text` is for newest-first listings. A range has its lower end, not its
+    upper one; records without a reward are in no range of it."""
 
     order: ListOrder = ListOrder.NEWEST
     failed: bool = False  # only those that ended by a failure
@@ -102,6 +103,18 @@ class FactsQuery:
     limit: int = 50
     cursor: str = ""  # of the page before; empty: the first page
     group: str = ""  # only those of this "ROLLOUT/GROUP"
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_s: float | None = None  # of `total_s`
+    max_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotableRecord:
+    """One record that is worth a look, and why."""
+
+    record: RecordFacts
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,14 @@ class FactsTotal:
 
 
 @dataclass(frozen=True, slots=True)
+class Histogram:
+    """Numbers of values by range: `counts[n]` of them are at least `edges[n]` and below `edges[n + 1]`."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FactsPage:
     """One page of a listing."""
 
@@ -135,3 +156,5 @@ class FactsPage:
     cursor: str  # of the next page, which a search may fill; empty: this is the last
     totals: tuple[FactsTotal, ...]  # on the first page
     is_indexed: bool  # False: older records are not listed until `agentloop index`
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # on the first page, by the name of the fact;
+    # of the records that the query lists among the latest ones

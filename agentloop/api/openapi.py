@@ -14,7 +14,7 @@ import numpy as np
 
 from agentloop import codec
 from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
-from agentloop.api.facts import FactsPage, RecordPage
+from agentloop.api.facts import FactsPage, NotableRecord, RecordPage
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
@@ -31,6 +31,7 @@ _ANSWERS = (  # and what they are made of
     Generation,
     FactsPage,
     HistoryPage,
+    NotableRecord,
     Page,
     RecordPage,
     ServiceStatus,

@@ -386,7 +386,7 @@ class RolloutClient:
 
     async def list_records(self, query: FactsQuery = FactsQuery()) -> FactsPage:  # noqa: B008 - frozen
         """A page of the facts of all stored records, of every user. Raises InvalidRequest. Needs the admin key."""
-        parameters = urlencode(codec.to_builtins(query))
+        parameters = urlencode({name: one for name, one in codec.to_builtins(query).items() if one is not None})
         return await self._get(f"/trajectories?{parameters}", FactsPage, is_admin=True)
 
     async def check_precision(self, dtype: str) -> str | None:

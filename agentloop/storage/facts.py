@@ -12,17 +12,20 @@ from dataclasses import fields
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, ListOrder, RecordFacts, Values
+from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, Histogram, ListOrder, RecordFacts, Values
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Database
 from agentloop.types import Trajectory
 
 MAX_FRESH = 4096
 _INDEX_ROWS = 256  # of an older store, in one transaction
-_MAX_SEARCHED = 5_000  # rows that one page of a search looks at
+_MAX_SEARCHED = 5_000  # indexed rows that one page of a search, and the histograms, look at
+_COUNTED = ("reward", "total_s", "num_sampled_tokens")
+_NUM_BUCKETS = 20
 
 _SQL_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL"}
 _COLUMNS = ", ".join(
@@ -126,7 +129,7 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     column, way, beyond = _ORDERS[query.order]
     if query.text and query.order is not ListOrder.NEWEST:
         raise InvalidRequest("a search for text lists the newest first", param="order")
-    wheres, values = ["seq > 0"], list[str | int | float]()
+    wheres, values = ["seq > ?"], list[str | int | float]([0])
     if query.failed:
         wheres.append("failure IS NOT NULL")
     if column == "reward":
@@ -141,13 +144,28 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)
     ordered = f"ORDER BY {column} {way}, seq {way}"
+    looked_at = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} ORDER BY seq DESC LIMIT 1 OFFSET ?"
+    ranges = {
+        "reward >= ?": query.min_reward,
+        "reward < ?": query.max_reward,
+        "total_s >= ?": query.min_s,
+        "total_s < ?": query.max_s,
+    }
+    given = {where: value for where, value in ranges.items() if value is not None}
+    is_search = query.order is ListOrder.NEWEST and bool(query.text or given)
     ends = None
-    if query.text:
-        looked_at = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} {ordered} LIMIT 1 OFFSET ?"
+    if is_search or not query.cursor:
         ends = db.execute(looked_at, (*values, _MAX_SEARCHED)).fetchone()
+    wheres += given.keys()
+    values += given.values()
+    if query.text:
         escaped = query.text.lower().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        wheres += ["seq > ?", "LOWER(task || ' ' || answer) LIKE ? ESCAPE '\\'"]
-        values += [ends[0] if ends else 0, f"%{escaped}%"]
+        wheres.append("LOWER(task || ' ' || answer) LIKE ? ESCAPE '\\'")
+        values.append(f"%{escaped}%")
+    latest = [ends[0] if ends else 0, *values[1:]]
+    histograms = {} if query.cursor else _histograms(db, " AND ".join(wheres), latest)
+    if is_search:
+        values = latest
     parts = " UNION ALL ".join(
         f"SELECT * FROM (SELECT * FROM {table} WHERE {' AND '.join(wheres)} {ordered} LIMIT ?) {table}_part"
         for table in ("facts", "fresh_facts")
@@ -159,9 +177,9 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     cursor = ""
     if len(rows) > query.limit:
         cursor = orjson.dumps([getattr(records[-1], column), records[-1].seq]).decode()
-    elif ends is not None:
+    elif is_search and ends is not None:
         cursor = orjson.dumps([ends[0] + 1] * 2).decode()
-    return FactsPage(records, cursor, () if query.cursor else _totals(db), _is_indexed(db))
+    return FactsPage(records, cursor, () if query.cursor else _totals(db), _is_indexed(db), histograms)
 
 
 def _read_row(row: tuple[Any, ...]) -> RecordFacts:
@@ -173,6 +191,18 @@ def _read_cursor(cursor: str) -> tuple[int | float, int]:
         return msgspec.json.decode(cursor, type=tuple[int | float, int])
     except msgspec.DecodeError as error:
         raise InvalidRequest("a cursor is what the page before said", param="cursor") from error
+
+
+def _histograms(db: Database, where: str, values: Sequence[Any]) -> dict[str, Histogram]:
+    selects = (f"SELECT {', '.join(_COUNTED)} FROM {table} WHERE {where}" for table in ("facts", "fresh_facts"))
+    columns = zip(*db.execute(" UNION ALL ".join(selects), (*values, *values)).fetchall(), strict=True)
+    return {name: _histogram(column) for name, column in zip(_COUNTED, columns, strict=False)}
+
+
+def _histogram(column: Iterable[float | None]) -> Histogram:
+    counts, edges = np.histogram([value for value in column if value is not None], _NUM_BUCKETS)
+    edges[-1] = np.nextafter(edges[-1], np.inf)  # the largest value is below it
+    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
 def _totals(db: Database) -> tuple[FactsTotal, ...]:

@@ -264,7 +264,7 @@ async def test_pause_resume_status_and_cancel(service: Service) -> None:
 
 
 async def test_records_are_listed(service: Service) -> None:
-    query = FactsQuery(ListOrder.BEST, failed=True, task="t & u", text="50%", limit=3, cursor="[1.5,2]")
+    query = FactsQuery(ListOrder.BEST, failed=True, task="t & u", text="50%", limit=3, cursor="[1.5,2]", min_s=0.5)
     async with client_of(service) as client:
         page = await client.list_records(query)
         await client.list_records()

@@ -126,6 +126,34 @@ async def test_a_search_looks_at_a_bounded_number_of_rows_a_page(
             await store.list_records(FactsQuery(cursor=cursor))
 
 
+async def test_ranges_and_the_histograms_whose_buckets_they_are(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = [None, 0.0, 0.15, 0.3, 1.0, 1.0, 0.65, 0.3]
+    made = [record(n, seconds=n / 2, task=f"t{n % 2}", reward=reward) for n, reward in enumerate(rewards)]
+    await store.add_records(encoded(made))
+    assert await listed(store, min_reward=0.3) == [7, 6, 5, 4, 3]
+    assert await listed(store, min_reward=0.3, max_reward=1.0) == [7, 6, 3]
+    assert await listed(store, max_reward=0.3, order=ListOrder.BEST) == [2, 1]
+    assert await listed(store, min_reward=0.1, min_s=2.0, order=ListOrder.WORST) == [7, 6, 4, 5]
+    assert await listed(store, min_s=0.5, max_s=2.0, task="t1") == [3, 1]
+    assert await listed(store, min_s=9.0) == []
+    for query in (FactsQuery(), FactsQuery(ListOrder.BEST, task="t0", min_s=0.5)):
+        page = await store.list_records(query)
+        assert set(page.histograms) == {"reward", "total_s", "num_sampled_tokens"}
+        for name, ends in (("reward", ("min_reward", "max_reward")), ("total_s", ("min_s", "max_s"))):
+            found = page.histograms[name]
+            assert sum(found.counts) == sum(getattr(one, name) is not None for one in page.records)
+            for count, *edges in zip(found.counts, found.edges, found.edges[1:], strict=False):
+                bucket = replace(query, **dict(zip(ends, edges, strict=True)))
+                assert len((await store.list_records(bucket)).records) == count
+    assert (await store.list_records(FactsQuery(limit=2, cursor="[3,3]"))).histograms == {}
+    monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # of the indexed ones
+    page = await store.list_records(FactsQuery(limit=1))
+    assert sum(page.histograms["total_s"].counts) == (8 if facts.MAX_FRESH == 4096 else 2)
+    assert await listed(store, max_s=1.0) == [1, 0]
+
+
 async def test_the_first_record_of_a_sample_is_listed_once(store: TrajectoryStore) -> None:
     both = encoded([record(0, reward=1.0), record(0, reward=0.0), record(1, reward=0.5)])
     assert await store.add_records(both) == 2

@@ -55,14 +55,10 @@ class Waits:
         await asyncio.sleep(600)
 
 
-def _engine(config: ServiceConfig) -> Engine:
-    spec = replace(SPEC, latency=LatencyModel(prefill_s=0.02, decode_s=0.004), num_blocks=1024)
-    return SimulatedEngine(spec, policy=ScriptedPolicy(Replies()))
-
-
 @asynccontextmanager
 async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
-    """Start the service, roll out six groups of four over two weight updates, fork a session, leave two at work."""
+    """Start the service, roll out six groups of four over two weight updates and the death of a replica, fork a
+    session, leave two at work."""
     question = "First multiply 19 by 200, then divide the result by 2."
     tasks = [
         RolloutTask(
@@ -75,9 +71,17 @@ async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
         )
         for number in range(6)
     ]
-    config = simulated_config(model=str(POLICY), workers={"allowed_imports": [__name__], "capacity": 8})
+    workers = {"allowed_imports": [__name__], "capacity": 8}
+    config = simulated_config(model=str(POLICY), workers=workers, replicas=3)
+    engines = list[SimulatedEngine]()
+
+    def build(config: ServiceConfig) -> Engine:
+        spec = replace(SPEC, latency=LatencyModel(prefill_s=0.02, decode_s=0.004), num_blocks=1024)
+        engines.append(SimulatedEngine(spec, policy=ScriptedPolicy(Replies())))
+        return engines[-1]
+
     async with (
-        whole_site(config, run_dir, _engine, reports=True) as site,
+        whole_site(config, run_dir, build, reports=True) as site,
         RolloutClient(site.urls[0]) as client,
     ):
         rollout = await client.submit(tasks, num_samples=4)
@@ -86,6 +90,8 @@ async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
             num_read += 1
             if num_read in (4, 12):
                 await client.update_weights(POLICY, version=config.model_version + num_read)
+            if num_read == 14:
+                engines[0].kill("SIGKILL")
         await _fork(client)
         await client.submit(
             [RolloutTask("long", (Message("user", "Hi"),), loop=f"{__name__}:Waits")], num_samples=2

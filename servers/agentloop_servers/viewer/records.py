@@ -6,7 +6,7 @@ A service answers from its coordinator's store, `agentloop view` from the files 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,7 +18,16 @@ from tokenizers import Tokenizer
 
 from agentloop import codec
 from agentloop.api.coordinator import RecordsPort
-from agentloop.api.facts import MAX_LISTED, MAX_QUERY_CHARS, FactsPage, FactsQuery, ListOrder, RecordPage
+from agentloop.api.facts import (
+    MAX_LISTED,
+    MAX_QUERY_CHARS,
+    FactsPage,
+    FactsQuery,
+    ListOrder,
+    NotableRecord,
+    RecordFacts,
+    RecordPage,
+)
 from agentloop.storage.home import Home
 from agentloop.storage.sqlite import one_thread
 from agentloop.storage.trajectory_store import TrajectoryReader
@@ -29,6 +38,16 @@ from agentloop_servers.http.responses import in_time, json_response
 _STORE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
+
+_CROSSED, _MAX_CROSSED = "crossed an update", 3
+NOTABLE = {
+    _CROSSED: FactsQuery(limit=MAX_LISTED),  # among the latest
+    "best": FactsQuery(ListOrder.BEST, limit=2),
+    "worst": FactsQuery(ListOrder.WORST, limit=2),
+    "slowest": FactsQuery(ListOrder.SLOWEST, limit=2),
+    "failed": FactsQuery(failed=True, limit=3),
+}
+"""What makes a record worth a look, by the query that finds it."""
 
 _Text = Annotated[str, Query(max_length=MAX_QUERY_CHARS)]
 
@@ -52,6 +71,18 @@ class TokenLabels:
         return RecordPage(record, dict(zip(map(str, ids), texts, strict=True)))
 
 
+def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
+    """Return the records worth a look, each once, of the pages that answer `NOTABLE`."""
+    reasons = dict[RecordFacts, list[str]]()
+    for reason, page in pages.items():
+        records = page.records
+        if reason == _CROSSED:
+            records = tuple(one for one in records if one.oldest_version != one.newest_version)[:_MAX_CROSSED]
+        for one in records:
+            reasons.setdefault(one, []).append(reason)
+    return tuple(NotableRecord(one, tuple(found)) for one, found in reasons.items())
+
+
 class RecordRoutes:
     """The routes of the records."""
 
@@ -63,6 +94,7 @@ class RecordRoutes:
         """Return the routes, behind these dependencies."""
         router = APIRouter(dependencies=list(dependencies), responses=errors(), tags=["records"])
         add_route(router, "GET", "/trajectories", self.list_records, responses=answered(FactsPage))
+        add_route(router, "GET", "/trajectories/notable", self.notable, responses=answered(list[NotableRecord]))
         add_route(router, "GET", "/trajectories/{seq}", self.record, responses=answered(RecordPage))
         return router
 
@@ -75,16 +107,28 @@ class RecordRoutes:
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
         cursor: _Text = "",
         group: _Text = "",
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        min_s: float | None = None,
+        max_s: float | None = None,
     ) -> Response:
-        """The facts of all stored records: newest, slowest, by reward, failed, of a task or group, with a text."""
-        query = FactsQuery(order, failed, task, text, limit, cursor, group)
-        page = await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
+        """The facts of all stored records, by order, failure, task, group, text, ranges of reward and seconds."""
+        ranges = min_reward, max_reward, min_s, max_s
+        page = await self._page(FactsQuery(order, failed, task, text, limit, cursor, group, *ranges))
         return json_response(codec.to_builtins(page))
+
+    async def notable(self) -> Response:
+        """The records worth a look: the best, worst and slowest, failed ones, and some over a weight update."""
+        pages = {reason: await self._page(query) for reason, query in NOTABLE.items()}
+        return json_response(codec.to_builtins(notable(pages)))
 
     async def record(self, seq: int) -> Response:
         """One record whole, by the `seq` of its facts, with the texts of its tokens."""
         data = await in_time(self._records.record_at(seq), _STORE_TIMEOUT_S, "the store does not answer")
         return await asyncio.to_thread(self._shown, data)
+
+    async def _page(self, query: FactsQuery) -> FactsPage:
+        return await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
 
     def _shown(self, data: bytes) -> Response:
         return json_response(codec.to_builtins(self._labels.page(codec.decode(data, Trajectory))))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from typing import Any
 import orjson
 
 from agentloop import codec
-from agentloop.api.facts import MAX_LISTED, FactsPage, FactsQuery, ListOrder, RecordFacts
+from agentloop.api.facts import MAX_LISTED, FactsQuery
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import TokenLabels
-
-MAX_WHOLE = 12
-_MAX_OF_A_KIND = 3
+from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
 
 _ENTRY = "app.js"
 _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')
@@ -35,25 +31,17 @@ def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
     reader = TrajectoryReader(where)
     try:
         page = reader.list_records(FactsQuery(limit=MAX_LISTED))
-        whole = dict.fromkeys(_worth_a_look(reader, page))
-        seqs, labels = [one.seq for one in whole][:MAX_WHOLE], TokenLabels(model)
-        records = tuple(dict.fromkeys((*page.records, *whole)))
-        answers: dict[str, Any] = {"/trajectories": codec.to_builtins(replace(page, records=records, cursor=""))}
-        for seq in seqs:
-            shown = labels.page(codec.decode(reader.record_at(seq), Trajectory))
-            answers[f"/trajectories/{seq}"] = codec.to_builtins(shown)
+        found = notable({reason: reader.list_records(query) for reason, query in NOTABLE.items()})
+        whole, labels = [one.record for one in found], TokenLabels(model)
+        page = replace(page, records=tuple(dict.fromkeys((*page.records, *whole))))
+        answers = {"/trajectories": codec.to_builtins(page), "/trajectories/notable": codec.to_builtins(found)}
+        for one in whole:
+            shown = labels.page(codec.decode(reader.record_at(one.seq), Trajectory))
+            answers[f"/trajectories/{one.seq}"] = codec.to_builtins(shown)
     finally:
         reader.close()
     file.write_text(one_file(answers))
-    return len(seqs)
-
-
-def _worth_a_look(reader: TrajectoryReader, page: FactsPage) -> Iterator[RecordFacts]:
-    crossed = [one for one in page.records if one.oldest_version != one.newest_version]
-    yield from crossed[:_MAX_OF_A_KIND]
-    for order in (ListOrder.BEST, ListOrder.WORST, ListOrder.SLOWEST):
-        yield from reader.list_records(FactsQuery(order, limit=_MAX_OF_A_KIND - 1)).records
-    yield from reader.list_records(FactsQuery(failed=True, limit=_MAX_OF_A_KIND)).records
+    return len(whole)
 
 
 def one_file(answers: dict[str, Any]) -> str:

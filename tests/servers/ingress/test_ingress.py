@@ -322,17 +322,18 @@ async def test_the_mode_says_what_is_possible(tmp_path: Path, rules: ModeRules, 
 
 
 async def test_records_are_listed_by_their_facts(door: Door) -> None:
-    query = "order=slowest&failed=true&task=t1&text=a%20b&limit=200&cursor=[1,2]"
+    query = "order=slowest&failed=true&task=t1&text=a%20b&limit=200&cursor=[1,2]&min_reward=0.5&max_s=1e3"
     status, page, _ = await door.call("GET", f"/trajectories?{query}")
     assert status == 200
-    assert door.coordinator.listed == [FactsQuery(ListOrder.SLOWEST, True, "t1", "a b", 200, "[1,2]")]
+    asked = FactsQuery(ListOrder.SLOWEST, True, "t1", "a b", 200, "[1,2]", min_reward=0.5, max_s=1000.0)
+    assert door.coordinator.listed == [asked]
     assert (page["records"][0]["reward"], page["records"][0]["task"], page["cursor"]) == (
         0.5,
         "What is 2 + 3?",
         "[7,7]",
     )
     assert page["totals"][0]["num_records"] == 1
-    for wrong in ("order=longest", "limit=201", "limit=0", "failed=maybe", f"text={'x' * 300}"):
+    for wrong in ("order=longest", "limit=201", "limit=0", "failed=maybe", "min_s=x", f"text={'x' * 300}"):
         status, answer, _ = await door.call("GET", f"/trajectories?{wrong}")
         assert (status, answer["error"]["param"]) == (400, wrong.partition("=")[0])
 
@@ -350,6 +351,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/trajectories",
+        "/trajectories/notable",
         "/trajectories/{seq}",
         "/metrics",
         "/flight",

@@ -11,7 +11,7 @@ import orjson
 
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
-from agentloop_servers.viewer.report import MAX_WHOLE, write_report
+from agentloop_servers.viewer.report import write_report
 from tests.support.records.samples import encoded, make_trajectory
 
 MODEL = Path("examples/tiny_policy/v0").resolve()
@@ -39,17 +39,23 @@ async def test_it_holds_the_rows_and_those_worth_a_look_whole(tmp_path: Path) ->
     held = held_in(await report_of(tmp_path, crossed, *made, failed))
     assert len(held["/trajectories"]["records"]) == 42
     whole = {
-        (one["record"]["group_id"], one["record"]["sample_index"]) for path, one in held.items() if path[-1] != "s"
+        (one["record"]["group_id"], one["record"]["sample_index"])
+        for path, one in held.items()
+        if path[-1].isdigit()
     }
-    assert len(whole) <= MAX_WHOLE
+    assert len(whole) <= 12
     assert whole >= {("crossed", 0), ("bad", 0), ("g", 39), ("g", 0)}
+    reasons = {one["record"]["group_id"]: one["reasons"] for one in held["/trajectories/notable"]}
+    assert ("crossed an update" in reasons["crossed"], "failed" in reasons["bad"]) == (True, True)
+    assert len(held["/trajectories/notable"]) == len(whole)
+    assert sum(held["/trajectories"]["histograms"]["total_s"]["counts"]) == 42
 
 
 async def test_nothing_that_was_written_ends_an_element_and_each_module_is_inside(tmp_path: Path) -> None:
     one = make_trajectory()
     page = await report_of(tmp_path, replace(one, error=EVIL, task_id=EVIL))
     assert page.count("<script") == page.count("</script>") == 4
-    [held] = [one for path, one in held_in(page).items() if path != "/trajectories"]
+    [held] = [one for path, one in held_in(page).items() if path[-1].isdigit()]
     assert held["record"]["error"] == EVIL
     [imports] = re.findall(r'<script type="importmap">(.*?)</script>', page)
     modules = orjson.loads(imports)["imports"]

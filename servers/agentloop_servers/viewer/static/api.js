@@ -23,14 +23,19 @@ function heldAnswer(path) {
   const answer = answers[name];
   if (answer === undefined) throw Object.assign(new Error("this file does not have it"), { status: 404 });
   if (!answer.records) return answer;
-  const { group, failed, task, text = "", order = "newest" } = Object.fromEntries(new URLSearchParams(query));
+  const { group, failed, task, text = "", order = "newest", ...ranges } = Object.fromEntries(new URLSearchParams(query));
+  const { min_reward = -Infinity, max_reward = Infinity, min_s = 0, max_s = Infinity } = ranges;
+  const isScored = order === "best" || order === "worst" || ranges.min_reward || ranges.max_reward;
   const isAsked = (one) =>
     (!group || `${one.rollout_id}/${one.group_id}` === group) &&
     (!failed || one.failure !== null) &&
     (!task || one.task_id === task) &&
-    (order === "newest" || order === "slowest" || one.reward !== null) &&
+    (!isScored || (one.reward !== null && one.reward >= min_reward && one.reward < max_reward)) &&
+    one.total_s >= min_s &&
+    one.total_s < max_s &&
     `${one.task}\n${one.answer}`.toLowerCase().includes(text.toLowerCase());
-  return { ...answer, records: answer.records.filter(isAsked).sort(ORDERS[order]) };
+  const records = answer.records.filter(isAsked).sort(ORDERS[order]);
+  return { ...answer, cursor: "", isPart: answer.cursor !== "", records };
 }
 
 /** Read JSON from `path` of the server that serves these pages. Throws Error with its message and `status`. */

@@ -2,11 +2,12 @@
 
 import { html } from "./preact-htm.js";
 import { Reading, link } from "./api.js";
+import { Bars, Histograms } from "./bars.js";
 import { Chart, rates, summed, updatesOf, useHistory } from "./charts.js";
 import { NONE, count, plural, reward, seconds, share } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 import { Findings } from "./live.js";
-import { NOT_INDEXED } from "./table.js";
+import { NOT_INDEXED, columnsOf } from "./table.js";
 
 const OF_REPLICAS = ["replica_sampled_tokens_total", "replica_requests", "replica_kv_tokens"];
 const CURVES = [...OF_REPLICAS, "samples", "calls_waiting", "trajectories_total", "weight_version"];
@@ -16,7 +17,18 @@ export function Overview({ isLive }) {
   return html`
     ${isLive && html`<${Findings} /><${Curves} />`}
     <${Reading} path="/trajectories?limit=1" every_s=${isLive ? 5 : 0} draw=${draw} />
+    <${Reading} path="/trajectories/notable" draw=${(found) => found.length > 0 && html`<${Notable} found=${found} />`} />
   `;
+}
+
+function Notable({ found }) {
+  const rows = found.map(({ record, reasons }) => ({ ...record, reasons }));
+  const facts = columnsOf("task", "answer", "reward", "end", "time", "turns", "sampled", "weights", "group");
+  const columns = [...columnsOf("#"), ["why", (one) => one.reasons.join(", ")], ...facts];
+  return html`<section>
+    <h2>Worth a look</h2>
+    <${Grid} id="notable" isWalked columns=${columns} rows=${rows} keyOf=${({ seq }) => seq} />
+  </section>`;
 }
 
 function Curves() {
@@ -69,12 +81,23 @@ function Totals({ page }) {
   const byEnd = ["end", keyOf];
   const versions = grouped(page.totals, (total) => total.newest_version ?? -1);
   const ends = grouped(page.totals, (total) => total.stop_reason);
+  const scored = versions.filter((sums) => sums.key >= 0 && sums.num_rewarded);
+  const bars = scored.map((sums) => {
+    const words = `weights ${sums.key}: ${meanReward(sums)}, of ${plural(sums.num_rewarded, "record")}`;
+    return { value: sums.reward / sums.num_rewarded, words };
+  });
+  const about = `by newest weights, at most ${reward(Math.max(...bars.map((bar) => bar.value)))}`;
+  const axis = { about, from: `weights ${scored[0]?.key}`, to: `weights ${scored.at(-1)?.key}` };
   return html`
     ${!page.is_indexed && NOT_INDEXED}
     <p id="all-records">
       <a href=${link("table")}>${plural(all.num_records, "record")}</a>, mean reward ${meanReward(all)}, mean time
       ${" "}${seconds(all.total_s / all.num_records)}, ${count(all.num_sampled_tokens)} sampled tokens; also deleted ones
     </p>
+    <section class="charts">
+      ${bars.length > 0 && html`<${Bars} title="Mean reward" ...${{ bars, ...axis }} />`}
+      <${Histograms} page=${page} />
+    </section>
     <section class="side-by-side">
       <${Grid} id="by-version" columns=${[byVersion, ...columns]} rows=${versions} keyOf=${keyOf} />
       <${Grid} id="by-end" columns=${[byEnd, ...columns]} rows=${ends} keyOf=${keyOf} />

@@ -2,6 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./preact-htm.js";
 import { link, read, replaceQuery, withQuery } from "./api.js";
+import { Histograms, Ranges } from "./bars.js";
 import { count, plural, reward, seconds, shortMoment, versions } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 
@@ -27,14 +28,16 @@ export function Table({ query }) {
       </label>
       <label>Task <input placeholder="task id" value=${query.task} onInput=${type("task")} /></label>
       <label><input type="checkbox" checked=${query.failed === "true"} onChange=${onlyFailed} /> failed only</label>
+      <${Ranges} query=${query} />
     </form>
+    ${listed.first && html`<section class="charts"><${Histograms} page=${listed.first} query=${query} /></section>`}
     ${listed.error && html`<p class="bad">${listed.error.message}</p>`}
-    ${!listed.isIndexed && NOT_INDEXED}
+    ${listed.first?.is_indexed === false && NOT_INDEXED}
     <${Grid} id="records" isWalked over=${OVER} columns=${COLUMNS} rows=${listed.records} keyOf=${({ seq }) => seq} />
     <p class="quiet">
       ${plural(listed.records.length, "record")} shown${" "}
       ${listed.cursor && html`<button disabled=${listed.isLoading} onClick=${listed.more}>more</button>`}
-      ${!listed.cursor && !listed.isLoading && "— these are all"}
+      ${!listed.cursor && !listed.isLoading && (listed.first?.isPart ? "— this file has no more" : "— these are all")}
     </p>
   `;
 }
@@ -42,18 +45,18 @@ export function Table({ query }) {
 export const NOT_INDEXED = html`<p class="bad">Older records are not listed until <code>agentloop index</code>.</p>`;
 
 /** The records of a query so far, and `more` to add the next page. */
-function useListing({ order, task, text, failed }) {
-  const none = { records: [], cursor: "", isIndexed: true, error: null };
+function useListing(address) {
+  const none = { records: [], cursor: "", first: null, error: null };
   const [state, setState] = useState(none);
   const [isLoading, setLoading] = useState(true);
   const asked = useRef(null);
-  const query = { order: text ? "newest" : order, task, text, failed, limit: PAGE_SIZE };
+  const query = { ...address, order: address.text ? "newest" : address.order, limit: PAGE_SIZE };
   const load = async (before, { signal }) => {
     setLoading(true);
     try {
       const page = await read(withQuery("/trajectories", { ...query, cursor: before.cursor }), signal);
       const records = [...before.records, ...page.records];
-      setState({ records, cursor: page.cursor, isIndexed: page.is_indexed, error: null });
+      setState({ records, cursor: page.cursor, first: before.first ?? page, error: null });
     } catch (error) {
       if (signal.aborted) return;
       setState({ ...before, error });
@@ -89,6 +92,9 @@ const COLUMNS = [
   ["began", (one) => shortMoment(one.began_at)],
   ["group", (one) => html`<a href=${link("group", { group: groupOf(one) })}>group</a> ${one.sample_index}`],
 ];
+
+/** Some of the columns, by their heads. */
+export const columnsOf = (...heads) => COLUMNS.filter(([head]) => heads.includes(head));
 
 const OVER = html`<tr>
   <th colspan="7"></th>
