@@ -115,7 +115,7 @@ async def run_endpoint(
         coordinator = _OneReplica(engine_url or "sim://")
         store_path = run_dir / sessions_name(0)
         router = ShardRouter(coordinator)
-        sessions, endpoint = build_endpoint(config, store_path, SECRET.key, coordinator, clients, router)
+        sessions, endpoint = build_endpoint(config, store_path, run_dir, SECRET.key, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
         server = DirectServer(build_app(config, coordinator, clients, endpoint, Keys()), "127.0.0.1")
