@@ -59,51 +59,52 @@ class Tracks:
         """Yield the events of a trajectory; of one without times none."""
         if (times := record.times) is None:
             return
-        began_us = times.began_at * 1e6
+        began_us, ended_us = times.began_at * 1e6, times.began_at * 1e6 + times.ended_us
         name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
         place = self._place(self._workers.setdefault(times.worker, _FIRST_WORKER + len(self._workers)), name)
-        if queue_us := record.timings.queue_s * 1e6:
-            yield _slice("queue", place, began_us - queue_us, queue_us)
-        about = {"task": record.task_id, "reward": record.reward, "stop_reason": record.stop_reason}
-        yield _slice("trajectory", place, began_us, times.ended_us, about)
+        about: Event = {"task": record.task_id, "reward": record.reward, "stop_reason": record.stop_reason}
+        yield _slice("trajectory", place, began_us, ended_us, about)
+        if record.timings.queue_s:
+            yield _slice("queue", place, began_us - record.timings.queue_s * 1e6, began_us)
+        if record.timings.reward_s:
+            yield _slice("reward", place, ended_us - record.timings.reward_s * 1e6, ended_us)
+        inner = []
         for number, turn in enumerate((one for path in record.paths for one in path.own_turns), 1):
-            if turn.times is None:
-                continue
-            begun_us, took_us = began_us + turn.times.begun_us, turn.times.ended_us - turn.times.begun_us
-            about = {
-                "turn": turn.turn_id,
-                "tokens": turn.end - turn.start,
-                "standstill_us": turn.times.standstill_us,
-            }
-            yield _slice(f"turn {number}", place, begun_us, took_us, about | {"replica": turn.replica_id})
-            yield from self._overlapping(name, self._place(_REPLICAS, turn.replica_id), begun_us, took_us)
+            if turn.times is not None:
+                about = {"turn": turn.turn_id, "replica": turn.replica_id, "tokens": turn.end - turn.start}
+                about["standstill_us"] = turn.times.standstill_us
+                span = began_us + turn.times.begun_us, began_us + turn.times.ended_us
+                inner.append((*span, f"turn {number}", about))
+                yield from self._overlapping(name, self._place(_REPLICAS, turn.replica_id), *span, {})
         for call in times.tool_calls:
-            yield _slice(call.name, place, began_us + call.begun_us, call.duration_us, {"outcome": call.outcome})
-        if reward_us := record.timings.reward_s * 1e6:
-            yield _slice("reward", place, began_us + times.ended_us - reward_us, reward_us)
+            begun_us = began_us + call.begun_us
+            inner.append((begun_us, begun_us + call.duration_us, call.name, {"outcome": call.outcome}))
+        free_at = 0.0
+        for begun_us, end_us, what, about in sorted(inner, key=lambda one: one[:2]):
+            if begun_us >= free_at:
+                free_at = end_us
+                yield _slice(what, place, begun_us, end_us, about)
+            else:  # calls that ran at once, a session's concurrent turns: slices of a track may not cross
+                yield from self._overlapping(what, place, begun_us, end_us, about)
         for move in times.moves:
-            yield {"ph": "i", "s": "t", "name": f"to {move.replica_id}", "ts": began_us + move.at_us, **place}
+            at_us = round(began_us + move.at_us)
+            yield {"ph": "i", "s": "t", "name": f"to {move.replica_id}", "ts": at_us, **place}
 
     def of_update(self, report: UpdateReport) -> Iterator[Event]:
         """Yield the steps of an update at each replica, and a flow from the first to the others."""
         began_us = report.began_at * 1e6
         for index, one in enumerate(report.replicas):
             place, stall_us = self._place(_UPDATES, one.replica_id), began_us + one.paused_at_ms * 1e3
+            look_us = stall_us + one.stall_ms * 1e3
             steps = {
-                "stage": (began_us, one.stage_ms),
-                "stall": (stall_us, one.stall_ms),
-                "look": (stall_us + one.stall_ms * 1e3, one.look_ms),
+                "stage": (began_us, began_us + one.stage_ms * 1e3),
+                "stall": (stall_us, look_us),
+                "look": (look_us, look_us + one.look_ms * 1e3),
             }
             about = {"version": report.version, "transport": one.transport, "error": one.error}
-            for step, (at_us, ms) in steps.items():
-                yield _slice(f"{step} {report.version}", place, at_us, ms * 1e3, about)
-            flow = {
-                "name": f"update {report.version}",
-                "cat": "update",
-                "id": report.version,
-                "ts": stall_us,
-                **place,
-            }
+            for step, span in steps.items():
+                yield _slice(f"{step} {report.version}", place, *span, about)
+            flow = {"name": "update", "cat": "update", "id": report.version, "ts": round(stall_us), **place}
             yield {"ph": "s", **flow} if index == 0 else {"ph": "f", "bp": "e", **flow}
 
     def names(self) -> Iterator[Event]:
@@ -120,12 +121,16 @@ class Tracks:
         threads = self._threads[process]
         return {"pid": process, "tid": threads.setdefault(name, len(threads) + 1)}
 
-    def _overlapping(self, name: str, place: Event, begun_us: float, took_us: float) -> Iterator[Event]:
+    def _overlapping(
+        self, name: str, place: Event, begun_us: float, end_us: float, about: Event
+    ) -> Iterator[Event]:
         self._num_spans += 1
-        span = {"cat": "sampling", "id": self._num_spans, "name": name, **place}
-        yield {"ph": "b", "ts": begun_us, **span}
-        yield {"ph": "e", "ts": begun_us + took_us, **span}
+        span = {"cat": "overlapping", "id": self._num_spans, "name": name, **place}
+        yield {"ph": "b", "ts": round(begun_us), "args": about, **span}
+        yield {"ph": "e", "ts": round(end_us), **span}
 
 
-def _slice(name: str, place: Event, begun_us: float, took_us: float, about: Event | None = None) -> Event:
-    return {"ph": "X", "name": name, "ts": begun_us, "dur": took_us, **place, "args": about or {}}
+def _slice(name: str, place: Event, begun_us: float, end_us: float, about: Event | None = None) -> Event:
+    # Whole microseconds: with parts of them, neighbours of a track would cross.
+    at_us = round(begun_us)
+    return {"ph": "X", "name": name, "ts": at_us, "dur": round(end_us) - at_us, **place, "args": about or {}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,12 @@ async def test_it_has_every_turn_call_and_step(tmp_path: Path) -> None:
     assert sum(slices[name] for name in {call.name for call in calls}) == len(calls) > 0
     assert (slices["stage"], slices["stall"], slices["look"], slices["trajectory"]) == (2, 2, 2, 5)
     assert Counter(one["ph"] for one in events if one["ph"] in "besf") == {"b": 10, "e": 10, "s": 1, "f": 1}
+    whole = [one for one in events if one["ph"] == "X"]
+    for a, b in itertools.combinations(whole, 2):
+        if (a["pid"], a["tid"]) == (b["pid"], b["tid"]):
+            spans = sorted((one["ts"], -one["ts"] - one["dur"]) for one in (a, b))
+            (_, end), (second, other) = spans
+            assert second >= -end or other >= end
     named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
     assert {(one["pid"], one["tid"]) for one in events if "ts" in one} == named
     assert all(one["ts"] >= 1.69e15 for one in events if "ts" in one)

@@ -99,7 +99,7 @@ class FactsQuery:
     order: ListOrder = ListOrder.NEWEST
     failed: bool = False  # only those that ended by a failure
     task: str = ""  # only those of this task id
-    text: str = ""  # within the first lines of task and answer, in any case
+    text: str = ""  # within the first lines of task and answer, in any case (with SQLite, of ASCII letters)
     limit: int = 50
     cursor: str = ""  # of the page before; empty: the first page
     group: str = ""  # only those of this "ROLLOUT/GROUP"

@@ -159,8 +159,8 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     wheres += given.keys()
     values += given.values()
     if query.text:
-        escaped = query.text.lower().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        wheres.append("LOWER(task || ' ' || answer) LIKE ? ESCAPE '\\'")
+        escaped = query.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        wheres.append("LOWER(task || ' ' || answer) LIKE LOWER(?) ESCAPE '\\'")
         values.append(f"%{escaped}%")
     latest = [ends[0] if ends else 0, *values[1:]]
     histograms = {} if query.cursor else _histograms(db, " AND ".join(wheres), latest)
@@ -200,7 +200,11 @@ def _histograms(db: Database, where: str, values: Sequence[Any]) -> dict[str, Hi
 
 
 def _histogram(column: Iterable[float | None]) -> Histogram:
-    counts, edges = np.histogram([value for value in column if value is not None], _NUM_BUCKETS)
+    values = [value for value in column if value is not None]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if high - low < 1e-9 * max(abs(low), abs(high), 1.0):  # too near for buckets
+        low, high = low - 0.5, high + 0.5
+    counts, edges = np.histogram(values, _NUM_BUCKETS, (low, high))
     edges[-1] = np.nextafter(edges[-1], np.inf)  # the largest value is below it
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 

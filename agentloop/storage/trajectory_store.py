@@ -44,8 +44,10 @@ from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
-UPDATES = "updates"  # in the service's state: the reports of the latest weight updates
 """The store's file within a run directory."""
+
+UPDATES = "updates"
+"""The name in the service's state of the reports of the latest weight updates."""
 
 MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""

@@ -36,6 +36,8 @@ _CLOSE_S = 2.0
 _QUIET_S = 60.0  # after a line of the log
 _NUM_RECENT = 1000  # trajectories that a slow one is compared with
 
+_TOO_MUCH = "too much waited"
+
 _log = structlog.stdlib.get_logger("tracing")
 
 
@@ -90,16 +92,22 @@ class Tracing:
         return len(self._sorted) > 100 and total_s > self._sorted[len(self._sorted) * 99 // 100 - 1]
 
     def _run(self) -> None:
+        reason = _TOO_MUCH
         for batch in batches(self._traces()):
-            reason = "too much waited"
+            reason = _TOO_MUCH
             try:
                 post(self._settings.endpoint, batch)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:  # a header that cannot be sent, too
                 self._num_dropped += len(batch)
                 reason = error_line(error)
-            if self._num_dropped and time.monotonic() >= self._quiet_until:
-                _log.warning("traces_dropped", num=self._num_dropped, reason=reason)
-                self._num_dropped, self._quiet_until = 0, time.monotonic() + _QUIET_S
+            if time.monotonic() >= self._quiet_until:
+                self._tell(reason)
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        if self._num_dropped:
+            _log.warning("traces_dropped", num=self._num_dropped, reason=reason)
+            self._num_dropped, self._quiet_until = 0, time.monotonic() + _QUIET_S
 
     def _traces(self) -> Iterator[bytes]:
         """Yield the traces of what is given, and an empty one whenever a batch is due, until the end."""

@@ -198,7 +198,8 @@ async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounde
                 await asyncio.to_thread(tracing.close)
             num_dropped = sum(one["num"] for one in logged if one["event"] == "traces_dropped")
             assert (num_dropped == 0) == all_come, logged
-            assert num_dropped <= num - receiver.num_traces
+            if url == receiver.url:  # else it still gets what the one before had sent
+                assert num_dropped <= num - receiver.num_traces
             assert spent_s < num * 0.0005
 
 

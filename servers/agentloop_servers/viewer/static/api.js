@@ -35,7 +35,8 @@ function heldAnswer(path) {
     one.total_s < max_s &&
     `${one.task}\n${one.answer}`.toLowerCase().includes(text.toLowerCase());
   const records = answer.records.filter(isAsked).sort(ORDERS[order]);
-  return { ...answer, cursor: "", isPart: answer.cursor !== "", records };
+  const histograms = records.length < answer.records.length ? {} : answer.histograms; // they are of all
+  return { ...answer, cursor: "", isPart: answer.cursor !== "", records, histograms };
 }
 
 /** Read JSON from `path` of the server that serves these pages. Throws Error with its message and `status`. */

@@ -46,25 +46,29 @@ function UnderWay({ update }) {
   </p>`;
 }
 
+/** Since the update began; in reports of an earlier release, right after its stage. */
+const stallBegin = ({ stage_ms, paused_at_ms }) => paused_at_ms || stage_ms;
+
 /** The steps of one replica as `{name, from_ms, ms}`. The update was staged, then the replica stood still. */
 function stepsOf(replica) {
   const { stage_ms, transfer_ms, stall_ms, swap_ms, verify_ms, look_ms } = replica;
   const isOnePhase = replica.held_in === "nowhere"; // its commit transfers
-  const swap_from = stage_ms + (isOnePhase ? transfer_ms : 0);
+  const stall_from = stallBegin(replica);
+  const swap_from = stall_from + (isOnePhase ? transfer_ms : 0);
   return [
     { name: "stage", from_ms: 0, ms: stage_ms },
-    { name: "transfer", from_ms: isOnePhase ? stage_ms : stage_ms - transfer_ms, ms: transfer_ms, isInner: true },
-    { name: "stall", from_ms: stage_ms, ms: stall_ms },
+    { name: "transfer", from_ms: isOnePhase ? stall_from : stage_ms - transfer_ms, ms: transfer_ms, isInner: true },
+    { name: "stall", from_ms: stall_from, ms: stall_ms },
     { name: "swap", from_ms: swap_from, ms: swap_ms, isInner: true },
     { name: "verify", from_ms: swap_from + swap_ms, ms: verify_ms, isInner: true },
-    { name: "look", from_ms: stage_ms + stall_ms, ms: look_ms },
+    { name: "look", from_ms: stall_from + stall_ms, ms: look_ms },
   ];
 }
 
 const STEPS = ["stage", "transfer", "stall", "swap", "verify", "look"];
 
 function Update({ update }) {
-  const ends = update.replicas.map((replica) => replica.stage_ms + replica.stall_ms + replica.look_ms);
+  const ends = update.replicas.map((replica) => stallBegin(replica) + replica.stall_ms + replica.look_ms);
   const percent = (ms) => `${(100 * ms) / Math.max(...ends, 1e-9)}%`;
   const bytes = Math.max(0, ...update.replicas.map((replica) => replica.num_bytes));
   const head = (name) => html`<svg width="10" height="10"><rect class=${`step ${name}`} width="10" height="10" /></svg>${" "}

@@ -197,7 +197,9 @@ def _accepted(peer: Peer, listener: socket.socket, token: bytes) -> list[_Stream
                 with contextlib.suppress(OSError):
                     if peer.tls is not None:
                         connection = peer.tls.wrap_socket(connection, server_side=True)
-                    said = connection.recv(TOKEN_BYTES + 1, 0 if peer.tls else socket.MSG_WAITALL)  # TLS: a record
+                    said = b""
+                    while len(said) <= TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES + 1 - len(said))):
+                        said += more
                     number = said[-1] if said else NUM_STREAMS
                     is_known = len(said) > TOKEN_BYTES and hmac.compare_digest(said[:-1], token)
                     if is_known and number < NUM_STREAMS and number not in found:
@@ -286,10 +288,10 @@ class TcpReceiveTransport:
 def _read(peer: Peer, connections: Sequence[socket.socket], data: memoryview) -> None:
     """Fill `data`, a bucket, with the stripes of all connections. Raises TransportBroken."""
     with selectors.DefaultSelector() as ready:
-        for one, stripe in zip(connections, stripes(len(data)), strict=True):
-            if stripe.start < stripe.stop:
-                ready.register(one, selectors.EVENT_READ, data[stripe])
         try:
+            for one, stripe in zip(connections, stripes(len(data)), strict=True):
+                if stripe.start < stripe.stop:
+                    ready.register(one, selectors.EVENT_READ, data[stripe])
             found = list(ready.get_map().values())  # TLS may have bytes already, of which no event tells
             while ready.get_map():
                 peer.check()
