@@ -23,7 +23,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import (
     Message,
     Timings,
@@ -178,7 +178,8 @@ def export(
 
     `mask_constrained` takes constrained tokens out of the mask, and counts them (`Trajectory.without_constrained`).
 
-    May run while the service writes: it sees what was committed so far. Raises InvalidRequest for an unknown
+    May run while the service writes: it sees what was committed so far. Images that a database has become files in
+    the run's directory. Raises InvalidRequest for an unknown
     format or a path that is no store, NotFound for an unknown rollout.
     """
     writers: dict[str, Callable[[Iterator[Row], Path], int]] = {"parquet": _write_parquet, "jsonl": _write_jsonl}
@@ -190,6 +191,8 @@ def export(
     try:
         num_rows = writers[format](_rows(store, rollout_id, mask_constrained), unfinished)
         os.replace(unfinished, out)
+        if not isinstance(store_path, str | Path):
+            store.write_images(folder_of(store_path) / IMAGES_FOLDER)
     finally:
         store.close()
         unfinished.unlink(missing_ok=True)

@@ -225,9 +225,14 @@ class ImageFiles:
     async def keep(self, images: Sequence[Image]) -> None:
         """Store these images in the folder. Raises OSError if the disk fails."""
         if images:
-            await asyncio.to_thread(self._write, images)
+            await asyncio.to_thread(self.write, images)
 
-    def _write(self, images: Sequence[Image]) -> None:
+    def lacks(self, sha256: str) -> bool:
+        """Tell if an image is not in the folder."""
+        return not (self._folder / sha256).exists()
+
+    def write(self, images: Sequence[Image]) -> None:
+        """Do what `keep` does, in this thread."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for image in images:
             path = self._folder / image.sha256

@@ -79,6 +79,7 @@ CREATE TABLE IF NOT EXISTS trajectories (
 CREATE TABLE IF NOT EXISTS turn_journals (
     assignment_id TEXT NOT NULL, run TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL,
     PRIMARY KEY (assignment_id, run, number));
+CREATE TABLE IF NOT EXISTS images (sha256 TEXT PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS service_state (
     name TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
@@ -108,6 +109,7 @@ _ADD_GROUP = (
     "INSERT INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
+_ADD_IMAGE = "INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING"
 _SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?, ?) ON CONFLICT (name) {_REPLACES}"
 _ADD_DAMAGED = (
     "INSERT INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ? ON CONFLICT DO NOTHING"
@@ -190,6 +192,16 @@ class TrajectoryReader:
     def updates(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
         return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
+
+    def write_images(self, folder: Path) -> None:
+        """Write the images that a database has into a folder, those that it lacks; a file has none."""
+        files = ImageFiles(folder)
+        for (sha256,) in self._db.execute("SELECT sha256 FROM images").fetchall():
+            if files.lacks(sha256):
+                row = self._db.execute(
+                    "SELECT CAST(data AS BLOB) FROM images WHERE sha256 = ?", (sha256,)
+                ).fetchone()
+                files.write([Image(sha256, row[0])])
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the acknowledged records; None if nothing was acknowledged."""
@@ -315,7 +327,12 @@ class TrajectoryStore:
         await self._writer.run(work)
 
     async def keep_images(self, images: Sequence[Image]) -> None:
-        """Keep images beside the store, each once. Raises StorageFull."""
+        """Keep images beside the store, or in the database, each once. Raises StorageFull."""
+        if self._home is not None:
+            rows = [(image.sha256, image.data) for image in images]
+            if rows:
+                await self._writer.run(lambda db: db.executemany(_ADD_IMAGE, rows).rowcount)
+            return
         try:
             await self._images.keep(images)
         except OSError as error:

@@ -555,7 +555,9 @@ def build_endpoint(
         tally=MetricsTally() if tally is None else tally,
         placer=ImagePlacer(takes_images=takes_images(config)),
         keep_image_files=(
-            ImageFiles(run_dir / IMAGES_FOLDER).keep if config.cluster is None else coordinator.keep_images
+            ImageFiles(run_dir / IMAGES_FOLDER).keep
+            if config.cluster is None and config.store is None
+            else coordinator.keep_images
         ),
     )
     limits = SessionLimits(

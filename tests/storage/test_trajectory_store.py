@@ -84,12 +84,20 @@ async def test_accepting_again_changes_nothing_and_adds_what_is_new(
     reader.close()
 
 
-async def test_images_of_accepted_tasks_are_files_beside_the_store(store: TrajectoryStore, home: StoreHome) -> None:
+async def test_images_of_accepted_tasks_are_files_or_in_the_database(
+    store: TrajectoryStore, home: StoreHome
+) -> None:
     red = picture(20, 20)
     group = make_group()
     shows = dataclasses.replace(group, task=dataclasses.replace(group.task, images=(red,)))
     for _ in range(2):
         await store.accept("r", [shows])
+    reader = TrajectoryReader(home.where)
+    if not isinstance(home.where, str | Path):
+        assert not (home.folder / IMAGES_FOLDER).exists()
+        reader.write_images(home.folder / IMAGES_FOLDER)
+    reader.write_images(home.folder / IMAGES_FOLDER)  # those that are there stay
+    reader.close()
     (file,) = (home.folder / IMAGES_FOLDER).iterdir()
     assert (file.name, file.read_bytes()) == (red.sha256, red.data)
     [(known, _)] = await store.unfinished()
