@@ -607,6 +607,9 @@ class RecordsPort(Protocol):
     async def record_at(self, seq: int) -> bytes:
         """Return the encoded `Trajectory` that a listing has as `seq`. Raises NotFound."""
 
+    async def updates(self) -> tuple[UpdateReport, ...]:
+        """Return the reports of the latest weight updates, oldest first."""
+
 
 class SeeingPort(RecordsPort, Protocol):
     """The service as an operator looks at it."""

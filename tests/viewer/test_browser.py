@@ -366,12 +366,14 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
             browser_at(offline, run_dir / "shots", 404) as browser,
         ):
             await browser.open("overview", "#by-version tbody tr")
-            assert await texts(browser, "nav a") == ["overview", "table"]
+            assert await texts(browser, "nav a") == ["overview", "table", "weights"]
             await browser.open("table", "#records tbody tr")
             assert len(await browser.cells("#records")) == len(await records_of(browser))
             await browser.open("trajectory/1", "canvas[data-drawn]")
             await browser.page.get_by_text("no texts of tokens").wait_for(timeout=WAIT_MS)
             await browser.shoot("stored")
+            await browser.open("weights", "#stalls tbody tr")
+            assert await browser.page.locator("#holders").count() == 0
     finally:
         stored.close()
 

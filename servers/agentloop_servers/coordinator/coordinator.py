@@ -214,6 +214,10 @@ class Coordinator:
         """Return an encoded record. Raises NotFound."""
         return await self._store.record_at(seq)
 
+    async def updates(self) -> tuple[UpdateReport, ...]:
+        """Return the reports of the latest weight updates."""
+        return self.replicas.sync.reports
+
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         """Give a host no more work, or end that; returns what it still has."""
         replicas, running = self.replicas.fleet.replicas, self.rollouts.running_by_host()

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from agentloop import codec
-from agentloop.api.coordinator import RecordsPort
+from agentloop.api.coordinator import RecordsPort, UpdateReport
 from agentloop.api.facts import (
     MAX_LISTED,
     MAX_QUERY_CHARS,
@@ -96,6 +96,7 @@ class RecordRoutes:
         add_route(router, "GET", "/trajectories", self.list_records, responses=answered(FactsPage))
         add_route(router, "GET", "/trajectories/notable", self.notable, responses=answered(list[NotableRecord]))
         add_route(router, "GET", "/trajectories/{seq}", self.record, responses=answered(RecordPage))
+        add_route(router, "GET", "/updates", self.updates, responses=answered(list[UpdateReport]))
         return router
 
     async def list_records(
@@ -121,6 +122,11 @@ class RecordRoutes:
         """The records worth a look: the best, worst and slowest, failed ones, and some over a weight update."""
         pages = {reason: await self._page(query) for reason, query in NOTABLE.items()}
         return json_response(codec.to_builtins(notable(pages)))
+
+    async def updates(self) -> Response:
+        """The reports of the latest weight updates, oldest first."""
+        found = await in_time(self._records.updates(), _STORE_TIMEOUT_S, "the store does not answer")
+        return json_response(codec.to_builtins(found))
 
     async def record(self, seq: int) -> Response:
         """One record whole, by the `seq` of its facts, with the texts of its tokens."""
@@ -149,6 +155,10 @@ class StoredRun:
     async def record_at(self, seq: int) -> bytes:
         """As RecordsPort."""
         return await self._ask(lambda: self._reader.record_at(seq))
+
+    async def updates(self) -> tuple[UpdateReport, ...]:
+        """As RecordsPort."""
+        return await self._ask(self._reader.updates)
 
     def close(self) -> None:
         """Let go of the store."""

@@ -35,6 +35,7 @@ def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
         whole, labels = [one.record for one in found], TokenLabels(model)
         page = replace(page, records=tuple(dict.fromkeys((*page.records, *whole))))
         answers = {"/trajectories": codec.to_builtins(page), "/trajectories/notable": codec.to_builtins(found)}
+        answers["/updates"] = codec.to_builtins(reader.updates())
         for one in whole:
             shown = labels.page(codec.decode(reader.record_at(one.seq), Trajectory))
             answers[f"/trajectories/{one.seq}"] = codec.to_builtins(shown)

@@ -353,6 +353,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/trajectories",
         "/trajectories/notable",
         "/trajectories/{seq}",
+        "/updates",
         "/metrics",
         "/flight",
         "/history",

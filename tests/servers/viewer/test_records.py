@@ -14,9 +14,11 @@ import aiohttp
 import orjson
 import pytest
 
+from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
 from agentloop.codec import to_builtins
 from agentloop.errors import InvalidRequest
-from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
+from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import PAGES_FOLDER
@@ -55,6 +57,10 @@ async def test_a_run_is_read_while_it_is_written(store: TrajectoryStore, tmp_pat
         assert {int(one) for one in shown["texts"]} == ids
         assert all(isinstance(text, str) for text in shown["texts"].values())
         assert shown["missing"] == ""
+        update = UpdateReport(1, 0, KVPolicy.RECOMPUTE, (ReplicaUpdate("a", 40.0, 5.0),), 50.0, 1.7e9)
+        await store.save_state(UPDATES, (update,))
+        [told] = orjson.loads((await get(f"{url}/updates"))[1])
+        assert (told["version"], told["replicas"][0]["stall_ms"]) == (1, 5.0)
         await store.add_records(encoded([make_trajectory("late")]))
         assert len(orjson.loads((await get(f"{url}/trajectories"))[1])["records"]) == 6
         for path in ("/trajectories/99", "/status", "/ui/licences/htm.txt", "/ui/../config.json"):

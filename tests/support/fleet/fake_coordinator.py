@@ -339,6 +339,9 @@ class FakeCoordinator:
             raise NotFound(f"no record {seq}", param="seq")
         return codec.encode(make_trajectory(reward=0.5))
 
+    async def updates(self) -> tuple[UpdateReport, ...]:
+        return (await self.status()).updates
+
     async def metrics(self) -> MetricsPage:
         return MetricsPage(tuple(of_status(await self.status())), ())
 

@@ -10,9 +10,9 @@ import { Table } from "./table.js";
 import { Trajectory } from "./trajectory.js";
 import { Weights } from "./weights.js";
 
-const PAGES = { overview: Overview, table: Table, trajectory: Trajectory, group: Group };
-const LIVE_PAGES = { weights: Weights, fleet: Fleet, live: Live, why: Why };
-const MENU = ["overview", "table", ...Object.keys(LIVE_PAGES)];
+const PAGES = { overview: Overview, table: Table, trajectory: Trajectory, group: Group, weights: Weights };
+const LIVE_PAGES = { fleet: Fleet, live: Live, why: Why };
+const MENU = ["overview", "table", "weights", ...Object.keys(LIVE_PAGES)];
 
 function App() {
   const route = useRoute();

@@ -5,8 +5,9 @@ import { Reading } from "./api.js";
 import { count, mebibytes, milliseconds, seconds } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 
-export function Weights() {
-  return html`<${Reading} path="/status" every_s=${2} draw=${updatesOf} />`;
+export function Weights({ isLive }) {
+  if (isLive) return html`<${Reading} path="/status" every_s=${2} draw=${updatesOf} />`;
+  return html`<${Reading} path="/updates" draw=${(updates) => updatesOf({ updates, replicas: [] })} />`;
 }
 
 function updatesOf(status) {
@@ -19,7 +20,8 @@ function updatesOf(status) {
   ];
   return html`
     <section class="side-by-side">
-      <${Grid} id="holders" columns=${holderColumns(status.weight_version)} rows=${status.replicas} keyOf=${nameOf} />
+      ${status.replicas.length > 0 &&
+      html`<${Grid} id="holders" columns=${holderColumns(status.weight_version)} rows=${status.replicas} keyOf=${nameOf} />`}
       <${Grid} id="stalls" columns=${stallColumns} rows=${status.updates} keyOf=${(update) => update.version} />
     </section>
     ${status.update && html`<${UnderWay} update=${status.update} />`}
