@@ -90,6 +90,7 @@ def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
     other = stage.receiver()
     running = stage.run(sender)
     while not num_connected(sender):
+        assert waiting.poll() is None, "the worker has ended by itself"
         time.sleep(0.01)
     waiting.kill()
     waiting.wait(WAIT_S)
