@@ -607,7 +607,7 @@ class RecordsPort(Protocol):
     async def record_at(self, seq: int) -> bytes:
         """Return the encoded `Trajectory` that a listing has as `seq`. Raises NotFound."""
 
-    async def updates(self) -> tuple[UpdateReport, ...]:
+    async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
 
 

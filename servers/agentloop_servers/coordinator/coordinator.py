@@ -214,7 +214,7 @@ class Coordinator:
         """Return an encoded record. Raises NotFound."""
         return await self._store.record_at(seq)
 
-    async def updates(self) -> tuple[UpdateReport, ...]:
+    async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates."""
         return self.replicas.sync.reports
 

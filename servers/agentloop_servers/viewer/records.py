@@ -125,7 +125,7 @@ class RecordRoutes:
 
     async def updates(self) -> Response:
         """The reports of the latest weight updates, oldest first."""
-        found = await in_time(self._records.updates(), _STORE_TIMEOUT_S, "the store does not answer")
+        found = await in_time(self._records.update_reports(), _STORE_TIMEOUT_S, "the store does not answer")
         return json_response(codec.to_builtins(found))
 
     async def record(self, seq: int) -> Response:
@@ -156,7 +156,7 @@ class StoredRun:
         """As RecordsPort."""
         return await self._ask(lambda: self._reader.record_at(seq))
 
-    async def updates(self) -> tuple[UpdateReport, ...]:
+    async def update_reports(self) -> tuple[UpdateReport, ...]:
         """As RecordsPort."""
         return await self._ask(self._reader.updates)
 

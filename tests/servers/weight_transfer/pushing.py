@@ -111,7 +111,8 @@ class Stage:
 
     def process(self, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.servers.weight_transfer.push_process", *arguments],
+            # -B: one that may write no large files would leave others half of a module's bytecode.
+            [sys.executable, "-B", "-m", "tests.servers.weight_transfer.push_process", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -339,7 +339,7 @@ class FakeCoordinator:
             raise NotFound(f"no record {seq}", param="seq")
         return codec.encode(make_trajectory(reward=0.5))
 
-    async def updates(self) -> tuple[UpdateReport, ...]:
+    async def update_reports(self) -> tuple[UpdateReport, ...]:
         return (await self.status()).updates
 
     async def metrics(self) -> MetricsPage:
