@@ -304,9 +304,12 @@ class ChoiceFields(SamplingFields):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: (
-        dict[
-            Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
-            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+                Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+            ],
+            Field(json_schema_extra={"additionalProperties": False}),
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
