@@ -110,6 +110,7 @@ from agentloop_servers.ingress.app import create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
+from agentloop_servers.metrics import engine_text
 from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
@@ -266,7 +267,8 @@ class EngineReplicaDeployment:
         )
         self._closing.push_async_callback(self._replica.close)
         name, report = self._replica.replica_id, client.metrics.report_metrics
-        self._closing.report(name, report, gauges=self._replica.gauges)
+        engine = engine_text if config.metrics.engine else str
+        self._closing.report(name, report, gauges=self._replica.gauges, engine=engine)
         await self._replica.start()
 
     async def check_health(self) -> None:

@@ -44,12 +44,15 @@ class MetricsReporter:
         tally: MetricsTally,
         report: Callable[[MetricsReport], Awaitable[None]],
         gauges: Callable[[], Sequence[MetricSample]] = tuple,
+        engine: Callable[[], str] = str,
     ) -> None:
-        """`process` is the label of its gauges; `gauges` returns those that it has beside every process's."""
+        """`process` is the label of its gauges; `gauges` returns those that it has beside every process's, and
+        `engine` its engine's own metrics."""
         self._process = process
         self._tally = tally
         self._report = report
         self._gauges = gauges
+        self._engine = engine
         self._watch = LoopWatch()
         self._psutil = psutil.Process()
         self._life, self._sequence = uuid.uuid4().hex, 0
@@ -85,7 +88,7 @@ class MetricsReporter:
             blocked = blocked[0], time.monotonic() - blocked[1]
         await self._report(
             MetricsReport(
-                self._process, self._life, self._sequence, counted, gauges, is_last, blocked, engine_text()
+                self._process, self._life, self._sequence, counted, gauges, is_last, blocked, self._engine()
             )
         )
         self._counted = None

@@ -52,12 +52,13 @@ class Closing(AsyncExitStack):
         report: Callable[[MetricsReport], Awaitable[None]],
         tally: MetricsTally | None = None,
         gauges: Callable[[], Sequence[MetricSample]] = tuple,
+        engine: Callable[[], str] = str,
     ) -> None:
         """Report the metrics of this process, `process` in labels, until it is closed; `tally` is its own one."""
         if tally is not None:
             tally.add(self.tally.take())
             self.tally = tally
-        self.push_async_callback(MetricsReporter(process, self.tally, report, gauges).close)
+        self.push_async_callback(MetricsReporter(process, self.tally, report, gauges, engine).close)
 
     async def aclose(self) -> None:
         async with self._lock:

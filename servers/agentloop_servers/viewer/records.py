@@ -39,9 +39,9 @@ _STORE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 
-_CROSSED, _MAX_CROSSED = "crossed an update", 3
+CROSSED, _MAX_CROSSED = "crossed an update", 3
 NOTABLE = {
-    _CROSSED: FactsQuery(limit=MAX_LISTED),  # among the latest
+    CROSSED: FactsQuery(limit=MAX_LISTED),  # among the latest
     "best": FactsQuery(ListOrder.BEST, limit=2),
     "worst": FactsQuery(ListOrder.WORST, limit=2),
     "slowest": FactsQuery(ListOrder.SLOWEST, limit=2),
@@ -59,8 +59,9 @@ class TokenLabels:
         self._file = None if model is None else model / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
 
-    def page(self, record: Trajectory) -> RecordPage:
-        """Return a record with the texts of its tokens; without the tokenizer with none, and the reason. Blocks."""
+    def page(self, data: bytes) -> RecordPage:
+        """Return an encoded record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
+        record = codec.decode(data, Trajectory)
         if self._file is None or not self._file.is_file():
             return RecordPage(record, {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more")
         if self._tokenizer is None:
@@ -76,7 +77,7 @@ def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
     reasons = dict[RecordFacts, list[str]]()
     for reason, page in pages.items():
         records = page.records
-        if reason == _CROSSED:
+        if reason == CROSSED:
             records = tuple(one for one in records if one.oldest_version != one.newest_version)[:_MAX_CROSSED]
         for one in records:
             reasons.setdefault(one, []).append(reason)
@@ -137,7 +138,7 @@ class RecordRoutes:
         return await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
 
     def _shown(self, data: bytes) -> Response:
-        return json_response(codec.to_builtins(self._labels.page(codec.decode(data, Trajectory))))
+        return json_response(codec.to_builtins(self._labels.page(data)))
 
 
 class StoredRun:

@@ -15,12 +15,10 @@ from typing import Any
 import orjson
 
 from agentloop import codec
-from agentloop.api.facts import MAX_LISTED, FactsQuery
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
-from agentloop.types import Trajectory
 from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
+from agentloop_servers.viewer.records import CROSSED, NOTABLE, TokenLabels, notable
 
 _ENTRY = "app.js"
 _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')
@@ -30,15 +28,14 @@ def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
     """Write a run's report; returns the number of records that are whole in it. Raises as TrajectoryReader."""
     reader = TrajectoryReader(where)
     try:
-        page = reader.list_records(FactsQuery(limit=MAX_LISTED))
-        found = notable({reason: reader.list_records(query) for reason, query in NOTABLE.items()})
+        pages = {reason: reader.list_records(query) for reason, query in NOTABLE.items()}
+        found, latest = notable(pages), pages[CROSSED]
         whole, labels = [one.record for one in found], TokenLabels(model)
-        page = replace(page, records=tuple(dict.fromkeys((*page.records, *whole))))
+        page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
         answers = {"/trajectories": codec.to_builtins(page), "/trajectories/notable": codec.to_builtins(found)}
         answers["/updates"] = codec.to_builtins(reader.updates())
         for one in whole:
-            shown = labels.page(codec.decode(reader.record_at(one.seq), Trajectory))
-            answers[f"/trajectories/{one.seq}"] = codec.to_builtins(shown)
+            answers[f"/trajectories/{one.seq}"] = codec.to_builtins(labels.page(reader.record_at(one.seq)))
     finally:
         reader.close()
     file.write_text(one_file(answers))
