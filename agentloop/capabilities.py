@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from agentloop.sampling import ConstraintKind, SamplingParams
+from agentloop.sampling import ConstraintKind, SamplingParams, VersionDemand
 
 
 class Feature(StrEnum):
@@ -93,9 +93,10 @@ class Needs:
 
     features: int = 0  # as `bits_of` makes them
     context_tokens: int = 0  # of the prompt and of all that may be sampled
+    version: VersionDemand | None = None  # of the next call alone: the fleet has to serve such weights
 
     def joined(self, other: Needs) -> Needs:
-        """Return the needs of both."""
+        """Return what engines must be able to do for both."""
         if other.features | self.features == self.features and other.context_tokens <= self.context_tokens:
             return self
         return Needs(self.features | other.features, max(self.context_tokens, other.context_tokens))
@@ -125,6 +126,7 @@ def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bo
     return Needs(
         features_asked(sampling) | (_BITS[Feature.IMAGES] if has_images else 0),
         num_prompt_tokens + sampling.max_tokens,
+        sampling.weight_version,
     )
 
 

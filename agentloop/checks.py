@@ -162,6 +162,9 @@ def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
     return min(request.sampling.max_tokens, info.max_context_tokens - len(request.token_ids))
 
 
+_MAY_BE_EMPTY = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.REPLACED)
+
+
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
     """Raises MalformedEngineResponse if a generation cannot be the answer to `request`. It is never stored then."""
     _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
@@ -181,7 +184,7 @@ def _answer_problem(request: GenerateRequest, generation: Generation) -> str | N
     ids = generation.token_ids
     if generation.request_id != request.request_id:
         return f"the answer is for {generation.request_id}"
-    if not ids and generation.finish_reason not in (FinishReason.ABORT, FinishReason.DEADLINE):
+    if not ids and generation.finish_reason not in _MAY_BE_EMPTY:
         return "no tokens"
     if ids and generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
         return f"it stopped at {ids[-1]}, which is not a stop token"

@@ -10,6 +10,7 @@ proves every engine:
 - `pause` and `resume` are idempotent; a pause(KEEP) loses, repeats and changes no token; `abort` works while
   paused; a request sent while paused is held until the resume or refused with `EnginePaused`, never lost;
 - a cancelled `generate` aborts in the engine;
+- a request that does not accept the served version is refused, and ended by a commit of another (`VersionDemand`);
 - a failed `commit` raises `WeightUpdateFailed` and leaves `is_usable` false until a later commit succeeds;
 - `sleep` gives memory back and loses no request: those in flight freeze, and go on after `wake` and `resume`;
 - the same prompt before and after an update shares KV only if `GenerateRequest.kv_version` says so.
@@ -220,7 +221,8 @@ class TokenEngine(Protocol):
 
         `on_progress` is called every few seconds with the new tokens, which may be none: not before the first
         interval, nor after the end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one
-        token), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded. A cancelled call aborts the request.
+        token), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded, WeightVersionNotServed. A cancelled call
+        aborts the request.
         """
 
     def stream(
@@ -261,6 +263,12 @@ class EngineControl(Protocol):
         The first resume after a commit takes a look: the engine answers a fixed prompt before it gives out any
         token. Returns the seconds of the look, else 0. Raises WeightsRefused if the answer is noise,
         WeightUpdateFailed without one; the engine is then as after a failed commit.
+        """
+
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        """Wait, `grace_s` at most, while a request in flight does not accept `version`; not in a frozen engine.
+
+        All others go on. The commit of `version` then ends those that are left, as `abort` does.
         """
 
     async def stage(self, update: WeightUpdate) -> StageReport:

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
+from agentloop.aio import ChangeSignal, deadline_after
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import AgentLoopError, Conflict, EngineLost, EngineUnusable, InvalidRequest
+from agentloop.sampling import VersionDemand
 from agentloop.types import KVPolicy
 
 
@@ -76,6 +78,8 @@ class EngineLifecycle:
         self._needs_look = False  # the committed weights were not looked at yet
         self._output_release: asyncio.Future[None] | None = None  # at the look's end; an error: discarded
         self._frozen, self._not_admitting = _Stopwatch(), _Stopwatch()
+        self._pinned: dict[str, VersionDemand] = {}  # by the id of a request in flight
+        self._unpinned = ChangeSignal()
 
     @property
     def frozen_s(self) -> float:
@@ -226,6 +230,32 @@ class EngineLifecycle:
         """
         version = served if asked is None else min(asked, served)
         return version if self._min_kv_version is None else min(max(version, self._min_kv_version), served)
+
+    # --- requests that demand a version -------------------------------------------------------------------
+
+    def pin(self, request_id: str, demand: VersionDemand) -> None:
+        """Note a request that accepts some versions only. Raises WeightVersionNotServed."""
+        demand.check(self.version)
+        self._pinned[request_id] = demand
+
+    def unpin(self, request_id: str) -> None:
+        """Forget a request that has ended. Idempotent."""
+        if self._pinned.pop(request_id, None) is not None:
+            self._unpinned.notify()
+
+    def refusing(self, version: int) -> list[str]:
+        """Return the ids of the requests in flight that do not accept `version`."""
+        return [request_id for request_id, demand in self._pinned.items() if not demand.accepts(version)]
+
+    def refuses(self, demand: VersionDemand | None) -> bool:
+        """Tell if a known version is served that is not accepted."""
+        return demand is not None and self.version is not None and not demand.accepts(self.version)
+
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        """Wait as `EngineControl.drain_pinned` does."""
+        give_up_at = deadline_after(grace_s)
+        while self.is_serving and self.refusing(version) and await self._unpinned.wait_until(give_up_at):
+            pass
 
     # --- the look at new weights --------------------------------------------------------------------------
 

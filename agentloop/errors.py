@@ -11,7 +11,8 @@
     │   ├── ModelNotFound
     │   └── SessionNotFound
     ├── Conflict                        409  not possible in the present state
-    │   └── SessionFinished                  a call that came after its session's end
+    │   ├── SessionFinished                  a call that came after its session's end
+    │   └── WeightVersionNotServed           no weights that the call accepts: retry once they are
     ├── Gone                            410  a session that has expired
     │   └── SessionLost                      it was on a host that is lost
     ├── Overloaded                      429  a bound is reached; later it can work
@@ -43,6 +44,7 @@ All survive pickling (Ray) and `to_wire`/`from_wire` (HTTP). Nobody matches on m
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -53,23 +55,27 @@ class AgentLoopError(Exception):
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, details: Mapping[str, Any] | None = None) -> None:
+        """`details` are facts for the caller, as JSON."""
         super().__init__(message)
         self.message = message
         self.param = param
+        self.details = details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.param)
+        return _rebuild, (type(self), self.message, self.param, self.details)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the body of an error answer, in the OpenAI envelope."""
         kind = "invalid_request_error" if self.http_status < 500 else "server_error"
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": body}
+        return {"error": body if self.details is None else {**body, "details": self.details}}
 
 
-def _rebuild(cls: type[AgentLoopError], message: str, param: str | None) -> AgentLoopError:
-    return cls(message, param=param)
+def _rebuild(
+    cls: type[AgentLoopError], message: str, param: str | None, details: Mapping[str, Any] | None
+) -> AgentLoopError:
+    return cls(message, param=param, details=details)
 
 
 def from_wire(body: Any, status: int) -> AgentLoopError:
@@ -85,7 +91,7 @@ def from_wire(body: Any, status: int) -> AgentLoopError:
         cls = by_status.get(
             status, ServiceUnavailable if status == 503 else InvalidRequest if status < 500 else AgentLoopError
         )
-    return cls(message, param=envelope.get("param"))
+    return cls(message, param=envelope.get("param"), details=envelope.get("details"))
 
 
 def _walk(cls: type[AgentLoopError]) -> list[type[AgentLoopError]]:
@@ -140,6 +146,13 @@ class Conflict(AgentLoopError):
 
 class SessionFinished(Conflict):
     code = "session_finished"
+
+
+class WeightVersionNotServed(Conflict):
+    """No replica serves weights that the call accepts. `details` has `served`, and the answer so far, if any, as
+    `token_ids`, `logprobs` and `weight_versions`."""
+
+    code, retryable = "weight_version_not_served", True
 
 
 class Gone(AgentLoopError):

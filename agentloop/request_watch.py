@@ -61,7 +61,10 @@ class StreamPace:
 
 
 class RequestWatch:
-    """The timer of one request, as a context. Awaits within it go through `in_time`."""
+    """The timer of one request, as a context. Awaits within it go through `in_time`.
+
+    Entered, it raises WeightVersionNotServed if the engine serves no version that the request accepts.
+    """
 
     def __init__(
         self,
@@ -100,10 +103,14 @@ class RequestWatch:
         return self._all_standstill_s - self._stood_still_s
 
     def __enter__(self) -> RequestWatch:
+        demand = self._request.sampling.weight_version
+        if demand is not None:
+            self._lifecycle.pin(self._request.request_id, demand)
         self._set_timer()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lifecycle.unpin(self._request.request_id)
         if self._timer is not None:
             self._timer.cancel()
         if self._ending is not None:
@@ -124,9 +131,12 @@ class RequestWatch:
             self._scope = None
 
     def finished(self, generation: Generation) -> Generation:
-        """Return the request's generation with its times, and with FinishReason.DEADLINE if the timer ended it."""
+        """Return the request's generation with its times, and with the reason of what ended it here: its timer, or
+        weights that it does not accept."""
         reason = generation.finish_reason
-        if self._ending is not None and reason is FinishReason.ABORT:
+        if reason is FinishReason.ABORT and self._lifecycle.refuses(self._request.sampling.weight_version):
+            reason = FinishReason.REPLACED
+        elif reason is FinishReason.ABORT and self._ending is not None:
             reason = FinishReason.DEADLINE
         engine_s = self._loop.time() - self._began_at
         return replace(generation, finish_reason=reason, standstill_s=self.standstill_s, engine_s=engine_s)

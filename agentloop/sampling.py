@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
+from agentloop.errors import WeightVersionNotServed
+
 MAX_RECORDED_CONSTRAINT_CHARS = 1024
 """A turn's record has a longer constraint by its digest: the grammar of many tools may be larger than all that was
 sampled under it, so a trajectory has each text once, in its `constraints`."""
@@ -39,6 +41,36 @@ class Constraint:
 
     kind: ConstraintKind
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDemand:
+    """The weight versions that a caller accepts: no token of its answer is sampled under another.
+
+    While the fleet serves none of them the call waits, `wait_s` in all, and then ends with WeightVersionNotServed.
+    The two fields are those of the contract between a trainer and an external rollout service.
+    """
+
+    min_version: int | None = None  # this one and all later ones
+    exact_version: int | None = None  # this one alone
+    wait_s: float = 0.0
+
+    def accepts(self, version: int) -> bool:
+        """Tell if a token may be sampled under this version."""
+        if self.exact_version is not None and version != self.exact_version:
+            return False
+        return self.min_version is None or version >= self.min_version
+
+    def check(self, served: int | None) -> None:
+        """Raise WeightVersionNotServed if the served version is known, and not accepted."""
+        if served is not None and not self.accepts(served):
+            wanted = f"version {self.exact_version}" if self.exact_version is not None else ""
+            wanted = wanted or f"version {self.min_version} or a later one"
+            raise WeightVersionNotServed(
+                f"{wanted} is demanded, and version {served} served",
+                param="weight_version",
+                details={"served": [served]},
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +103,7 @@ class SamplingOptions:
     """The model's own stop tokens are not added to `stop_token_ids`: it is for a session or a task, which has them
     filled in. Engines stop at `stop_token_ids` alone in any case."""
     priority: int = 0  # of requests that wait in an engine those of lower numbers go first; no distribution's
+    weight_version: VersionDemand | None = None  # the weights that may sample it; None: any
 
 
 @dataclass(frozen=True, slots=True)

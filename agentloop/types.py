@@ -24,6 +24,7 @@ from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
 from agentloop.sampling import LogprobsMode, SamplingOptions, TurnSampling
 from agentloop.sampling import SamplingParams as SamplingParams
+from agentloop.sampling import VersionDemand as VersionDemand
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token the likeliest (id, logprob), best first."""
@@ -43,6 +44,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # `max_tokens` were sampled
     ABORT = "abort"  # somebody asked for it; the ids so far are valid
     DEADLINE = "deadline"  # the turn's time was over, so it was asked for; no engine says this by itself
+    REPLACED = "replaced"  # the weights that it accepts were; the ids so far are valid. It stays within the service
 
 
 class PauseMode(StrEnum):

@@ -1,7 +1,7 @@
 """The JSON of our answers, and its schemas for the OpenAPI page, both made from the dataclasses themselves.
 
 An answer is what `codec.to_builtins` writes, with the two differences that stand here: a rollout's status tells
-`is_done` too, and a generation does not tell the engine's load and stand-still.
+`is_done` too, and a generation its first and last weight version, and not the engine's load and stand-still.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SCHEMA_PREFIX = "#/components/schemas/"
 
 _OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
+_ENDS = ("weight_version_start", "weight_version_end")  # of its tokens
 
 _ANSWERS = (  # and what they are made of
     Finding,
@@ -50,7 +51,9 @@ def generation_answer(generation: Generation) -> dict[str, Any]:
     answer: dict[str, Any] = codec.to_builtins(generation)
     for name in _UNSAID:
         del answer[name]
-    return answer
+    spans = generation.weight_versions
+    ends = (spans[0].version, spans[-1].version) if spans else (None, None)
+    return answer | dict(zip(_ENDS, ends, strict=True))
 
 
 @cache
@@ -66,6 +69,8 @@ def answer_schemas() -> dict[str, Any]:
     schemas["RolloutStatus"]["properties"]["is_done"] = {"type": "boolean"}
     for name in _UNSAID:
         del schemas["Generation"]["properties"][name]
+    for name in _ENDS:
+        schemas["Generation"]["properties"][name] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     for schema in schemas.values():
         if "properties" in schema:
             schema["required"] = list(schema["properties"])  # a field with a default is written too

@@ -53,6 +53,7 @@ from agentloop.types import (
     RolloutTask,
     SamplingParams,
     StalenessLimit,
+    VersionDemand,
 )
 
 B = TypeVar("B", bound=BaseModel)
@@ -112,6 +113,7 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 _Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
+Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def _storable(value: JsonValue) -> JsonValue:
@@ -199,6 +201,24 @@ class ConstraintBody(Body):
     text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
 
 
+class VersionDemandBody(Body):
+    """`VersionDemand`."""
+
+    min_version: Version | None = None
+    exact_version: Version | None = None
+    wait_s: float = Field(default=0.0, ge=0, le=MAX_TIMEOUT_S)
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> Self:
+        if self.exact_version is not None and self.exact_version < (self.min_version or 0):
+            raise ValueError("exact_version is below min_version: no version is both")
+        return self
+
+    def to_demand(self) -> VersionDemand:
+        """Return the demand."""
+        return VersionDemand(self.min_version, self.exact_version, self.wait_s)
+
+
 class SamplingOptionsBody(Body):
     """`SamplingOptions`."""
 
@@ -216,6 +236,7 @@ class SamplingOptionsBody(Body):
     repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty
     ignore_eos: bool = _SAMPLING.ignore_eos
     priority: int = Field(default=_SAMPLING.priority, ge=-_INT32_MAX, le=_INT32_MAX)
+    weight_version: VersionDemandBody | None = None
 
 
 class SamplingBody(SamplingOptionsBody):
@@ -231,10 +252,13 @@ class GenerateBody(Body):
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
     sampling: SamplingBody
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
+    weight_version: VersionDemandBody | None = None  # that of `sampling`, where other dialects have it too
 
     def to_request(self, request_id: str) -> GenerateRequest:
         """Return the request as an engine takes it."""
         sampling = codec.from_builtins(self.sampling.model_dump(), SamplingParams)
+        if self.weight_version is not None:
+            sampling = replace(sampling, weight_version=self.weight_version.to_demand())
         return GenerateRequest(request_id, tuple(self.token_ids), sampling, timeout_s=self.timeout_s)
 
 
@@ -520,7 +544,7 @@ class WeightsBody(Body):
 
     model_config = ConfigDict(json_schema_extra=_one_source)
 
-    version: int = Field(ge=0, lt=1 << 63)
+    version: Version
     directory: Directory | None = None
     push: PushBody | None = None
     adapter: Directory | None = None

@@ -260,6 +260,8 @@ def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"
     envelope: dict[str, JSON] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    if error.details is not None:
+        envelope["details"] = dict(error.details)
     if isinstance(error, UnsupportedParameter) and error.param == "thread":
         envelope["details"] = {"error_code": _NO_THREADS, "unsupported": [error.param]}
     return {"type": "error", "error": envelope, "request_id": request_id}

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import ClassVar
 
 from agentloop.chat.call import ChatResult
-from agentloop.chat.dialect import Answer, session_extra, versions_of
+from agentloop.chat.dialect import Answer, session_extra, version_range, versions_of
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase
 from agentloop.generation.turn_piece import TurnPiece, finish_of
@@ -122,7 +122,7 @@ class ChoiceWriter(ABC):
         }
 
     def _extras(self, result: ChatResult) -> Answer:
-        extras: Answer = {"session": session_extra(result)}
+        extras: Answer = {"session": session_extra(result), **version_range(node.reply for node in result.choices)}
         if self._body.return_token_ids:
             extras["prompt_token_ids"] = list(result.prompt_ids)
         return extras

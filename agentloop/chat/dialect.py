@@ -14,7 +14,7 @@ from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import format_of, loads
-from agentloop.trajectory.node import Node
+from agentloop.trajectory.node import Node, Reply
 from agentloop.types import (
     JSON,
     Constraint,
@@ -158,6 +158,12 @@ def versions_of(node: Node) -> list[Answer]:
     return [{"version": s.version, "start": s.start, "end": s.end} for s in node.reply.weight_versions]
 
 
+def version_range(replies: Iterable[Reply]) -> Answer:
+    """Return the oldest and the newest weight version of an answer's tokens; null where it has none."""
+    found = [span.version for reply in replies for span in reply.weight_versions]
+    return {"weight_version_start": min(found, default=None), "weight_version_end": max(found, default=None)}
+
+
 def session_extra(result: ChatResult) -> Answer:
     """Return the call's place in its session: turns, how history was matched, the calls' tokens."""
     first = result.choices[0]
@@ -188,6 +194,7 @@ def capture_extras(result: ChatResult, *, with_token_ids: bool) -> dict[str, Any
     """Return an answer's fields for a trainer: session and versions, and the ids if asked for."""
     node = result.choices[0]
     extras: dict[str, Any] = {"session": session_extra(result), "weight_versions": versions_of(node)}
+    extras |= version_range([node.reply])
     if with_token_ids:
         extras["prompt_token_ids"] = list(result.prompt_ids)
         extras["token_ids"] = node.reply.token_ids.tolist()

@@ -12,7 +12,15 @@ from typing import Annotated, Any, Final, Self, TypeAlias
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_STOP_TOKEN_IDS, Body, Id, Json, TokenId
+from agentloop.api.requests import (
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    Body,
+    Id,
+    Json,
+    TokenId,
+    VersionDemandBody,
+)
 from agentloop.checks import (
     MAX_CHAT_SEED,
     MAX_CHAT_TEMPERATURE,
@@ -81,6 +89,7 @@ class SamplingFields(Body):
 
     `min_p` and `repetition_penalty` shape the distribution that logprobs are of. A stop token of the request ends
     the turn as the model's own does; with `ignore_eos` the model's own are sampled as any other token.
+    `weight_version` says which weights may sample it (`VersionDemand`).
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
@@ -92,6 +101,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    weight_version: VersionDemandBody | None = None
 
 
 class SampledBody(NamesSession, SamplingFields):
@@ -138,6 +148,7 @@ def sampling_params(
         stop_token_ids=stops,
         ignore_eos=body.ignore_eos is True,
         constraint=constraint,
+        weight_version=None if body.weight_version is None else body.weight_version.to_demand(),
     )
 
 

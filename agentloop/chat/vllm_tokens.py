@@ -9,12 +9,14 @@ token both ways, as `token_id` and as `token: "token_id:N"`: vLLM writes the fir
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, Json, TokenId, VersionDemandBody
 from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.dialect import version_range
 from agentloop.chat.fields import Ignored, Model, Refused, refused
 from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
@@ -76,6 +78,7 @@ class TokensBody(Body):
     model: Model | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
     return_token_ids: bool | None = None
+    weight_version: VersionDemandBody | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     token_offsets: Ignored = None
     stream_options: Ignored = None
@@ -99,6 +102,8 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
         sampling = sampling_of(given, given.max_tokens, model.vocab_size, num_top)
     except InvalidRequest as error:
         raise type(error)(error.message, param=f"sampling_params.{error.param}") from error
+    if body.weight_version is not None:
+        sampling = replace(sampling, weight_version=body.weight_version.to_demand())
     return ChatCall(
         messages=(),
         prompt_ids=tuple(body.token_ids),
@@ -126,6 +131,7 @@ def render_tokens(
             "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
         },
         "output_mode": "tokens",
+        **version_range(replies),
         "choices": [_choice(index, reply, body.sampling_params) for index, reply in enumerate(replies)],
         "prompt_logprobs": None,
         "prompt_token_id_logprobs": None,

@@ -52,7 +52,16 @@ from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
 from agentloop.engine import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
-from agentloop.types import Generation, KVPolicy, Message, OnStale, PauseMode, RolloutTask, Trajectory
+from agentloop.types import (
+    Generation,
+    KVPolicy,
+    Message,
+    OnStale,
+    PauseMode,
+    RolloutTask,
+    Trajectory,
+    VersionDemand,
+)
 
 T = TypeVar("T")
 
@@ -264,6 +273,7 @@ class RolloutClient:
         on_overflow: OnOverflow = "length",
         on_malformed_call: OnMalformedCall = "content",
         task_messages: Iterable[Message] = (),
+        weight_version: VersionDemand | None = None,
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -271,11 +281,12 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that is not
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
-        `on_overflow`, `on_malformed_call`, `task_messages`: as `NewSessionBody` says.
+        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`: as `NewSessionBody` says.
         """
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
-        policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call}
+        demand = None if weight_version is None else codec.to_builtins(weight_version)
+        policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call, "weight_version": demand}
         said = [{"role": message.role, "content": message.content} for message in task_messages]
         body = check_body({**names, **place, **policy, "task_messages": said}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)

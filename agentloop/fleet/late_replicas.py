@@ -170,6 +170,7 @@ class LateReplicas:
             source = await self._staged(replica, stage_timeout_s)
             if source is None:
                 return None
+            await self._steps.drain_pinned(replica, source.version)
         if self._fleet.begin_update(replica) is None:
             return False
         if source is not None:

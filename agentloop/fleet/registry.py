@@ -38,6 +38,7 @@ from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
 from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken, UnsupportedParameter
+from agentloop.sampling import VersionDemand
 from agentloop.types import Load
 
 
@@ -193,6 +194,11 @@ class Fleet:
             f"{reason}; engines that could are, for {'; for '.join(lines)}{hint_of(refused)}",
             param=param_of(refused),
         )
+
+    def check_version(self, demand: VersionDemand | None) -> None:
+        """Raise WeightVersionNotServed if the fleet serves weights that a call does not accept."""
+        if demand is not None:
+            demand.check(self._weight_version)
 
     def _having(self, feature: Feature) -> list[str]:
         return [name or info.name for name, info in self._engines.items() if feature in info.features]

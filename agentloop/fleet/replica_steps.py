@@ -9,6 +9,7 @@ raises TimeoutError after its deadline, and what the engine raises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from agentloop.engine import (
@@ -20,12 +21,15 @@ from agentloop.engine import (
     StageReport,
     WeightUpdate,
 )
+from agentloop.errors import AgentLoopError
 from agentloop.fleet.desired_state import StandingOrders
 from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
+
+_ANSWER_S = 1.0  # of a drain, beyond its grace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class WeightConfig:
     commit_timeout_s: float = 300.0  # in one phase the commit transfers
     resume_timeout_s: float = 60.0
     straggler_grace_s: float = 10.0  # after the others are through with a step
+    exact_grace_s: float = 5.0  # for requests that do not accept the new version; a straggler has no more
     sleep_timeout_s: float = 120.0
     wake_timeout_s: float = 120.0
     offer_timeout_s: float = 30.0
@@ -74,6 +79,12 @@ class ReplicaSteps:
         """Receive and check the weights of an update while decoding goes on."""
         timeout_s = self.config.stage_timeout_s if timeout_s is None else timeout_s
         return await within(timeout_s, self._engine(replica).stage(update))
+
+    async def drain_pinned(self, replica: ReplicaRecord, version: int) -> None:
+        """Let requests end that do not accept the version to come. A replica that does not answer is left alone."""
+        grace_s = self.config.exact_grace_s
+        with suppress(AgentLoopError, TimeoutError, ConnectionError):
+            await within(grace_s + _ANSWER_S, self._engine(replica).drain_pinned(version, grace_s))
 
     async def pause_for_commit(self, replica: ReplicaRecord, kv_policy: KVPolicy) -> None:
         """Freeze requests where they are, for the commit that follows."""

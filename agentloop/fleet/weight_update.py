@@ -2,9 +2,9 @@
 
     the update     IDLE ─► STAGING ─► SWITCHING ─► IDLE       every state ─► IDLE on failure
 
-    each replica   stage ─► pause ─► commit ─► wake ─► resume, with the look at the new weights
-                   decodes  frozen             in a    └ the first replica's makes the version the fleet's
-                                               sleeping fleet
+    each replica   stage ─► drain ─► pause ─► commit ─► wake ─► resume, with the look at the new weights
+                   decodes           frozen             in a    └ the first replica's makes the version the fleet's
+                                                        sleeping fleet
     if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
@@ -14,7 +14,8 @@ the new version; one that has not switched yet ends its requests under the old o
 staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all receivers at once: then all switch together. Each
 step waits for all replicas, for stragglers seconds only, and each replica takes its own look. A sleeping fleet is
 woken by an update: its weights' memory before the stage, the KV cache's after the commit. A paused fleet takes its
-looks once it is resumed.
+looks once it is resumed. The drain is for requests that do not accept the new version: it takes seconds at most,
+delays that replica alone, and no pause is longer for it.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
@@ -45,7 +46,8 @@ from agentloop.fleet.replica_steps import ReplicaSteps
 
 READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5
-_WAIT = "wait"  # for the replica that switches first
+_PROMPT_S = 0.2
+_WAIT = "wait"  # for requests of older versions, and the replica that switches first
 
 Step = Callable[[ReplicaProgress], Awaitable[None]]
 
@@ -85,7 +87,8 @@ class FleetUpdate:
         self._tags = tags
         self._orders = StandingOrders()  # as they are during the switch
         self._publish_once: Callable[[], asyncio.Task[None]]
-        self._in_turn: list[ReplicaProgress] = []  # in this order, to switch first
+        self._in_turn: list[ReplicaProgress] = []  # those that may still switch first
+        self._drains: dict[str, asyncio.Task[None]] = {}
         self._state = UpdateState.STAGING
         self._turn = asyncio.Lock()  # to switch first
         self._has_first_switched = False  # a replica has resumed under the version
@@ -145,9 +148,13 @@ class FleetUpdate:
                 return publishing[0]
 
             self._publish_once = publish_once
+            for one in unfailed(self.replicas):
+                draining = self._steps.drain_pinned(one.replica, self._source.version)
+                self._drains[one.replica.replica_id] = group.create_task(draining, name="drain")
+            await asyncio.wait(self._drains.values(), timeout=_PROMPT_S)  # most have nothing to wait for
             if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
                 # Each step waits for all replicas.
-                for step in (self._begin_update, self._pause, self._commit, self._resume_and_admit):
+                for step in (self._drain, self._begin_update, self._pause, self._commit, self._resume_and_admit):
                     await self._on_all(unfailed(self.replicas), step)
             else:
                 # First the replicas in service, by the time of their stages.
@@ -155,7 +162,7 @@ class FleetUpdate:
                     unfailed(self.replicas),
                     key=lambda one: (one.replica.state is not ReplicaState.READY, one.stage_s),
                 )
-                await self._on_all(self._in_turn, self._switch_in_turn)
+                await self._on_all(tuple(self._in_turn), self._switch_in_turn)
             is_refused = any(isinstance(one.failure, WeightsRefused) for one in self.replicas)
             held = [
                 one for one in self.replicas if one.committed and not isinstance(one.failure, WeightUpdateFailed)
@@ -183,16 +190,17 @@ class FleetUpdate:
     async def _switch_in_turn(self, one: ReplicaProgress) -> None:
         """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a
         straggler's time, the next one becomes the first; a refusal ends the update."""
-        one.verb = _WAIT
+        await self._drain(one)
         async with self._turn:
+            self._in_turn.remove(one)
             is_first = not self._has_first_switched
             if self._is_refused:
                 raise WeightsRefused("another replica was asked first, and refused them")
             if is_first:
                 patience_s = self._config.straggler_grace_s + READ_SLOWNESS * one.stage_s
-                is_last = one is self._in_turn[-1]
+                limit_s = patience_s if self._in_turn else self._config.switch_timeout_s
                 try:
-                    await within(self._config.switch_timeout_s if is_last else patience_s, self._switch_one(one))
+                    await within(limit_s, self._switch_one(one))
                 except WeightsRefused:
                     self._is_refused = True
                     raise
@@ -204,6 +212,10 @@ class FleetUpdate:
     async def _switch_one(self, one: ReplicaProgress) -> None:
         for step in (self._begin_update, self._pause, self._commit, self._wake_and_resume):
             await step(one)
+
+    async def _drain(self, one: ReplicaProgress) -> None:
+        one.verb = _WAIT
+        await self._drains[one.replica.replica_id]
 
     async def _begin_update(self, one: ReplicaProgress) -> None:
         one.verb = "switch"
@@ -245,7 +257,8 @@ class FleetUpdate:
         return bool(self._orders.asleep - self._tags)
 
     async def _on_all(self, progress: Sequence[ReplicaProgress], step: Step) -> None:
-        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
+        timeout_s = self._config.switch_timeout_s + self._config.exact_grace_s
+        limits = StepLimits(timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
         await on_all(progress, "switch", step, limits, self._failed)
 
     def _failed(self, one: ReplicaProgress) -> None:

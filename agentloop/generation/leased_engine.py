@@ -11,6 +11,8 @@ rate. The policy:
   request. Others are, and the DeadlineExceeded of one replica while the call has time left is one: after
   `max_attempts` of them in a row, without a token between, the last error comes as it is. A prompt that kills its
   replicas must not be carried from one to the next for ever;
+- while the service has no weights that the call accepts it waits as long as the call's demand says; then it ends
+  with WeightVersionNotServed, which has the tokens so far, or for one that `keeps_late` with these as an abort;
 - an abort ends a round like a failure does, and the next begins at once, unless `continues_after_abort` says no;
 - what an engine reported, or streamed, before its round ended is kept: the next one goes on from those ids, with a
   new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
@@ -41,6 +43,7 @@ import structlog
 import xxhash
 from structlog.contextvars import bind_contextvars
 
+from agentloop import codec
 from agentloop.api.coordinator import LeasePort
 from agentloop.capabilities import Feature, Needs, bits_of, needs_of
 from agentloop.checks import MAX_SEED, MAX_VOCAB_SIZE, check_generation, check_piece
@@ -57,6 +60,7 @@ from agentloop.errors import (
     MalformedEngineResponse,
     NoHealthyReplica,
     ServiceUnavailable,
+    WeightVersionNotServed,
 )
 from agentloop.generation.deadline import Deadline, loop_time
 from agentloop.generation.leases import LeaseConfig, LeaseHolder, LeaseReporter
@@ -85,6 +89,7 @@ _LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
 _IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
 _FIRST_PAUSE_S = 0.1  # before the second round, at most; then doubled
 _MAX_PAUSE_S = 5.0
+_VERSION_POLL_S = 0.5
 _SUSPECT_PAUSE_S = 5.0  # before the third round in a row of a request that fails; then doubled
 _MAX_SUSPECT_PAUSE_S = 20.0
 
@@ -268,9 +273,15 @@ class LeasedEngine:
                             yield piece
                 except AgentLoopError as error:
                     await turn.in_time(self._recover(turn, lease, error))
-                    is_begun = not isinstance(error, EnginePaused | EngineUnreachable)
+                    is_begun = not isinstance(error, EnginePaused | EngineUnreachable | WeightVersionNotServed)
                     self.num_resampled += is_begun and not turn.sampled
             yield ended
+        except WeightVersionNotServed as error:
+            if turn.sampled and turn.request.keeps_late and (ended := turn.cut_short()) is not None:
+                yield ended
+                return
+            self._lose(LossCause.STALE, len(turn.sampled))
+            raise turn.with_tokens(error) from error
         except BaseException as error:  # the deadline is the caller's: it may end the turn by a cancellation
             if not isinstance(error, GeneratorExit):  # else its reader has what it wanted
                 is_cut = isinstance(error, asyncio.CancelledError | DeadlineExceeded)
@@ -315,7 +326,7 @@ class LeasedEngine:
         lease = self._holder.held(needs)
         if lease is None:
             with turn.clock.queueing():
-                lease = await self._waited(turn.deadline, asked, needs)
+                lease = await self._waited(turn, asked, needs)
         bind_contextvars(replica=lease.replica_id)
         if lease.replica_id != self._replica_id:
             if self._replica_id:
@@ -324,7 +335,8 @@ class LeasedEngine:
         turn.begin_round(lease)
         return lease
 
-    async def _waited(self, deadline: Deadline, asked: GenerateRequest, needs: Needs) -> Lease:
+    async def _waited(self, turn: _TurnRounds, asked: GenerateRequest, needs: Needs) -> Lease:
+        deadline = turn.deadline
         refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
         num_refused = 0
         patience_s = None if math.isinf(deadline.patience_s) else max(deadline.patience_s, 0.0)
@@ -337,6 +349,9 @@ class LeasedEngine:
                             return await self._holder.ask(asked.token_ids, needs)
                         except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
+                        except WeightVersionNotServed as error:
+                            await turn.wait_for_version(error)
+                            continue
                         num_refused = 0 if loop_time() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))
         except TimeoutError as error:
@@ -344,6 +359,12 @@ class LeasedEngine:
 
     async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
         """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
+        if isinstance(error, WeightVersionNotServed):  # by a replica that switches before the fleet, or after it
+            self._holder.have_ask(lease)
+            turn.num_misplaced += 1
+            if turn.num_misplaced > self._max_attempts:
+                await turn.wait_for_version(error)
+            return
         if isinstance(error, MalformedEngineResponse):
             self.tally.count("logprob_problems_total")
         turn.fail_round(error)
@@ -458,6 +479,7 @@ class _TurnRounds:
         self.is_streamed = is_streamed
         self.num_failures = 0  # of the request, in a row
         self.num_lost = 0  # rounds that failed in any way, in a row
+        self.num_misplaced = 0  # rounds that a replica refused for its weights
         self.last_lease: Lease | None = None  # of the last round
         self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
         self._vocab_size = vocab_size
@@ -473,24 +495,32 @@ class _TurnRounds:
         self._lease: Lease | None = None  # of the round, until it has failed otherwise than by its silence
         self._began_at = 0.0
         self._standstill_s = 0.0  # of the round, as it was told
+        self._patient_until: float | None = None  # since the call was first refused for the fleet's weights
         self._heard_at = 0.0
 
     def ended(self) -> Generation | None:
         """Return the whole reply if the rounds so far make one: of the last, its generation alone may be lost."""
         last, sampling, ids = self._last, self.request.sampling, self.sampled.token_ids
-        if last is not None and last.finish_reason is not FinishReason.ABORT:
+        is_cut = last is None or last.finish_reason in (FinishReason.ABORT, FinishReason.REPLACED)
+        if last is not None and not is_cut:
             return self._reply(last.finish_reason)
         if len(ids) > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
             return self._reply(FinishReason.STOP)
         if len(ids) >= sampling.max_tokens:
             return self._reply(FinishReason.LENGTH)
-        if last is None or self._continues_after_abort is None or self._continues_after_abort(self.sampled):
+        if last is None or last.finish_reason is FinishReason.REPLACED:
+            return None
+        if self._continues_after_abort is None or self._continues_after_abort(self.sampled):
             return None
         return self._reply(FinishReason.ABORT)
 
     def next_request(self) -> GenerateRequest:
         """Return what is still to be asked: the prompt with the ids so far, under an id of its own. Raises
-        EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often."""
+        EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often, and
+        WeightVersionNotServed where new weights cut one that cannot go on."""
+        last, demand = self._last, self.request.sampling.weight_version
+        if last is not None and demand is not None and self.request.sampling.looks_back and self.sampled:
+            demand.check(last.load.weight_version)
         if self._last is not None and not self._survives_abort():
             raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
         request, self._last = self.request, None
@@ -583,6 +613,27 @@ class _TurnRounds:
         """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
         return self._reply(FinishReason.ABORT) if self.sampled or self._last is not None else None
 
+    async def wait_for_version(self, error: WeightVersionNotServed) -> None:
+        """Wait a moment for other weights. Raises `error` once the call has waited as long as it demands."""
+        demand, now = self.request.sampling.weight_version, loop_time()
+        if self._patient_until is None:
+            self._patient_until = now + (0.0 if demand is None else demand.wait_s)
+        if now >= self._patient_until:
+            raise error
+        await asyncio.sleep(min(random.uniform(0.5, 1.0) * _VERSION_POLL_S, self._patient_until - now))
+
+    def with_tokens(self, error: WeightVersionNotServed) -> WeightVersionNotServed:
+        """Return the error with the tokens that the call has, which may be none."""
+        found, sampled = dict(error.details or {}), self.sampled
+        if sampled:
+            spans = codec.to_builtins(list(sampled.weight_versions))
+            found |= {
+                "token_ids": list(sampled.token_ids),
+                "logprobs": list(sampled.logprobs),
+                "weight_versions": spans,
+            }
+        return WeightVersionNotServed(error.message, param=error.param, details=found)
+
     async def in_time(self, work: Awaitable[T]) -> T:
         """Await a part of the call. Raises DeadlineExceeded at a deadline that is enforced here."""
         if self._ends_at is None:
@@ -612,6 +663,9 @@ class _TurnRounds:
 
     def _append(self, piece: Delta | Generation) -> None:
         newest, spans = self.sampled.newest_version, piece.weight_versions
+        if (demand := self.request.sampling.weight_version) is not None:
+            for span in spans:
+                demand.check(span.version)
         if spans and newest is not None and spans[0].version < newest:
             raise EngineUnusable(
                 f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"

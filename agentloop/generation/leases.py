@@ -42,6 +42,7 @@ from agentloop.errors import (
     NotFound,
     ServiceUnavailable,
     SessionFinished,
+    WeightVersionNotServed,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
 
@@ -267,11 +268,15 @@ class LeaseHolder:
         """Return the lease to call under, asked for if there is none that serves.
 
         Raises NoHealthyReplica or ServiceUnavailable if there is none now, UnsupportedParameter if no engine can
-        serve the needs, and as `held` does.
+        serve the needs, WeightVersionNotServed, and as `held` does.
         """
         if (lease := self.held(needs)) is not None:
             return lease
         return await self._reporter.changes.run(self._asked(prompt_ids, needs))
+
+    def have_ask(self, lease: Lease) -> None:
+        """Ask before the next call: the replica of this lease serves no weights that the call accepts."""
+        self._must_ask = self._must_ask or lease == self.lease
 
     async def failed(self, lease: Lease) -> None:
         """Report that the replica of a lease failed, and hold the lease that the coordinator gives instead."""
@@ -401,7 +406,7 @@ class LeaseHolder:
         is_failed = self._has_failed and not self._is_failure_acked
         try:
             return await self._in_time(self._coordinator.move(self._name, held, is_failed, needs))
-        except NoHealthyReplica:
+        except (NoHealthyReplica, WeightVersionNotServed):
             self._is_failure_acked = self._has_failed  # reported again, the failure would count again
             raise
         except AgentLoopError as error:

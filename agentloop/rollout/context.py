@@ -38,6 +38,7 @@ from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
     JSON,
+    FinishReason,
     GenerateRequest,
     KVPolicy,
     LossCause,
@@ -291,6 +292,8 @@ class LoopContext:
         self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         self._keep_turn(max_tokens)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
+        if reply.finish_reason is FinishReason.ABORT and self.task.weight_version is not None:
+            raise LimitReached(StopReason.STALE)  # by weights that the task does not accept
         self._check_age()
         return reply
 

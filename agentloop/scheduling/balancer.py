@@ -162,8 +162,9 @@ class Balancer:
         """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
 
         It is granted also without room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine
-        can serve the demand's needs.
+        can serve the demand's needs, or WeightVersionNotServed.
         """
+        self._fleet.check_version(demand.needs.version)
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
             if holding.is_counted and self._books.takes_traffic(holding.lease, demand.needs):
@@ -192,9 +193,10 @@ class Balancer:
         After a failure it is on another replica if there is one. Without a failure it stays where the KV is if that
         replica can serve what it `needs`, now and from here on; a holder that was told to ask may have to wait for
         room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and UnsupportedParameter if no
-        engine can serve it: the holder keeps its lease. Raises NotFound for a lease that is not known (`adopt` it
-        first).
+        engine can serve it, or WeightVersionNotServed: the holder keeps its lease. Raises NotFound for a lease that
+        is not known (`adopt` it first).
         """
+        self._fleet.check_version(needs.version)
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             raise NotFound(f"lease {lease.lease_id} is not known", param="lease")

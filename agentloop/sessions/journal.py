@@ -17,7 +17,7 @@ from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.score import Score
 from agentloop.trajectory.node import CallRecord, Node
-from agentloop.types import Message, StopReason, TrajectoryTimes
+from agentloop.types import Message, StopReason, TrajectoryTimes, VersionDemand
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -59,6 +59,7 @@ class SessionRecord:
     has_control_key: bool = False  # its maker was given one; without users it alone ends the session
     is_revoked: bool = False  # it takes no calls any more
     traceparent: str = ""  # the W3C trace context of its maker
+    weight_version: VersionDemand | None = None  # of calls that say none
 
 
 @dataclass(frozen=True, slots=True)

@@ -495,13 +495,15 @@ class Session:
         return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
 
     def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
-        chat_call = live.chat_call
+        chat_call, sampling = live.chat_call, prepared.sampling.of_choice(choice_index)
+        if sampling.weight_version is None:
+            sampling = replace(sampling, weight_version=self._record.weight_version)
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
             GenerateRequest(
                 request_id=f"{live.call_id}:{choice_index}",
                 token_ids=prepared.prompt.ids,
-                sampling=prepared.sampling.of_choice(choice_index),
+                sampling=sampling,
                 timeout_s=chat_call.timeout_s,
                 trajectory_id=self.session_id,
                 kv_version=self._first_version if keeps_kv else None,

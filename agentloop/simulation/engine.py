@@ -271,6 +271,9 @@ class SimulatedEngine:
         self._fail_all(EngineUnusable, "its weights are of unknown state")
         self._scheduler.drop_kv()
 
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        await self._lifecycle.drain_pinned(version, grace_s)
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
         report = await self._weights.stage(update)
@@ -284,10 +287,13 @@ class SimulatedEngine:
                 self._refuse()
             try:
                 with self._lifecycle.committing(version, is_forced=self._weights.is_forced):
-                    return await self._weights.commit()
+                    report = await self._weights.commit()
             except BaseException:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")
                 raise
+            for request_id in self._lifecycle.refusing(version):
+                await self.abort(request_id)
+            return report
 
     async def offer(self) -> PushSource | None:
         self._lifecycle.require_alive()

@@ -260,6 +260,8 @@ class UpdateSettings(_Strict):
 
     straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0
     """The time that the others wait for a replica that is late with a step."""
+    exact_grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """The time that a replica gives calls in flight that accept only the version before: docs/contracts.md."""
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0
     """The time of a whole update; longer than its steps together."""
 

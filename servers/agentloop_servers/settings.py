@@ -95,6 +95,7 @@ def weight_config(config: ServiceConfig) -> WeightConfig:
     commit_timeout_s = own_commit_s + CALL_MARGIN_S  # an engine's own sleep and wake have the same
     steps = WeightConfig(
         straggler_grace_s=updates.straggler_grace_s,
+        exact_grace_s=updates.exact_grace_s,
         stage_timeout_s=own_stage_s + CALL_MARGIN_S,
         commit_timeout_s=commit_timeout_s,
         sleep_timeout_s=commit_timeout_s,

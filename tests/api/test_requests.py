@@ -41,6 +41,7 @@ from agentloop.types import (
     SamplingParams,
     StalenessLimit,
     ToolCall,
+    VersionDemand,
 )
 from tests.support.records.samples import make_task
 from tests.support.records.vision_folder import picture
@@ -146,6 +147,7 @@ def test_all_of_sampling_is_on_the_wire() -> None:
         repetition_penalty=1.5,
         ignore_eos=True,
         priority=-2,
+        weight_version=VersionDemand(3, 5, 1.5),
     )
     body = changed(GENERATE, sampling=codec.to_builtins(sampling))
     request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")

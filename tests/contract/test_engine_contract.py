@@ -28,11 +28,20 @@ from agentloop.errors import (
     EngineUnusable,
     InvalidRequest,
     WeightUpdateFailed,
+    WeightVersionNotServed,
 )
 from agentloop.request_watch import StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
-from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan, clip_spans
+from agentloop.types import (
+    FinishReason,
+    Generation,
+    KVPolicy,
+    PauseMode,
+    VersionDemand,
+    WeightVersionSpan,
+    clip_spans,
+)
 from tests.contract.cases import EngineCase
 from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, is_idle, merged, until
 
@@ -447,6 +456,34 @@ async def test_a_commit_in_the_middle_opens_a_second_span(case: EngineCase, kv_p
             ]
             start += len(delta.token_ids)
         assert merged(streamed) == both.weight_versions
+
+
+async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(case: EngineCase) -> None:
+    """A drain waits for such a request, and for no other; what is refused at the door never runs."""
+    update, served = case.next_update(), case.engine.weight_version
+    assert served is not None
+    short, long = case.long_tokens // 4, case.long_tokens
+    demand = VersionDemand(exact_version=served)
+    await case.engine.stage(update)
+    others = Reading(case, case.request(case.prompt(), long))
+    drained = Reading(case, case.request(case.prompt(), short, weight_version=demand))
+    await drained.middle()
+    await case.engine.drain_pinned(update.version, TIMEOUT_S)
+    assert (await drained.end()).weight_versions == (WeightVersionSpan(served, 0, short),)
+    pinned = Reading(case, case.request(case.prompt(), long, weight_version=demand))
+    await pinned.middle()
+    await case.engine.drain_pinned(update.version, 0.0)
+    await case.engine.pause(PauseMode.KEEP)
+    await case.engine.commit(update.version)
+    cut = await pinned.end()  # before the resume
+    assert (cut.finish_reason, 0 < len(cut.token_ids) < long) == (FinishReason.REPLACED, True)
+    assert [span.version for span in cut.weight_versions] == [served]
+    await case.engine.resume()
+    with pytest.raises(WeightVersionNotServed):
+        await case.engine.generate(case.request(case.prompt(), 4, weight_version=demand))
+    newer = case.request(case.prompt(), 4, weight_version=VersionDemand(min_version=update.version))
+    assert [span.version for span in (await generated(case, newer)).weight_versions] == [update.version]
+    assert len((await others.end()).token_ids) == long
 
 
 @pytest.mark.parametrize("is_paused_before", [False, True], ids=["running", "paused by somebody else before"])

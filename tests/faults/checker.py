@@ -131,11 +131,16 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Tokens that their version would not have said there, and spans that do not tile what was sampled."""
     known = world.history.pushed - NOISE | {0}
+    accepted = world.ledger.accepted.items()
+    demands = {(name, group.group_id): group.task.weight_version for name, groups in accepted for group in groups}
     for records in stored.values():
         for record in records:
             name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
+            demand = demands.get((record.rollout_id, record.group_id))
             for path in record.paths:
                 yield from (f"{name}: {problem}" for problem in _path_problems(world.kv_policy, path, known))
+                if demand and not all(demand.accepts(span.version) for span in path.weight_versions):
+                    yield f"{name}: {demand} was answered by {path.weight_versions}"
 
 
 def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import UpdateState
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
-from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
+from agentloop.types import FinishReason, GenerateRequest, KVPolicy, SamplingParams, VersionDemand
 from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.engine.policies import continuation
 from tests.support.fleet.pushes import Sender, Wire
@@ -476,6 +476,55 @@ def test_with_simulated_engines(tmp_path):
         assert [engine.weight_version for engine in engines.values()] == [1, 1]
         assert [replica.replica_id for replica in fleet.placeable()] == ["a", "b"]
         assert [span.version for span in (await generating).weight_versions] == [0, 1]
+        for engine in engines.values():
+            await engine.close()
+
+    test()
+
+
+def test_a_replica_with_calls_for_the_version_before_switches_last_and_pauses_no_longer(tmp_path):
+    @virtual
+    async def test(clock):
+        (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        latency = LatencyModel(prefill_s=0.01, decode_s=0.01)
+        engines = {name: SimulatedEngine(SimulatedSpec(latency=latency), clock=clock) for name in "abc"}
+        fleet = Fleet()
+        sync = ReplicaSync(fleet, lambda url: engines[url[-1]], clock, replace(CONFIG, exact_grace_s=3.0))
+        late = LateReplicas(sync, fleet, clock)
+        for name, engine in engines.items():
+            await engine.start()
+            fleet.register(ReplicaRegistration(name, f"sim://{name}", engine.info, 0), 0.0)
+            assert await late.bring_up(name)
+
+        def sampling(num_tokens, **demand):
+            demanded = VersionDemand(**demand) if demand else None
+            return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, weight_version=demanded)
+
+        asked = {
+            "a": sampling(100, exact_version=0),  # ends within the grace
+            "b": sampling(1000, exact_version=0),  # does not
+            "c": sampling(1000, min_version=0),  # goes on over the update
+        }
+        generating = {
+            name: asyncio.create_task(engines[name].generate(GenerateRequest(name, (1, 2, 3), one)))
+            for name, one in asked.items()
+        }
+        on_b = asyncio.create_task(engines["b"].generate(GenerateRequest("b2", (1, 2, 3), sampling(1000))))
+        await clock.sleep(0.5)
+        report = await sync.update_weights(WeightUpdate(1, str(tmp_path)), KEEP)
+        paused_at_s = {one.replica_id: one.paused_at_ms / 1000 for one in report.replicas}
+        assert paused_at_s["c"] < paused_at_s["a"] < paused_at_s["b"]
+        assert paused_at_s == pytest.approx({"a": 0.52, "b": 3.0, "c": 0.2}, abs=0.25)
+        stalls = {one.stall_ms for one in report.replicas}
+        assert max(stalls) - min(stalls) < 50
+        ended = {name: await task for name, task in generating.items()}
+        assert [span.version for span in ended["a"].weight_versions] == [0]
+        assert (ended["b"].finish_reason, [span.version for span in ended["b"].weight_versions]) == (
+            FinishReason.REPLACED,
+            [0],
+        )
+        assert [span.version for span in ended["c"].weight_versions] == [0, 1]
+        assert [span.version for span in (await on_b).weight_versions] == [0, 1]
         for engine in engines.values():
             await engine.close()
 

@@ -25,6 +25,7 @@ from agentloop.errors import (
     NoHealthyReplica,
     ServiceUnavailable,
     SessionFinished,
+    WeightVersionNotServed,
 )
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import TURN_GRACE_S, CallLeases, LeasedEngine, continued
@@ -39,6 +40,7 @@ from agentloop.types import (
     Generation,
     Lease,
     SamplingParams,
+    VersionDemand,
     WeightVersionSpan,
 )
 from tests.support.engine.engines import leased
@@ -282,6 +284,60 @@ async def test_a_pause_does_not_outlast_the_deadline(site: LeaseSite) -> None:
     with pytest.raises(DeadlineExceeded):
         await streamed(site.engine, request(timeout_s=30.0))
     assert site.clock.now() == pytest.approx(60.0)
+
+
+def served(version: int) -> WeightVersionNotServed:
+    return WeightVersionNotServed("not these", param="weight_version", details={"served": [version]})
+
+
+@virtually
+async def test_a_call_waits_for_the_version_that_it_demands_and_no_longer(site: LeaseSite) -> None:
+    asked = request(weight_version=VersionDemand(min_version=3, wait_s=7.0))
+    site.coordinator.next_errors = [served(2) for _ in range(5)]
+    site.script.versions = [3]
+    assert [span.version for span in (await site.engine.generate(asked)).weight_versions] == [3]
+    assert 0 < site.clock.now() < 3.0
+    for wait_s in (0.0, 7.0):
+        engine, began_at = site.leases.engine(f"another {wait_s}"), site.clock.now()
+        site.coordinator.next_errors = [served(2) for _ in range(1000)]
+        with pytest.raises(WeightVersionNotServed) as raised:
+            await engine.generate(request(weight_version=VersionDemand(min_version=3, wait_s=wait_s)))
+        assert raised.value.details == {"served": [2]}
+        assert site.clock.now() - began_at == pytest.approx(wait_s)
+        site.coordinator.next_errors = []
+        site.leases.end(f"another {wait_s}")
+
+
+@virtually
+async def test_a_reply_that_new_weights_cut_goes_on_elsewhere_or_ends_with_its_tokens(site: LeaseSite) -> None:
+    """Never under other weights: a token of these, whatever an engine says, is not taken."""
+    asked = request(weight_version=VersionDemand(exact_version=3))
+    site.script.cut_after, site.script.errors = [4], [served(4)]
+    site.script.versions = [3, 3]
+    _, whole = await streamed(site.engine, asked)
+    assert [span.version for span in whole.weight_versions] == [3]
+    assert [url for url, _ in site.script.requests] == ["url-1", "url-2"]
+    site.script.requests.clear()
+    site.script.cut_after, site.script.errors, site.script.versions = [], [], [4, 4, 4, 4, 4, 4]
+    with pytest.raises(WeightVersionNotServed):
+        await site.engine.generate(asked)
+    for name in ("s2", "s3"):
+        await site.leases.engine(name).generate(request())
+    site.script.requests.clear()
+    site.script.cut_after, site.script.versions = [4], [3]
+    site.script.errors, site.coordinator.next_errors = [served(4)], [served(4)]
+    with pytest.raises(WeightVersionNotServed) as raised:
+        async for _ in site.leases.engine("s2").stream(asked):
+            pass
+    details = raised.value.details
+    assert details is not None
+    assert (details["token_ids"], details["served"]) == ([10, 11, 12, 13], [4])
+    assert details["weight_versions"] == [{"version": 3, "start": 0, "end": 4}]
+    site.script.requests.clear()
+    site.script.is_reporting = True
+    site.script.errors, site.coordinator.next_errors = [served(4)], [served(4)]
+    cut = await site.leases.engine("s3").generate(replace(asked, keeps_late=True))
+    assert (cut.finish_reason, len(cut.token_ids)) == (FinishReason.ABORT, 4)
 
 
 @virtually

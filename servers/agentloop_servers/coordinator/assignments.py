@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from agentloop.api.coordinator import Prefix, group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
@@ -30,11 +31,14 @@ def demand(worker_id: str, sample: Sample) -> Demand:
 def assignment(sample: Sample, lease: Lease) -> Assignment:
     """Return a sample with its lease, as it goes to its worker."""
     group = sample.group
+    task, wanted = group.task, group.task.weight_version
+    if wanted is not None:  # it has waited for them here
+        task = replace(task, weight_version=replace(wanted, wait_s=max(0.0, wanted.wait_s - sample.queued_s)))
     return Assignment(
         assignment_id=sample.assignment_id,
         group_id=group.group_id,
         sample_index=sample.sample_index,
-        task=group.task,
+        task=task,
         lease=lease,
         attempt=sample.attempt,
         queue_s=sample.queued_s,
@@ -51,7 +55,15 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
 def needs_of_task(task: RolloutTask) -> Needs:
     """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
     needs = needs_of(task.sampling(1), _num_prompt_tokens(task), has_images=bool(task.images))
-    return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
+    return replace(needs, version=None) if needs.features else NO_NEEDS  # how long the prompt is, is a guess
+
+
+def is_awaiting_version(sample: Sample, served: int | None, now: float) -> bool:
+    """Tell if a sample stays in the queue: other weights are served than it accepts, and its wait is not over."""
+    wanted = sample.group.task.weight_version
+    if wanted is None or served is None or wanted.accepts(served):
+        return False
+    return now - sample.queued_at < wanted.wait_s
 
 
 def _prefixes(task: RolloutTask) -> tuple[Prefix, ...]:

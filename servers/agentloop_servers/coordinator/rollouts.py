@@ -48,6 +48,7 @@ from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, Not
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
+from agentloop.scheduling.samples import NoPlace, Sample
 from agentloop.score import ended
 from agentloop.storage.retention import Unfinished
 from agentloop.storage.trajectory_store import MAX_RECORD_BATCH, TrajectoryStore, encoded_groups, groups_digest
@@ -59,7 +60,13 @@ from agentloop.types import (
     StopReason,
     Trajectory,
 )
-from agentloop_servers.coordinator.assignments import assignment, demand, needs_of_task, owed_record
+from agentloop_servers.coordinator.assignments import (
+    assignment,
+    demand,
+    is_awaiting_version,
+    needs_of_task,
+    owed_record,
+)
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _UNHEARD_S = 8.0  # a worker that was not heard of for so long is told of: it asks for work every few seconds
@@ -588,9 +595,14 @@ class Rollouts:
             return ()
         self.queue.set_versions(self._replicas.versions)
         waiting, now = self._replicas.waiting, self._clock.now()
-        placed = self.queue.take(
-            worker_id, num_free, now, lambda sample: waiting.try_to_place(demand(worker_id, sample))
-        )
+        served = self._replicas.weight_version
+
+        def place(sample: Sample) -> Lease | NoPlace:
+            if is_awaiting_version(sample, served, now):
+                return NoPlace.LATER
+            return waiting.try_to_place(demand(worker_id, sample))
+
+        placed = self.queue.take(worker_id, num_free, now, place)
         return tuple(assignment(sample, lease) for sample, lease in placed)
 
     def _aged(self, record: EncodedRecord) -> EncodedRecord:

@@ -18,8 +18,9 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
+from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
@@ -39,6 +40,7 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 IDEMPOTENCY_HEADER = "idempotency-key"
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 TURN_HEADER = "x-turn-id"
+VERSION_HEADER = "x-weight-version"
 
 LONG_ANSWER_TOKENS = 2048
 """Longer answers are written in a thread: with logprobs they are megabytes."""
@@ -56,7 +58,8 @@ async def answer_call(
     """
     session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
     with endpoint.hold_call_place(session.record.owner):
-        result = await unless_client_leaves(request, session.call(bounded(request, chat_call), key))
+        call = bounded(request, demanding(request, chat_call))
+        result = await unless_client_leaves(request, session.call(call, key))
     if result is None:
         return unread_response()
     replies, headers = [node.reply for node in result.choices], {TURN_HEADER: result.choices[0].node_id}
@@ -86,12 +89,13 @@ async def stream_call(
 
     A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
     """
+    call = demanding(request, chat_call)
     session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
 
     async def sent() -> AsyncGenerator[bytes, None]:
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
         with endpoint.hold_call_place(session.record.owner):
-            async with aclosing(session.stream(chat_call, key)) as pieces, aclosing(write(pieces)) as events:
+            async with aclosing(session.stream(call, key)) as pieces, aclosing(write(pieces)) as events:
                 async for event in events:
                     yield sse(event, event["type"] if are_named else None)
                 if not are_named:
@@ -104,6 +108,26 @@ async def stream_call(
         keep_alive_s=endpoint.limits.keep_alive_s,
         send_timeout_s=endpoint.limits.send_timeout_s,
     )
+
+
+def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
+    """Return the call with the weight versions that a header demands, where its body demands none.
+
+    `X-Weight-Version: min_version=7, wait_s=3` has the fields of `weight_version`, for clients whose bodies are
+    fixed. Raises InvalidRequest.
+    """
+    text = request.headers.get(VERSION_HEADER)
+    if text is None or chat_call.sampling.weight_version is not None:
+        return chat_call
+    try:
+        pairs = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(","))
+        fields = {name: float(value) if name == "wait_s" else int(value) for name, value in pairs.items()}
+    except ValueError as error:
+        raise InvalidRequest(
+            f"not `min_version=N` or `exact_version=N`: {text[:64]!r}", param=VERSION_HEADER
+        ) from error
+    demand = check_body(fields, VersionDemandBody).to_demand()
+    return replace(chat_call, sampling=replace(chat_call.sampling, weight_version=demand))
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
@@ -155,6 +179,7 @@ async def call_key(request: Request) -> CallKey:
     digest = blake2b(request.scope["path"].encode(), digest_size=_DIGEST_BYTES)
     digest.update(b"\0")
     digest.update(await request.body())
+    digest.update(b"\0" + request.headers.get(VERSION_HEADER, "").encode())
     text = request.headers.get(RETRY_COUNT_HEADER, "")
     count = int(text[:6]) if text.isascii() and text.isdecimal() else 0
     if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:

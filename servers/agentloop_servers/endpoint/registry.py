@@ -51,7 +51,7 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, Node
-from agentloop.types import Message, StopReason, Trajectory
+from agentloop.types import Message, StopReason, Trajectory, VersionDemand
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http.auth import SessionKeys
@@ -98,6 +98,7 @@ class NewSession:
     gives_unread_calls: bool = False
     task_messages: tuple[Message, ...] = ()
     traceparent: str = ""  # the W3C trace context of its caller
+    weight_version: VersionDemand | None = None  # of calls that say none
 
 
 class SessionCache:
@@ -415,6 +416,7 @@ class Sessions:
             gives_unread_calls=wanted.gives_unread_calls,
             task_messages=wanted.task_messages,
             traceparent=wanted.traceparent,
+            weight_version=wanted.weight_version,
         )
 
     async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:

@@ -110,6 +110,7 @@ class SessionRoutes:
             gives_unread_calls=body.on_malformed_call == "tool_call",
             task_messages=tuple(Message(one.role, one.content) for one in body.task_messages),
             traceparent=traceparent_of(request),
+            weight_version=None if body.weight_version is None else body.weight_version.to_demand(),
         )
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys

@@ -32,7 +32,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api.requests import invalid_request, parse_body
 from agentloop.checks import is_loopback
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.errors import (
+    AgentLoopError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    ServiceUnavailable,
+    WeightVersionNotServed,
+)
 from agentloop.metrics import MetricsTally
 from agentloop.strides import FairQueue, Strides
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
@@ -206,7 +213,7 @@ def error_response(
     The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
     """
     headers = {}
-    if error.http_status in (429, 503, 507):
+    if error.http_status in (429, 503, 507) or isinstance(error, WeightVersionNotServed):
         headers["retry-after"] = str(min(max(retry_after_s, 1), 60))
     if error.http_status in (409, 429) or error.http_status >= 500:
         headers["x-should-retry"] = "true" if error.retryable else "false"

@@ -155,6 +155,9 @@ class RemoteEngine:
     async def resume(self) -> float:
         return await self._order("/resume", ControlAnswer[float])
 
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        await self._control("/drain_pinned", ControlAnswer[None], (version, grace_s))
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order("/stage", ControlAnswer[StageReport], update)
 

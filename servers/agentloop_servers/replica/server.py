@@ -133,6 +133,9 @@ class DataPlaneServer(PrivateServer):
         async def pause(order: PauseOrder) -> None:
             await engine.pause(order.mode, order.kv_policy)
 
+        async def drain_pinned(asked: tuple[int, float]) -> None:
+            await engine.drain_pinned(*asked)
+
         return {
             "/state": _ControlCall(_nothing),
             "/fence": _ControlCall(self._newest_epoch),
@@ -140,6 +143,7 @@ class DataPlaneServer(PrivateServer):
             "/abort": _ControlCall(engine.abort, str),
             "/offer": _ControlCall(engine.offer),
             "/image_tokens": _ControlCall(engine.image_tokens, tuple[Image, ...]),
+            "/drain_pinned": _ControlCall(drain_pinned, tuple[int, float]),
             "/stage": _ControlCall(engine.stage, WeightUpdate, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),

@@ -136,6 +136,31 @@ async def test_sampling_parameters_of_engines_reach_the_engine(service: ChatServ
     assert answered[0] == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1/completions", "/inference/v1/generate"])
+async def test_a_call_may_demand_a_weight_version(service: ChatService, path: str) -> None:
+    tokens = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
+    body = tokens if path not in BODIES else {**BODIES[path], "model": MODEL}
+    session = (await service.call("POST", "/sessions", json={"weight_version": {"exact_version": 3}}))[1]
+    for url, headers, demand in (
+        (path, {}, {"exact_version": 3, "wait_s": 0.1}),
+        (path, {"x-weight-version": "min_version=3, wait_s=0.1"}, None),
+        (f"/sessions/{session['session_id']}{path}", {}, None),
+    ):
+        asked = body if demand is None else {**body, "weight_version": demand}
+        status, refused, headers = await service.call("POST", url, json=asked, headers=headers)
+        assert (status, headers["x-should-retry"], headers["retry-after"]) == (409, "true", "1")
+        assert refused["error"]["code"] == "weight_version_not_served"
+        assert refused["error"]["details"] == {"served": [0]}
+    served = {**body, "weight_version": {"min_version": 0}}
+    status, answer, _ = await service.call("POST", path, json=served, headers={"x-weight-version": "min_version=3"})
+    assert status == 200, answer
+    assert (answer["weight_version_start"], answer["weight_version_end"]) == (0, 0)
+    for wrong in ({"min_version": -1}, {"min_version": 4, "exact_version": 3}, {"version": 3}):
+        assert (await service.call("POST", path, json={**body, "weight_version": wrong}))[0] == 400
+    for text in ("3", "min_version=x", "version=3"):
+        assert (await service.call("POST", path, json=body, headers={"x-weight-version": text}))[0] == 400
+
+
 def write_thinking_model(folder: Path) -> TemplateRenderer:
     """The shipped policy with a template that has a switch for thoughts, as Qwen3's, and names the effort."""
     shutil.copytree(POLICY, folder)

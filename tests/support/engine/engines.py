@@ -92,6 +92,9 @@ class FakeEngine:
         await self._called("pause", f"{mode}:{kv_policy}")
         self.is_paused = True
 
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        """No request of this engine demands a version."""
+
     async def commit(self, version: int) -> CommitReport:
         if not self.is_paused or self.staged != version or MemoryTag.WEIGHTS in self.asleep:
             raise Conflict("not paused, asleep, or another version staged")

@@ -233,6 +233,9 @@ class Caller:
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         await self._order(CommandKind.FREEZE, lambda: self._engine.pause(mode, kv_policy))
 
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        await self._ask(lambda: self._engine.drain_pinned(version, grace_s))
+
     async def commit(self, version: int) -> CommitReport:
         async def commit() -> CommitReport:
             report = await self._engine.commit(version)

@@ -68,6 +68,7 @@ CONFIG = CoordinatorConfig(
         offer_timeout_s=0.5,
         operator_pause_timeout_s=2.0,
         straggler_grace_s=0.3,
+        exact_grace_s=0.2,
         settle_s=0.6,
         max_catch_up_attempts=3,
         backoff_s=0.1,

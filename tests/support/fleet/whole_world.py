@@ -20,7 +20,14 @@ from typing import Any, TypeVar, cast
 from agentloop.api.coordinator import FrontPort, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import VirtualClock
-from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, ServiceUnavailable
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    Gone,
+    InvalidRequest,
+    ServiceUnavailable,
+    WeightVersionNotServed,
+)
 from agentloop.generation.leases import LeaseConfig
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
@@ -44,6 +51,7 @@ from agentloop.types import (
     SamplingParams,
     StalenessLimit,
     Trajectory,
+    VersionDemand,
 )
 from agentloop_servers.coordinator.server import calls_of
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
@@ -125,6 +133,7 @@ class WholeWorld(World):
     ) -> None:
         """Without words clients submit and read, and no two processes die at one moment."""
         super().__init__(seed, clock, checkpoint)
+        self.seed = seed
         self.has_words = has_words
         self.say = Random(f"words {seed}")  # of its own: without words a seed is the schedule that it was
         retention = RetentionPolicy(deletes_acknowledged=True)
@@ -269,6 +278,10 @@ class WholeWorld(World):
         if self.has_words and self.say.random() < 0.3:
             big = RolloutTask("big", (Message("user", BIG),), loop=POISONS[-1])
             groups = (*groups, replace(groups[0], group_id="big", task=big, num_samples=2, keep=None))
+        demands = Random(f"demands of {rollout_id} {self.seed}")
+        groups = tuple(
+            replace(group, task=replace(group.task, weight_version=self._demand(demands))) for group in groups
+        )
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
         await self._insist(lambda: front.submit(rollout_id, groups))
         self.ledger.accepted[rollout_id] = groups
@@ -308,6 +321,14 @@ class WholeWorld(World):
             num_damaged, word = 0, Word.NONE
         if cancelling is not None:
             await cancelling
+
+    def _demand(self, rng: Random) -> VersionDemand | None:
+        """Weights that are served now, or soon, or no more; mostly none in particular."""
+        served = self.coordinator.replicas.weight_version or 0
+        if rng.random() < 0.6:
+            return None
+        version, wait_s = max(0, served + rng.choice((-1, 0, 0, 1))), rng.choice((0.0, 1.0))
+        return rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
 
     async def _cancel(self, front: FrontPort, rollout_id: str) -> None:
         """Nothing of it may begin once the answer is there."""
@@ -363,7 +384,19 @@ class WholeWorld(World):
         answers = ledger.answers.setdefault(session_id, [])
         for turn in range(rng.randint(1, 4)):
             history = (*history, Message("user", f"question {turn}"))
-            result = await self._said(session_id, history, rng)
+            demand = self._demand(Random(f"demand of {session_id} {turn} {self.seed}"))
+            try:
+                result = await self._said(session_id, history, rng, demand)
+                spans = [span for node in result.choices for span in node.reply.weight_versions]
+                outside = [one for one in spans if demand is not None and not demand.accepts(one.version)]
+                assert not outside, f"{demand} was answered by {spans}"
+                self.history.counts["demanded versions answered"] += demand is not None
+            except WeightVersionNotServed as error:
+                assert demand is not None, "refused for its version, and demanded none"
+                served = (error.details or {})["served"]
+                assert not any(map(demand.accepts, served)), f"{demand} was refused where {served} are served"
+                self.history.counts["demanded versions refused"] += 1
+                result = await self._said(session_id, history, rng)
             answers.append(result)
             message = result.choices[0].reply.message
             history = (
@@ -376,9 +409,11 @@ class WholeWorld(World):
             lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
         )
 
-    async def _said(self, session_id: str, history: tuple[Message, ...], rng: Random) -> ChatResult:
+    async def _said(
+        self, session_id: str, history: tuple[Message, ...], rng: Random, demand: VersionDemand | None = None
+    ) -> ChatResult:
         digest = hashlib.sha256(repr(history).encode()).digest()
-        chat = ChatCall(history, SamplingParams(1), max_tokens=200, timeout_s=15.0)
+        chat = ChatCall(history, SamplingParams(1, weight_version=demand), max_tokens=200, timeout_s=15.0)
         counts = iter(range(MAX_TRIES * 2))
 
         async def call(sessions: Sessions) -> ChatResult:

@@ -402,6 +402,9 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     # --- weights ------------------------------------------------------------------------------------------
 
+    async def drain_pinned(self, version: int, grace_s: float) -> None:
+        await self._lifecycle.drain_pinned(version, grace_s)
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
         return await self._served_weights.stage(update)
@@ -417,7 +420,9 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                     await self._calls.recall(has_all=self._lifecycle.ends_older_kv)
                     report = await self._served_weights.commit(staged)
                     self.committed(version)
-                    return report
+                for request_id in self._lifecycle.refusing(version):
+                    await self.abort(request_id)
+                return report
             except BaseException as error:  # cancelled too: the weights are of unknown state
                 await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
                 if isinstance(error, Exception):
