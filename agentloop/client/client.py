@@ -164,13 +164,16 @@ class RolloutClient:
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
         timeout_s: float = 600.0,
+        weight_version: VersionDemand | None = None,
     ) -> Generation:
-        """Sample a continuation of exactly these ids. Raises ContextLengthExceeded, Overloaded and others."""
+        """Sample a continuation of exactly these ids. Raises ContextLengthExceeded, Overloaded and others, and
+        WeightVersionNotServed for a demand that the service does not meet in its time."""
         sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
             "stop_token_ids": list(stop_token_ids),
+            "weight_version": None if weight_version is None else codec.to_builtins(weight_version),
         }
         body = {"token_ids": list(token_ids), "sampling": sampling, "timeout_s": timeout_s}
         checked = check_body(body, GenerateBody)

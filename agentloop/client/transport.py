@@ -20,7 +20,14 @@ from tenacity import (
     wait_random,
 )
 
-from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable, from_wire
+from agentloop.errors import (
+    AgentLoopError,
+    InvalidRequest,
+    Overloaded,
+    ServiceUnavailable,
+    WeightVersionNotServed,
+    from_wire,
+)
 
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_CONNECTIONS = 2048  # concurrent calls beyond it wait here for one of the others
@@ -134,7 +141,7 @@ class Transport:
         if answer.status == 200:
             return content
         failure = _failure(answer.status, content)
-        if failure.retryable:
+        if failure.retryable and not isinstance(failure, WeightVersionNotServed):  # the call said how long it waits
             raise Retryable(failure, _retry_after_s(answer.headers.get("retry-after")))
         raise failure
 

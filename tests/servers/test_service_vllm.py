@@ -12,18 +12,22 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 
 import aiohttp
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
-from agentloop.types import RolloutTask, Trajectory
+from agentloop.errors import WeightVersionNotServed
+from agentloop.types import Generation, KVPolicy, RolloutTask, Trajectory, VersionDemand
 from agentloop_servers.config import MetricsSettings, ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
+from tests.servers.recompute import POLICY, logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -142,6 +146,53 @@ async def test_while_there_is_room_a_group_has_one_replica(client):
     groups = by_group(run.records)
     assert [len(group) for group in groups] == [1] * 6, groups
     assert len({name for group in groups for name in group}) == 2
+
+
+async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient) -> None:
+    """Version n has the weights of v0 or v1, as n is even or odd: a wrong one is off by far more than 0.02."""
+    num_callers, num_calls, num_updates = 25, 80, 20
+    first = (await client.status()).weight_version
+    assert first is not None
+    last, refused, answers = first + num_updates, Counter[str](), list[tuple[tuple[int, ...], Generation]]()
+
+    async def train() -> None:
+        for version in range(first + 1, last + 1):
+            await asyncio.sleep(0.5)
+            folder = POLICY / f"v{version % 2}"
+            await client.update_weights(folder, version=version, kv_policy=KVPolicy.RECOMPUTE)
+
+    wrongly = 0
+
+    async def call(rng: Random) -> None:
+        nonlocal wrongly
+        for _ in range(num_calls):
+            served = (await client.status()).weight_version or first
+            version, wait_s = max(0, served + rng.choice((-1, 0, 0, 0, 1))), rng.choice((0.0, 2.0))
+            demand = rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
+            prompt, num_tokens = tuple(rng.choices(range(64), k=12)), rng.randint(4, 48)
+            try:
+                answer = await client.generate(prompt, max_tokens=num_tokens, weight_version=demand)
+            except WeightVersionNotServed as error:
+                refused[f"after {wait_s:g} s"] += 1
+                wrongly += any(map(demand.accepts, (error.details or {})["served"]))
+                continue
+            assert all(demand.accepts(span.version) for span in answer.weight_versions), demand
+            answers.append((prompt, answer))
+
+    callers = [asyncio.create_task(call(Random(number))) for number in range(num_callers)]
+    await asyncio.gather(train(), *callers)
+    worst = 0.0
+    for prompt, answer in answers:
+        for span in answer.weight_versions:
+            folder = POLICY / ("v1" if span.version == first else f"v{span.version % 2}")  # it began with v1
+            named = logprobs([*prompt, *answer.token_ids], folder)[len(prompt) :]
+            recorded = answer.logprobs[span.start : span.end]
+            worst = max(worst, np.abs(named[span.start : span.end] - recorded).max())
+    mixed = sum(len(answer.weight_versions) > 1 for _, answer in answers)
+    print(f"\n{len(answers)} answered, {mixed} over updates, refused {dict(refused)}, worst difference {worst:.5f}")
+    assert len(answers) + refused.total() == num_callers * num_calls
+    assert worst <= 0.02
+    assert (refused.total() > 0, wrongly) == (True, 0)
 
 
 async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_lost(client):
