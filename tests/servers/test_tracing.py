@@ -17,12 +17,23 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
+from agentloop.engine import OnProgress
 from agentloop.rollout.context import LoopContext
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.spans import MAX_REQUEST_BYTES
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
-from agentloop.types import Message, RolloutTask, StopReason, Timings, ToolCall, Trajectory
+from agentloop.types import (
+    GenerateRequest,
+    Generation,
+    Message,
+    RolloutTask,
+    StopReason,
+    Timings,
+    ToolCall,
+    Trajectory,
+)
 from agentloop_servers.cli.export import Format, export_records
-from agentloop_servers.config import TracingSettings
+from agentloop_servers.config import ServiceConfig, TracingSettings, model_sizes
 from agentloop_servers.tracing import Tracing, batches
 from tests.support.records.samples import make_trajectory
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -31,6 +42,7 @@ from tests.test_spans import attributes_of, check_tree, spans_of
 ROOT = Path(__file__).parents[2]
 DEAD = "http://127.0.0.1:9"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # of another call of the same session
 
 
 class Receiver:
@@ -94,6 +106,19 @@ class Fails:
         raise ValueError("no turn")
 
 
+class Told(SimulatedEngine):
+    """An engine that keeps the trace contexts it is given, by the beginning of the request's id."""
+
+    def __init__(self, config: ServiceConfig, told: defaultdict[str, set[str]]) -> None:
+        sizes = model_sizes(config)
+        super().__init__(SimulatedSpec(sizes.vocab_size, sizes.max_context_tokens))
+        self._told = told
+
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        self._told[request.request_id.partition("-")[0]].add(request.traceparent)
+        return await super().generate(request, on_progress)
+
+
 def id_of(record: Trajectory) -> str:
     return f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
 
@@ -105,9 +130,11 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
     said = [{"role": "user", "content": "Hi"}]
     chat, asked = {"model": "policy", "messages": said, "max_tokens": 4}, {"task_id": "t", "messages": said}
     async with receiving() as receiver:
-        tracing, workers = {"endpoint": receiver.url, "sample": 1.0}, {"allowed_imports": [__name__]}
-        config = simulated_config(mode="standalone", workers=workers, tracing=tracing)
-        async with whole_service(config, tmp_path) as url, RolloutClient(url) as client, ClientSession() as http:
+        tracing = {"endpoint": receiver.url, "sample": 1.0, "engine": True}
+        config = simulated_config(mode="standalone", workers={"allowed_imports": [__name__]}, tracing=tracing)
+        told: defaultdict[str, set[str]] = defaultdict(set)
+        service = whole_service(config, tmp_path, lambda config: Told(config, told))
+        async with service as url, RolloutClient(url) as client, ClientSession() as http:
 
             async def post(path: str, body: dict[str, Any], **headers: str) -> Any:
                 async with http.post(f"{url}{path}", json=body, headers=headers) as answer:
@@ -116,40 +143,57 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
 
             rollout = await client.submit([task, replace(task, loop=f"{__name__}:Fails")], num_samples=3)
             assert len([record async for record in rollout]) == 6
-            await post("/v1/chat/completions", chat, traceparent=CALLER, **{"x-session-id": "at-first-use"})
+            for context in (CALLER, CALLER, LATER):
+                await post("/v1/chat/completions", chat, traceparent=context, **{"x-session-id": "at-first-use"})
             await post("/sessions/at-first-use/finish", {})
             made = await post("/sessions", {"session_id": "made"}, traceparent=CALLER)
             await post("/sessions/made/finish", {}, authorization=f"Bearer {made['control_key']}")
-            await post("/rollouts", {"rollout_id": "traced", "tasks": [asked]}, traceparent=CALLER)
+            for name, tasks in (("one", [asked]), ("two", [asked, asked])):
+                await post("/rollouts", {"rollout_id": name, "tasks": tasks}, traceparent=CALLER)
+            ids = {"token_ids": [1, 2], "sampling": {"max_tokens": 1}}
+            await post("/generate", ids, traceparent=LATER)
             await client.update_weights(ROOT / "examples" / "tiny_policy" / "v1", version=1)
             async with asyncio.timeout(60):
-                while not {"weights/1", "traced/traced-000000/0"} <= set(receiver.traces):
+                while not {"weights/1", "one/one-000000/0", "two/two-000001/0"} <= set(receiver.traces):
                     await asyncio.sleep(0.05)
         reader = TrajectoryReader(tmp_path / STORE_NAME)
         stored = list(reader.trajectories())
         reader.close()
+        assert told.pop("direct") == {LATER}
+        told.pop("look", None)
         live, receiver.spans = receiver.traces, []
         assert {record.loop for record in stored} == {f"{__name__}:Works", f"{__name__}:Fails", "tool_loop", ""}
         callers = {record.group_id: record.traceparent for record in stored if record.traceparent}
-        assert callers == dict.fromkeys(("at-first-use", "made", "traced-000000"), CALLER)
-        update = live.pop("weights/1")
-        steps = [span.name for span in check_tree(update).values()]
-        assert steps.count("stage") == steps.count("stall") == config.num_replicas
+        assert callers == dict.fromkeys(("at-first-use", "made", "one-000000"), CALLER)
         await asyncio.to_thread(export_records, str(tmp_path), Format.OTLP, endpoint=receiver.url)
-        assert f"{len(stored)} traces sent" in capsys.readouterr().out
-        for traces in (live, receiver.traces):
+        assert f"{len(stored) + 1} traces sent" in capsys.readouterr().out
+        sent = receiver.traces
+        for traces in (live, sent):
+            steps = [span.name for span in check_tree(traces.pop("weights/1")).values()]
+            assert steps.count("stage") == steps.count("stall") == config.num_replicas
             assert set(traces) == {id_of(record) for record in stored}
+            given = {f"00-{one.trace_id.hex()}-{one.span_id.hex()}-01" for one in chats(traces)}
+            assert set().union(*told.values()) == given
+            links = [[link.trace_id.hex() for link in one.links] for one in chats(traces) if one.links]
+            assert links == [[LATER.split("-")[1]]]
             for record in stored:
                 _, trace_id, caller, _ = (record.traceparent or "---").split("-")
                 spans = check_tree(traces[id_of(record)], bytes.fromhex(caller)).values()
                 assert trace_id in ("", traces[id_of(record)][0].trace_id.hex())
+                (root,) = [span for span in spans if span.name.startswith("invoke_agent")]
+                linked = [CALLER.split("-")[2]] if record.rollout_id == "two" else []
+                assert [link.span_id.hex() for link in root.links] == linked
                 names = [span.name.partition(" ")[0] for span in spans if span.name not in ("queue", "reward")]
                 num_turns = sum(len(path.own_turns) for path in record.paths)
                 calls = ["execute_tool"] * len(record.times.tool_calls if record.times else ())
                 assert sorted(names) == sorted(["invoke_agent", *["chat"] * num_turns, *calls])
-        ids = [{span.span_id for spans in traces.values() for span in spans} for traces in (live, receiver.traces)]
-        assert ids[0] == ids[1]
+        span_ids = [{span.span_id for spans in traces.values() for span in spans} for traces in (live, sent)]
+        assert span_ids[0] == span_ids[1]
         assert {(one["x-key"], one["x-other"]) for one in receiver.headers} == {("a b", "c")}
+
+
+def chats(traces: Mapping[str, list[Span]]) -> list[Span]:
+    return [span for spans in traces.values() for span in spans if span.name.startswith("chat")]
 
 
 def settings(url: str, **changed: Any) -> TracingSettings:
