@@ -26,7 +26,7 @@ import orjson
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from agentloop import __version__, codec
 from agentloop.api.coordinator import UpdateReport, assignment_id_of
@@ -65,10 +65,12 @@ class SpanMaker:
     def encoded(self, ended: Trajectory | UpdateReport) -> bytes:
         """Return a trace as an OTLP request, which another may follow. Empty for a record without times."""
         spans = self._update_spans(ended) if isinstance(ended, UpdateReport) else self._record_spans(ended)
-        scopes = [ScopeSpans(spans=spans, schema_url=SCHEMA)]
-        found = [ResourceSpans(resource=self._resource, scope_spans=scopes)] if spans else []
-        request: bytes = ExportTraceServiceRequest(resource_spans=found).SerializeToString()
-        return request
+        request = ExportTraceServiceRequest()
+        if spans:  # made in place: a message that is given to another one is copied
+            resource = request.resource_spans.add(resource=self._resource)
+            resource.scope_spans.add(schema_url=SCHEMA).spans.extend(spans)
+        encoded: bytes = request.SerializeToString()
+        return encoded
 
     def _ids_of(self, record: Trajectory) -> TraceIds:
         return TraceIds(f"{self._run}/{_name_of(record)}@{record.attempt}", record.traceparent)

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentloop.engine import Engine
 from agentloop.generation.leases import LeaseReporter
+from agentloop.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
@@ -43,6 +44,7 @@ async def running_worker(
     *,
     takes_images: bool = False,
     journal: TurnJournal | None = None,
+    tally: MetricsTally | None = None,
     **config: object,
 ):
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
@@ -61,6 +63,7 @@ async def running_worker(
         vocab_size=renderer.vocab_size,
         takes_images=takes_images,
         journal=journal,
+        tally=tally,
     )
     running = asyncio.create_task(worker.run())
     try:
