@@ -33,7 +33,7 @@ test-long: $(VENV)/.dev
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts and not slow" $(ARGS)
 
-# Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
+# Agents of other people's making and a receiver of traces, each in an environment of its own: `make test-clients`.
 # Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.
 CLIENTS := $(basename $(notdir $(wildcard requirements/clients/*.txt requirements/clients/*.npm)))
 test-clients: $(VENV)/.dev $(CLIENTS:%=$(VENV)/clients/%/.installed)

@@ -4,6 +4,7 @@
       queue, reward        of it
       move                 to another replica: a moment
       chat MODEL           a turn, until its calls have their results; the event `sampled` is its last token
+        llm_request        the engine's own, if it has its traces: not made here
         execute_tool TOOL
     weight_update
       stage, stall, look   of each replica; the turns that the update cut link to it
@@ -22,14 +23,14 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
-import xxhash
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from agentloop import __version__, codec
 from agentloop.api.coordinator import UpdateReport, assignment_id_of
+from agentloop.trace_context import TraceIds, turn_key
 from agentloop.types import Message, SplitReason, TokenPath, ToolCallTimes, ToolOutcome, Trajectory, Turn, TurnTimes
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
@@ -58,27 +59,30 @@ class SpanMaker:
         self._resource = Resource(attributes=_attributes(about))
 
     def is_sampled(self, record: Trajectory, share: float) -> bool:
-        """Tell if it is of this `share` of all, by its trace id, or its caller's trace is recorded."""
-        is_recorded = bool(record.traceparent) and int(record.traceparent[-1], 16) & 1 == 1
-        return is_recorded or int.from_bytes(self._trace_of(record).trace_id[:8]) < share * 2**64
+        """Tell if it is of this `share` of all, or its caller's trace is recorded."""
+        return self._ids_of(record).is_sampled(share)
 
     def encoded(self, ended: Trajectory | UpdateReport) -> bytes:
         """Return a trace as an OTLP request, which another may follow. Empty for a record without times."""
         spans = self._update_spans(ended) if isinstance(ended, UpdateReport) else self._record_spans(ended)
-        scopes = [ScopeSpans(spans=spans, schema_url=SCHEMA)]
-        found = [ResourceSpans(resource=self._resource, scope_spans=scopes)] if spans else []
-        request: bytes = ExportTraceServiceRequest(resource_spans=found).SerializeToString()
-        return request
+        request = ExportTraceServiceRequest()
+        if spans:  # made in place: a message that is given to another one is copied
+            resource = request.resource_spans.add(resource=self._resource)
+            resource.scope_spans.add(schema_url=SCHEMA).spans.extend(spans)
+        encoded: bytes = request.SerializeToString()
+        return encoded
 
-    def _trace_of(self, record: Trajectory) -> _Trace:
-        name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
-        began_at = 0.0 if record.times is None else record.times.began_at
-        return _Trace(self._run, name, began_at, record.attempt, record.traceparent)
+    def _ids_of(self, record: Trajectory) -> TraceIds:
+        return TraceIds(f"{self._run}/{_name_of(record)}@{record.attempt}", record.traceparent)
+
+    def _ids_of_update(self, version: int) -> TraceIds:
+        return TraceIds(f"{self._run}/weights/{version}")
 
     def _record_spans(self, record: Trajectory) -> list[Span]:
-        trace, times, loop = self._trace_of(record), record.times, record.loop or "session"
+        times, loop = record.times, record.loop or "session"
         if times is None:
             return []
+        trace = _Trace(self._ids_of(record), _name_of(record), times.began_at)
         queue_us, reward_us = round(record.timings.queue_s * 1e6), round(record.timings.reward_s * 1e6)
         if queue_us:
             trace.add("queue", "queue", -queue_us, 0, {})
@@ -101,6 +105,7 @@ class SpanMaker:
             "agentloop.turns_left_out": num_left_out,
         }
         root = trace.add_root(f"invoke_agent {loop}", times.ended_us, about)
+        _link_caller(root, record.trace_link)
         if record.failure is not None and self._content:  # the error may have the policy's text
             root.status.message = record.error or record.reward_error or ""
         return trace.spans
@@ -142,7 +147,7 @@ class SpanMaker:
             "agentloop.split_reason": chat.split_reason,
         }
         span = trace.add(
-            f"turn {turn.turn_id}", f"chat {self._model}".rstrip(), times.begun_us, times.ended_us, about
+            turn_key(turn.turn_id), f"chat {self._model}".rstrip(), times.begun_us, times.ended_us, about
         )
         if self._content and chat.messages:
             *read, said = map(_parts, chat.messages)
@@ -155,12 +160,14 @@ class SpanMaker:
             if at_us is not None:
                 span.events.add(name=event, time_unix_nano=trace.began_ns + 1000 * at_us)
         for version in chat.versions[1:]:
-            update = _Trace(self._run, f"weights/{version}")
+            update = self._ids_of_update(version)
             span.links.add(trace_id=update.trace_id, span_id=update.root_id)
+        if turn.traceparent != trace.ids.traceparent:
+            _link_caller(span, turn.traceparent)
         return span
 
     def _update_spans(self, report: UpdateReport) -> list[Span]:
-        trace = _Trace(self._run, f"weights/{report.version}", report.began_at)
+        trace = _Trace(self._ids_of_update(report.version), f"weights/{report.version}", report.began_at)
         for one in report.replicas[: MAX_SPANS // 3 - 1]:
             begins = {"stage": 0.0, "stall": one.paused_at_ms, "look": one.paused_at_ms + one.stall_ms}
             for (step, begun_ms), ms in zip(begins.items(), (one.stage_ms, one.stall_ms, one.look_ms), strict=True):
@@ -176,13 +183,9 @@ class SpanMaker:
 class _Trace:
     """The spans of one trace. Their times are microseconds since it `began_at`."""
 
-    def __init__(self, run: str, name: str, began_at: float = 0.0, attempt: int = 0, traceparent: str = "") -> None:
-        """Ids follow from `run`, `name` and `attempt`; with a caller's `traceparent` the trace is the caller's."""
-        _, trace_id, self._caller_id, _ = traceparent.split("-") if traceparent else ("", "", "", "")
+    def __init__(self, ids: TraceIds, name: str, began_at: float) -> None:
+        self.ids = ids
         self._name = name
-        self._attempt = f"{run}/{name}@{attempt}"
-        self.trace_id = bytes.fromhex(trace_id) or xxhash.xxh3_128_digest(f"{run}/{name}".encode())
-        self.root_id = self._span_id("")
         self.began_ns = round(began_at * 1e9)
         self.spans: list[Span] = []
         self.text_room = _MAX_TEXT_BYTES
@@ -194,9 +197,9 @@ class _Trace:
         operation = name.partition(" ")[0]
         ids: About = {"gen_ai.operation.name": operation, "gen_ai.conversation.id": self._name}
         span = Span(
-            trace_id=self.trace_id,
-            span_id=self._span_id(key),
-            parent_span_id=self.root_id if parent_id is None else parent_id,
+            trace_id=self.ids.trace_id,
+            span_id=self.ids.span_id(key),
+            parent_span_id=self.ids.root_id if parent_id is None else parent_id,
             name=name,
             kind=Span.SPAN_KIND_CLIENT if operation == "chat" else Span.SPAN_KIND_INTERNAL,
             start_time_unix_nano=self.began_ns + 1000 * begun_us,
@@ -210,13 +213,14 @@ class _Trace:
 
     def add_root(self, name: str, ended_us: int, about: About) -> Span:
         """Add the span of the whole, which all others are within."""
-        root = self.add("", name, 0, ended_us, about, bytes.fromhex(self._caller_id))
+        root = self.add("", name, 0, ended_us, about, self.ids.caller_id)
         root.start_time_unix_nano = min(span.start_time_unix_nano for span in self.spans)
         root.end_time_unix_nano = max(span.end_time_unix_nano for span in self.spans)
         return root
 
-    def _span_id(self, key: str) -> bytes:
-        return xxhash.xxh3_64_digest(f"{self._attempt} {key}".encode())
+
+def _name_of(record: Trajectory) -> str:
+    return assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
 
 
 class _Chat(NamedTuple):
@@ -242,6 +246,13 @@ def _chats(path: TokenPath) -> Iterator[_Chat]:
             versions = tuple(span.version for span in path.weight_versions[first:last])
             reason = path.split_reason if number == num_shared else None
             yield _Chat(turn, turn.times, path.messages[ends[number] : ends[number + 1]], versions, reason)
+
+
+def _link_caller(span: Span, traceparent: str) -> None:
+    """Link a span to that of a caller whose trace it is not in; an empty `traceparent` names none."""
+    if traceparent:
+        caller = TraceIds("", traceparent)
+        span.links.add(trace_id=caller.trace_id, span_id=caller.caller_id)
 
 
 def _parts(message: Message) -> dict[str, Any]:

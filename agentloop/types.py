@@ -77,6 +77,7 @@ class GenerateRequest:
     image_data: tuple[Image, ...] = ()  # each image that they name, once
     keeps_late: bool = False  # when its time is over, what was sampled is the answer (FinishReason.DEADLINE)
     keeps_kv: bool = False  # what continues it goes on with the KV of the version that it began under
+    traceparent: str = ""  # the W3C trace context for the engine's own spans; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +336,8 @@ class Assignment:
     is_restored: bool = False  # an earlier coordinator accepted it, and may have had it begun
     lost_tokens: Mapping[LossCause, int] = field(default_factory=dict)  # of the attempts before this one, all of
     num_sampled_before: int = 0  # which those of a worker's that was lost are so many, but for what is resumed
-    traceparent: str = ""  # the W3C trace context of its submit; empty: none
+    traceparent: str = ""  # the W3C trace context of its submit, and this one as `Trajectory` has it
+    trace_link: str = ""
 
 
 class TurnTimes(NamedTuple):
@@ -400,6 +402,7 @@ class Turn:
     seed: int | None = None
     engine: str = ""  # that sampled it (its end, if it was moved): "vllm", "sglang"; empty in records without it
     times: TurnTimes | None = None  # None in records of a service that did not keep them
+    traceparent: str = ""  # the W3C trace context of its call; empty: none
 
 
 class Thinking(StrEnum):
@@ -553,7 +556,8 @@ class Trajectory:
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
     times: TrajectoryTimes | None = None  # None in records without them
     loop: str = ""  # the task's; empty: a session, or a record of an earlier release
-    traceparent: str = ""  # the W3C trace context of its caller; empty: none
+    traceparent: str = ""  # the W3C trace context of its caller, in whose trace it is; empty: none
+    trace_link: str = ""  # that of a submit of several, which its own trace links to
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

@@ -51,6 +51,7 @@ COMMON = (
     "checks",
     "noise",
     "metrics",
+    "trace_context",
 )
 
 # The packages from bottom to top, and which packages each may import beside COMMON.

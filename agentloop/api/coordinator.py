@@ -191,7 +191,8 @@ class RolloutTerms:
     share: float = 1.0
     max_running: int | None = None  # live trajectories at a time; None: as many as there are places
     run_id: str = ""
-    traceparent: str = field(default="", compare=False)  # the W3C trace context of the submit
+    traceparent: str = field(default="", compare=False)  # the W3C trace context of the submit of one trajectory
+    trace_link: str = field(default="", compare=False)  # that of one of several
     groups_digest: str = ""  # of the work that it was accepted with; the coordinator's own, as is what follows
     is_cancelled: bool = False
 

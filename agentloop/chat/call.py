@@ -51,6 +51,7 @@ class ChatCall:
     timeout_s: float = 600.0
     constraint_param: str = "constraint"
     images: tuple[Image, ...] = ()  # all that `messages` show, each once
+    traceparent: str = ""  # the W3C trace context of its caller; empty: none
     continues: bool = False  # the last of `messages` is the beginning of the reply
 
     @property

@@ -78,7 +78,9 @@ class LoopContext:
         journal: RunJournal | None = None,
         stopwatch: Stopwatch | None = None,
         lost_before: Mapping[LossCause, int] | None = None,
+        trace_of: Callable[[str], str] = lambda turn_id: "",
     ) -> None:
+        """`trace_of` is the trace context of a turn for its engine."""
         self.task = task
         self.stopwatch = Stopwatch() if stopwatch is None else stopwatch
         self.tool_calls: list[ToolCallTimes] = []
@@ -103,6 +105,7 @@ class LoopContext:
         self._end = TurnEnd()  # of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self._journal = journal
+        self._trace_of = trace_of
         self._kept_answers: dict[str, ToolResult] = {}  # by call, of the turn that the trajectory resumes at
         self._began_at = time.perf_counter()
         self._num_resampled_before = 0
@@ -453,6 +456,7 @@ class LoopContext:
                 image_data=self.task.images if self._path.context_images else (),
                 keeps_late=not task.stop,
                 keeps_kv=keeps_kv,
+                traceparent=self._trace_of(str(turn_index)),
             ),
             Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
             stop=task.stop,

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -53,6 +54,7 @@ from agentloop.rollout.tool import ToolSession
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
 from agentloop.score import Score, ended, judged, scored
+from agentloop.trace_context import EngineTraces, turn_context
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -83,6 +85,7 @@ class WorkerConfig:
     max_record_bytes: int = MAX_RECORD_BYTES  # a larger one is handed in without what its trajectory made
     sweep_s: float = 600.0  # between looks for journals of dead workers whose samples have records
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    traces: EngineTraces | None = None  # that engines take part in
 
 
 @dataclass(slots=True)
@@ -418,6 +421,7 @@ class TrajectoryRun:
             num_resumed_turns=ctx.num_resumed_turns if ctx else 0,
             loop=self._task.loop,
             traceparent=assignment.traceparent,
+            trace_link=assignment.trace_link,
         )
         return ended(trajectory)
 
@@ -441,9 +445,10 @@ class TrajectoryRun:
         )
         wanted = task.limits.max_context_tokens
         context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)
+        trajectory_id = f"{assignment.assignment_id}@{assignment.attempt}"
         return LoopContext(
             task,
-            f"{assignment.assignment_id}@{assignment.attempt}",
+            trajectory_id,
             engine=engine,
             reader=shared.reader,
             renderer=shared.renderer,
@@ -458,6 +463,7 @@ class TrajectoryRun:
             journal=self._journal,
             stopwatch=self._stopwatch,
             lost_before=assignment.lost_tokens,
+            trace_of=partial(turn_context, shared.config.traces, trajectory_id, assignment.traceparent),
         )
 
     async def _begin_journal(self) -> RunJournal | None:
@@ -570,6 +576,7 @@ def unmade_record(
         times=TrajectoryTimes(time.time() - total_s, round(total_s * 1e6), worker),
         loop=assignment.task.loop,
         traceparent=assignment.traceparent,
+        trace_link=assignment.trace_link,
     )
 
 

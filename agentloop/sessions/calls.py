@@ -51,6 +51,10 @@ class LiveCall:
         self._readers: set[asyncio.Event] = set()
         self._scope: asyncio.Timeout | None = None
 
+    def turn_id(self, choice_index: int) -> str:
+        """Return the id of the turn that a choice becomes."""
+        return f"{self.call_id}.{choice_index}"
+
     def join(self) -> None:
         """Count one more client that waits."""
         self._num_waiting += 1

@@ -36,6 +36,7 @@ from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import off_loop
+from agentloop.trace_context import EngineTraces
 from agentloop.trajectory.message_key import tools_key as key_of_tools
 from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.turn_graph import Match, TurnGraph
@@ -72,6 +73,7 @@ class SessionParts:
     tally: MetricsTally = field(default_factory=MetricsTally)
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
     keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None  # of calls; None: nowhere
+    traces: EngineTraces | None = None  # that engines take part in
 
     async def keep_images(self, images: Sequence[Image]) -> None:
         """Store a call's images before a record names them. Raises ServiceUnavailable."""

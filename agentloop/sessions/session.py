@@ -24,6 +24,7 @@ import numpy as np
 import structlog
 
 from agentloop.aio import OwnedTasks, run_to_end, side_by_side
+from agentloop.api.coordinator import assignment_id_of
 from agentloop.api.owners import shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import Stopwatch
@@ -54,6 +55,7 @@ from agentloop.sessions.prompts import (
     prepare_call,
     with_client_param,
 )
+from agentloop.trace_context import turn_context
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -510,6 +512,7 @@ class Session:
                 images=prepared.prompt.images,
                 image_data=chat_call.images,
                 keeps_kv=keeps_kv,
+                traceparent=self._trace_of(live.turn_id(choice_index)),
             ),
             Reading(
                 chat_call.tools,
@@ -523,6 +526,11 @@ class Session:
             deadline=live.deadline,
             stopwatch=self._stopwatch,
         )
+
+    def _trace_of(self, turn_id: str) -> str:
+        record = self._record
+        name = assignment_id_of(record.rollout_id, record.group_id or self.shown_id, record.sample_index)
+        return turn_context(self._parts.traces, f"{name}@0", record.traceparent, turn_id)
 
     async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:
         reader = self._parts.reader
@@ -548,13 +556,19 @@ class Session:
     def _nodes_of(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> tuple[Node, ...]:
         return tuple(
             Node(
-                node_id=f"{live.call_id}.{choice_index}",
+                node_id=live.turn_id(choice_index),
                 call_id=live.call_id,
                 choice_index=choice_index,
                 parent_id=prompt.parent_id,
                 observed=prompt.observed,
                 observed_ids=prompt.observed_ids,
-                reply=self.graph.told_once(reply if not choice_index else replace(reply, constraint="")),
+                reply=self.graph.told_once(
+                    replace(
+                        reply,
+                        constraint="" if choice_index else reply.constraint,
+                        traceparent=live.chat_call.traceparent,
+                    )
+                ),
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,

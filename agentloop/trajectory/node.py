@@ -63,6 +63,7 @@ class Reply:
     unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
     engine: str = ""  # the replica's, as in `Generation`
     times: TurnTimes | None = None
+    traceparent: str = ""  # the W3C trace context of the call that asked for it; empty: none
     constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
 
     @property

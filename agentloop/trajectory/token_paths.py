@@ -216,6 +216,7 @@ def _turn(turn_id: str, reply: Reply, prompt_len: int, start: int) -> Turn:
         seed=reply.seed,
         engine=reply.engine,
         times=reply.times,
+        traceparent=reply.traceparent,
     )
 
 

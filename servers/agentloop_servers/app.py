@@ -55,6 +55,7 @@ from agentloop.sessions.prompts import SessionParts
 from agentloop.storage.home import Home
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.trace_context import EngineTraces
 from agentloop_servers.chat_format.load import load_chat_format
 from agentloop_servers.cluster import (
     announce_coordinator,
@@ -296,7 +297,8 @@ class AgentLoopWorkerDeployment:
         home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
         journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
-        limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy)
+        traces = engine_traces(config, run_dir)
+        limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy, traces=traces)
         limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
         worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
@@ -486,6 +488,12 @@ def traced(config: ServiceConfig, run_dir: Path, closing: AsyncExitStack) -> Cal
     return cast(Callable[[Any], None], tracing.give)
 
 
+def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
+    """Return the traces that engines take part in; None if they make no spans."""
+    asked = config.tracing
+    return EngineTraces(run_dir.name, asked.sample) if asked is not None and asked.engine else None
+
+
 def build_app(
     config: ServiceConfig,
     coordinator: FrontPort,
@@ -561,6 +569,7 @@ def build_endpoint(
             if config.cluster is None and config.store is None
             else coordinator.keep_images
         ),
+        traces=engine_traces(config, run_dir),
     )
     limits = SessionLimits(
         max_sessions=settings.max_sessions,

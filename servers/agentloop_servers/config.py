@@ -246,6 +246,8 @@ class TracingSettings(_Strict):
     """Those that are sent beside them: failed ones, and such as take longer than 99 % of their process's others."""
     content: bool = False
     """Send messages and errors too."""
+    engine: bool = False
+    """Have the engines send their own spans, of the share that is sampled, each within its turn's."""
 
 
 class MetricsSettings(_Strict):
@@ -435,6 +437,11 @@ class ServiceConfig(_Strict):
     def num_ingress(self) -> int:
         """Ingress processes; one before the config is sized."""
         return self.ingress_replicas or 1
+
+    @property
+    def engine_traces_url(self) -> str | None:
+        """The URL that engines send their own spans to; None: they make none."""
+        return f"{self.tracing.endpoint.rstrip('/')}/v1/traces" if self.tracing and self.tracing.engine else None
 
     @property
     def tls_files(self) -> tuple[str, str] | None:

@@ -129,6 +129,7 @@ def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "logprobs_mode": LogprobsMode(entry.logprobs_mode),
         "stage_timeout_s": entry.stage_timeout_s,
         "commit_timeout_s": entry.commit_timeout_s,
+        "traces_url": config.engine_traces_url,
         "pace": ReportPace(entry.report_interval_s, entry.report_tokens),
     }
 

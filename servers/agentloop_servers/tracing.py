@@ -15,6 +15,7 @@ import urllib.request
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -149,12 +150,16 @@ def post(endpoint: str, batch: list[bytes]) -> None:
 
 
 def send_run(store: Path | Home, rollout_id: str | None, endpoint: str, *, content: bool) -> int:
-    """Send the traces of a run's records, or of one rollout's; returns their number. Raises as `post`, NotFound."""
+    """Send the traces of a run's records, or of one rollout's, and of its latest updates; returns their number.
+
+    Raises as `post`, and NotFound.
+    """
     folder, num_sent = folder_of(store).resolve(), 0
     config, reader = saved_config(folder), TrajectoryReader(store)
     spans = SpanMaker(folder.name, "" if config is None else config.served_name, content=content)
     try:
-        for batch in batches(map(spans.encoded, reader.trajectories(rollout_id))):
+        ended: Iterable[Trajectory | UpdateReport] = chain(reader.updates(), reader.trajectories(rollout_id))
+        for batch in batches(map(spans.encoded, ended)):
             post(endpoint, batch)
             num_sent += len(batch)
     finally:

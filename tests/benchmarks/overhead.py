@@ -1,12 +1,13 @@
 """What the service costs beside the engine: one worker, 1,000 trajectories of 5 turns at once, zero-latency engine.
 
     make bench                                   # the table
-    make bench ARGS="--trajectories 4000 --repeat 5"
+    make bench ARGS="--trajectories 5000 --repeat 5 --rows 'in process' traced"
 
 Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder, journal); `no journal` is the same
-without that; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service.
-Ratios within one run are what to compare: two busy cores make absolute times pessimistic. CPU is the worker's
-process alone.
+without that; `traced` sends a trace of each trajectory to a receiver in a process of its own, and `untaken` to none
+that listens; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service.
+Ratios within one run are what to compare, of which each repeat has all rows: two busy cores make absolute times
+pessimistic. CPU is the worker's process alone.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import structlog
+from fastapi import FastAPI, Request, Response
 from rich.console import Console
 from rich.table import Table
 
 from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
+from agentloop.metrics import MetricsTally
 from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.turn_journal import TurnJournal
+from agentloop_servers.config import TracingSettings
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
+from agentloop_servers.tracing import Tracing
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.worker import running_worker, task
@@ -66,7 +72,12 @@ async def lag_probe(lags_ms: list[float]) -> None:
 
 
 async def measure(
-    engines: Mapping[str, Engine], num_trajectories: int, *, owns_engines: bool, is_journalled: bool = True
+    engines: Mapping[str, Engine],
+    num_trajectories: int,
+    *,
+    owns_engines: bool,
+    is_journalled: bool = True,
+    receiver: str | None = None,
 ) -> Figures:
     """Roll out, with everything started before the clock."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
@@ -74,13 +85,20 @@ async def measure(
     freeze_gc()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lags_ms: list[float] = []
+    tally, tracing = MetricsTally(), None
+    if receiver is not None:
+        tracing = Tracing(TracingSettings(endpoint=receiver, sample=1.0), "bench", "policy")
+        tally.trace = tracing.give
     probe = asyncio.create_task(lag_probe(lags_ms))
     cpu, wall = time.process_time(), time.perf_counter()
     started = engines if owns_engines else {url: _Started(engine) for url, engine in engines.items()}
     with TemporaryDirectory() as folder:
         journal = TurnJournal(JournalFolder(Path(folder))) if is_journalled else None
-        async with running_worker(coordinator, started, capacity=1000, journal=journal), asyncio.timeout(600):
+        working = running_worker(coordinator, started, capacity=1000, journal=journal, tally=tally)
+        async with working, asyncio.timeout(600):
             await coordinator.is_done.wait()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         if journal is not None:
             await journal.close()
@@ -120,6 +138,40 @@ def unjournalled(num_trajectories: int) -> Figures:
     """The same without the turn journal, from which trajectories go on when their worker dies."""
     engines = {"sim://a": scripted_engine(*REPLIES)}
     return asyncio.run(measure(engines, num_trajectories, owns_engines=True, is_journalled=False))
+
+
+def traced(num_trajectories: int) -> Figures:
+    """The same with a trace of each trajectory."""
+    ours, theirs = multiprocessing.Pipe()
+    taker = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs,), daemon=True)
+    taker.start()
+    try:
+        return untaken(num_trajectories, ours.recv())
+    finally:
+        ours.send("stop")
+        taker.join(timeout=10)
+
+
+def untaken(num_trajectories: int, receiver: str = "http://127.0.0.1:9") -> Figures:
+    """The same with a trace of each trajectory, which no receiver takes."""
+    engines = {"sim://a": scripted_engine(*REPLIES)}
+    return asyncio.run(measure(engines, num_trajectories, owns_engines=True, receiver=receiver))
+
+
+def _take(pipe: Connection) -> None:
+    async def main() -> None:
+        app = FastAPI()
+
+        @app.post("/v1/traces")
+        async def take(request: Request) -> Response:
+            await request.body()
+            return Response()
+
+        async with serving(app) as url:
+            pipe.send(url)
+            await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(main())
 
 
 def over_http(num_trajectories: int) -> Figures:
@@ -167,18 +219,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     options = parser.parse_args()
     table = Table(title=f"{options.trajectories} trajectories of {NUM_TURNS} turns in one worker")
     for column in ("", "turns/s", "turns/s per core", "CPU ms/turn", "loop lag p99 ms", "peak MiB"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, run in (("in process", in_process), ("no journal", unjournalled), ("over HTTP", over_http)):
-        runs = [spawned(run, options.trajectories) for _ in range(options.repeat)]
-        table.add_row(name, *(_spread([getattr(figures, field) for figures in runs]) for field in _FIELDS))
+    runs: dict[str, list[Figures]] = {name: [] for name in options.rows}
+    for _ in range(options.repeat):
+        for name, figures in runs.items():
+            figures.append(spawned(ROWS[name], options.trajectories))
+    for name, figures in runs.items():
+        table.add_row(name, *(_spread([getattr(one, field) for one in figures]) for field in _FIELDS))
     console = Console()
     console.width = max(console.width, 120)  # whole figures, also into a file
     console.print(table)
 
 
+ROWS = {
+    "in process": in_process,
+    "no journal": unjournalled,
+    "traced": traced,
+    "untaken": untaken,
+    "over HTTP": over_http,
+}
 _FIELDS = ("turns_per_s", "turns_per_core_s", "cpu_ms_per_turn", "lag_p99_ms", "peak_mib")
 
 

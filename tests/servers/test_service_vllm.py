@@ -17,6 +17,7 @@ from random import Random
 import aiohttp
 import numpy as np
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentloop.api.coordinator import ServiceStatus
@@ -24,10 +25,12 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import WeightVersionNotServed
 from agentloop.types import Generation, KVPolicy, RolloutTask, Trajectory, VersionDemand
-from agentloop_servers.config import MetricsSettings, ServiceConfig
+from agentloop_servers.config import MetricsSettings, ServiceConfig, TracingSettings
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
 from tests.servers.recompute import POLICY, logprobs
+from tests.servers.test_tracing import Receiver, receiving
+from tests.test_spans import attributes_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -43,12 +46,19 @@ def tasks(count: int, prefix: str) -> list[RolloutTask]:
 
 
 @pytest.fixture(scope="module")
-async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> AsyncIterator[str]:
     config = ServiceConfig.load(ROOT / "servers" / "cpu.yaml")
     engine = config.engine.model_copy(update={"kv_cache_mib": KV_MIB})
     model = str(ROOT / "examples" / "tiny_policy" / "v1")
-    shown = MetricsSettings(engine=True)
-    config = config.model_copy(update={"port": 0, "engine": engine, "model": model, "metrics": shown})
+    shown, tracing = MetricsSettings(engine=True), TracingSettings(endpoint=receiver.url, sample=1.0, engine=True)
+    update = {"port": 0, "engine": engine, "model": model, "metrics": shown, "tracing": tracing}
+    config = config.model_copy(update=update)
     async with running_service(config, tmp_path_factory.mktemp("run")) as base:
         yield base
 
@@ -119,6 +129,26 @@ async def test_the_engines_own_metrics_are_shown_by_replica(client: RolloutClien
             seen = {
                 one.labels["replica"]: one.value for one in samples if one.name == "vllm:generation_tokens_total"
             }
+
+
+async def test_the_engines_own_spans_are_within_those_of_the_turns(client: RolloutClient, receiver: Receiver):
+    records = [record async for record in await client.submit(tasks(4, "traced"))]
+
+    def spans(name: str) -> list[Span]:
+        return [span for span in receiver.spans if span.name.startswith(name)]
+
+    async with asyncio.timeout(60):
+        while True:
+            turns, own = spans("chat "), [span for span in spans("llm_request") if span.parent_span_id]
+            if len(turns) == len(own) >= sum(len(record.path.turns) for record in records):
+                break
+            await asyncio.sleep(0.5)
+    within = {span.parent_span_id: span for span in own}
+    for turn in turns:
+        told, counted = attributes_of(turn), attributes_of(within[turn.span_id])
+        assert within[turn.span_id].trace_id == turn.trace_id
+        assert counted["gen_ai.usage.completion_tokens"] == told["gen_ai.usage.output_tokens"]
+        assert counted["gen_ai.usage.prompt_tokens"] == told["gen_ai.usage.input_tokens"]
 
 
 async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):

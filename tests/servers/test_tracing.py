@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import ClientSession, web
@@ -17,13 +17,16 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
+from agentloop.engine import Engine
 from agentloop.rollout.context import LoopContext
 from agentloop.spans import MAX_REQUEST_BYTES
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Message, RolloutTask, StopReason, Timings, ToolCall, Trajectory
 from agentloop_servers.cli.export import Format, export_records
-from agentloop_servers.config import TracingSettings
+from agentloop_servers.config import ServiceConfig, TracingSettings
+from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.tracing import Tracing, batches
+from tests.support.engine.recording import RecordingEngine
 from tests.support.records.samples import make_trajectory
 from tests.support.service.whole_service import simulated_config, whole_service
 from tests.test_spans import attributes_of, check_tree, spans_of
@@ -31,6 +34,7 @@ from tests.test_spans import attributes_of, check_tree, spans_of
 ROOT = Path(__file__).parents[2]
 DEAD = "http://127.0.0.1:9"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # of another call of the same session
 
 
 class Receiver:
@@ -105,9 +109,16 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
     said = [{"role": "user", "content": "Hi"}]
     chat, asked = {"model": "policy", "messages": said, "max_tokens": 4}, {"task_id": "t", "messages": said}
     async with receiving() as receiver:
-        tracing, workers = {"endpoint": receiver.url, "sample": 1.0}, {"allowed_imports": [__name__]}
-        config = simulated_config(mode="standalone", workers=workers, tracing=tracing)
-        async with whole_service(config, tmp_path) as url, RolloutClient(url) as client, ClientSession() as http:
+        tracing = {"endpoint": receiver.url, "sample": 1.0, "engine": True}
+        config = simulated_config(mode="standalone", workers={"allowed_imports": [__name__]}, tracing=tracing)
+        engines: list[RecordingEngine] = []
+
+        def build(config: ServiceConfig) -> Engine:
+            engines.append(RecordingEngine(build_engine(config)))
+            return cast(Engine, engines[-1])
+
+        service = whole_service(config, tmp_path, build)
+        async with service as url, RolloutClient(url) as client, ClientSession() as http:
 
             async def post(path: str, body: dict[str, Any], **headers: str) -> Any:
                 async with http.post(f"{url}{path}", json=body, headers=headers) as answer:
@@ -116,40 +127,62 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
 
             rollout = await client.submit([task, replace(task, loop=f"{__name__}:Fails")], num_samples=3)
             assert len([record async for record in rollout]) == 6
-            await post("/v1/chat/completions", chat, traceparent=CALLER, **{"x-session-id": "at-first-use"})
+            for context in (CALLER, CALLER, LATER):
+                await post("/v1/chat/completions", chat, traceparent=context, **{"x-session-id": "at-first-use"})
             await post("/sessions/at-first-use/finish", {})
             made = await post("/sessions", {"session_id": "made"}, traceparent=CALLER)
             await post("/sessions/made/finish", {}, authorization=f"Bearer {made['control_key']}")
-            await post("/rollouts", {"rollout_id": "traced", "tasks": [asked]}, traceparent=CALLER)
+            for name, tasks in (("one", [asked]), ("two", [asked, asked])):
+                await post("/rollouts", {"rollout_id": name, "tasks": tasks}, traceparent=CALLER)
+            ids = {"token_ids": [1, 2], "sampling": {"max_tokens": 1}}
+            await post("/generate", ids, traceparent=LATER)
             await client.update_weights(ROOT / "examples" / "tiny_policy" / "v1", version=1)
             async with asyncio.timeout(60):
-                while not {"weights/1", "traced/traced-000000/0"} <= set(receiver.traces):
+                of_submits = {"one/one-000000/0", "two/two-000000/0", "two/two-000001/0"}
+                while not {"weights/1", *of_submits} <= set(receiver.traces):
                     await asyncio.sleep(0.05)
         reader = TrajectoryReader(tmp_path / STORE_NAME)
         stored = list(reader.trajectories())
         reader.close()
+        told = defaultdict(set)
+        for request in (one for engine in engines for one in engine.requests):
+            told[request.request_id.partition("-")[0]].add(request.traceparent)
+        assert (told.pop("direct"), told.pop("look", {""})) == ({LATER}, {""})
         live, receiver.spans = receiver.traces, []
         assert {record.loop for record in stored} == {f"{__name__}:Works", f"{__name__}:Fails", "tool_loop", ""}
         callers = {record.group_id: record.traceparent for record in stored if record.traceparent}
-        assert callers == dict.fromkeys(("at-first-use", "made", "traced-000000"), CALLER)
-        update = live.pop("weights/1")
-        steps = [span.name for span in check_tree(update).values()]
-        assert steps.count("stage") == steps.count("stall") == config.num_replicas
+        assert callers == dict.fromkeys(("at-first-use", "made", "one-000000"), CALLER)
         await asyncio.to_thread(export_records, str(tmp_path), Format.OTLP, endpoint=receiver.url)
-        assert f"{len(stored)} traces sent" in capsys.readouterr().out
-        for traces in (live, receiver.traces):
+        assert f"{len(stored) + 1} traces sent" in capsys.readouterr().out
+        sent = receiver.traces
+        for traces in (live, sent):
+            update = traces.pop("weights/1")
+            steps = [span.name for span in check_tree(update).values()]
+            assert steps.count("stage") == steps.count("stall") == config.num_replicas
             assert set(traces) == {id_of(record) for record in stored}
+            given = {f"00-{one.trace_id.hex()}-{one.span_id.hex()}-01" for one in chats(traces)}
+            assert set().union(*told.values()) == given
+            linked = [link.trace_id for one in chats(traces) for link in one.links]
+            of_calls = [one.hex() for one in linked if one != update[0].trace_id]  # it may have cut turns
+            assert of_calls == [LATER.split("-")[1]]
             for record in stored:
                 _, trace_id, caller, _ = (record.traceparent or "---").split("-")
                 spans = check_tree(traces[id_of(record)], bytes.fromhex(caller)).values()
                 assert trace_id in ("", traces[id_of(record)][0].trace_id.hex())
+                (root,) = [span for span in spans if span.name.startswith("invoke_agent")]
+                of_batch = [CALLER.split("-")[2]] if record.rollout_id == "two" else []
+                assert [link.span_id.hex() for link in root.links] == of_batch
                 names = [span.name.partition(" ")[0] for span in spans if span.name not in ("queue", "reward")]
                 num_turns = sum(len(path.own_turns) for path in record.paths)
                 calls = ["execute_tool"] * len(record.times.tool_calls if record.times else ())
                 assert sorted(names) == sorted(["invoke_agent", *["chat"] * num_turns, *calls])
-        ids = [{span.span_id for spans in traces.values() for span in spans} for traces in (live, receiver.traces)]
-        assert ids[0] == ids[1]
+        span_ids = [{span.span_id for spans in traces.values() for span in spans} for traces in (live, sent)]
+        assert span_ids[0] == span_ids[1]
         assert {(one["x-key"], one["x-other"]) for one in receiver.headers} == {("a b", "c")}
+
+
+def chats(traces: Mapping[str, list[Span]]) -> list[Span]:
+    return [span for spans in traces.values() for span in spans if span.name.startswith("chat")]
 
 
 def settings(url: str, **changed: Any) -> TracingSettings:

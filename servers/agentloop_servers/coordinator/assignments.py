@@ -49,6 +49,7 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
         lost_tokens=dict(+sample.lost_tokens),
         num_sampled_before=sample.num_sampled_before,
         traceparent=sample.rollout.terms.traceparent,
+        trace_link=sample.rollout.terms.trace_link,
     )
 
 
@@ -97,4 +98,5 @@ def owed_record(pending: PendingRecord) -> Trajectory:
         max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
         loop=sample.group.task.loop,
         traceparent=sample.rollout.terms.traceparent,
+        trace_link=sample.rollout.terms.trace_link,
     )

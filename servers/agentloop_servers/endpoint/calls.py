@@ -91,6 +91,7 @@ async def stream_call(
     """
     call = demanding(request, chat_call)
     session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
+    chat_call = replace(chat_call, traceparent=traceparent_of(request))
 
     async def sent() -> AsyncGenerator[bytes, None]:
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
@@ -131,9 +132,10 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call with the client's read timeout as its own, if that is shorter."""
+    """Return the call in its caller's trace, with the client's read timeout as its own if that is shorter."""
     hint_s = _read_timeout_s(request)
-    return chat_call if hint_s is None or hint_s >= chat_call.timeout_s else replace(chat_call, timeout_s=hint_s)
+    timeout_s = chat_call.timeout_s if hint_s is None else min(hint_s, chat_call.timeout_s)
+    return replace(chat_call, timeout_s=timeout_s, traceparent=traceparent_of(request))
 
 
 async def find_or_create_session(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:

@@ -107,6 +107,7 @@ class TokenCalls:
             trajectory_id=name,
             kv_version=shared.first_version if keeps_kv else None,
             keeps_kv=keeps_kv,
+            traceparent=chat_call.traceparent,
         )
         wanted = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat_call.stop)
         try:

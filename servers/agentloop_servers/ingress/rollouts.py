@@ -183,8 +183,9 @@ class RolloutRoutes:
         self._num_direct_calls += 1
         try:
             owner = "" if self._endpoint is None else caller_of(request).owner
-            engine_request = body.to_request(own_id(owner, f"direct-{uuid.uuid4().hex}"))
-            generation = await unless_client_leaves(request, self._generate(engine_request))
+            asked = body.to_request(own_id(owner, f"direct-{uuid.uuid4().hex}"))
+            asked = replace(asked, traceparent=traceparent_of(request))
+            generation = await unless_client_leaves(request, self._generate(asked))
         finally:
             self._num_direct_calls -= 1
         if generation is None:
@@ -207,7 +208,10 @@ class RolloutRoutes:
             RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, staleness, body.keep)
             for index, task in enumerate(tasks)
         )
-        terms = replace(body.terms(names[0]), traceparent=traceparent_of(request))
+        caller = traceparent_of(request)
+        is_one = len(groups) == body.num_samples == 1  # all of a batch in one trace would have no bound
+        terms = body.terms(names[0])
+        terms = replace(terms, traceparent=caller) if is_one else replace(terms, trace_link=caller)
         submitting = self._coordinator.submit(rollout_id, groups, terms, names)
         return _status_response(rollout_id, await self._ask(submitting))
 

@@ -7,13 +7,15 @@ import pytest
 
 from agentloop.api.coordinator import TurnEnded
 from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.trace_context import turn_context
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
 from agentloop_servers.config import KeysConfig
 from agentloop_servers.isolation.processes import IsolationConfig
+from tests.support.engine.recording import RecordingEngine
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files
-from tests.support.fleet.worker import isolated_worker, running_worker, task
+from tests.support.fleet.worker import TRACES, isolated_worker, running_worker, task
 from tests.support.records.samples import counted
 
 CALL = call("calculator", expression="2 + 3")
@@ -32,9 +34,13 @@ async def one(asked, *replies: str, **options):
 async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_used_again():
     tasks = [task(f"t{n}", seed=7) for n in range(4)]
     feeder, own = FakeCoordinator(tasks), FakeCoordinator(tasks)
-    async with poisoned_worker(feeder, scripted_engine(CALL, ANSWER), capacity=1) as runs:
+    engine = RecordingEngine(scripted_engine(CALL, ANSWER))
+    async with poisoned_worker(feeder, engine, capacity=1) as runs:
         await feeder.is_done.wait()
         assert runs.num_started == 1
+    trajectories = {one.request_id.rpartition(":")[0] for one in engine.requests}
+    contexts = {turn_context(TRACES, one, "", turn) for one in trajectories for turn in "01"}
+    assert {one.traceparent for one in engine.requests} == contexts
     async with running_worker(own, {"sim://a": scripted_engine(CALL, ANSWER)}), asyncio.timeout(60):
         await own.is_done.wait()
     for name, expected in own.records.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentloop.engine import Engine
 from agentloop.generation.leases import LeaseReporter
+from agentloop.metrics import MetricsTally
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
@@ -19,6 +20,7 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
+from agentloop.trace_context import EngineTraces
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.isolation.frames import Setup
@@ -26,6 +28,8 @@ from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+
+TRACES = EngineTraces("run", 1.0)  # of isolated workers
 
 
 def task(task_id: str = "t", **fields: object) -> RolloutTask:
@@ -43,6 +47,7 @@ async def running_worker(
     *,
     takes_images: bool = False,
     journal: TurnJournal | None = None,
+    tally: MetricsTally | None = None,
     **config: object,
 ):
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
@@ -61,6 +66,7 @@ async def running_worker(
         vocab_size=renderer.vocab_size,
         takes_images=takes_images,
         journal=journal,
+        tally=tally,
     )
     running = asyncio.create_task(worker.run())
     try:
@@ -86,7 +92,7 @@ async def isolated_worker(
     """A worker whose trajectories have processes with `tools`, import paths by name; yields these processes."""
     await engine.start()
     service = {"model": str(POLICY), "engine": {"kind": "simulated"}, "workers": {"tools": tools}}
-    limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
+    limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5, traces=TRACES)
     setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits, turns_folder=turns_folder)
     reporter = LeaseReporter("w", coordinator.report_leases)
     home = JournalFolder(Path(turns_folder)) if turns_folder else StoredJournals(coordinator)

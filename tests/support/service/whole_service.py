@@ -23,6 +23,7 @@ from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
+    engine_traces,
     ingress_gauges,
     run_gauges,
     tool_names,
@@ -160,7 +161,12 @@ async def whole_site(
                 chat.renderer,
                 chat.parser,
                 toolbox,
-                WorkerConfig(capacity=config.workers.num_at_once, kv_policy=config.kv_policy, poll_s=0.2),
+                WorkerConfig(
+                    capacity=config.workers.num_at_once,
+                    kv_policy=config.kv_policy,
+                    poll_s=0.2,
+                    traces=engine_traces(config, run_dir),
+                ),
                 max_context_tokens=facts.max_context_tokens,
                 vocab_size=facts.vocab_size,
                 journal=journal,

@@ -55,6 +55,8 @@ def prepare_environment(config: SglangConfig) -> None:
         "SGLANG_FORCE_STREAM_INTERVAL": str(config.progress_tokens),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if config.traces_url is not None:
+        wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if config.device == "cpu":
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"
     for name, value in wanted.items():
@@ -98,6 +100,8 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
             "schedule_low_priority_values_first": True,
             "disable_priority_preemption": True,
         }
+    if config.traces_url is not None:
+        arguments |= {"enable_trace": True, "otlp_traces_endpoint": config.traces_url}
     if config.can_sleep:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return arguments

@@ -64,6 +64,7 @@ def generate_input(
         extra_key=str(kv_version),
         priority=sampling.priority,
         log_metrics=False,
+        external_trace_header={"traceparent": request.traceparent} if request.traceparent else None,
     )
 
 

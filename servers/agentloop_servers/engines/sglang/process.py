@@ -439,12 +439,15 @@ class _Launch:
         # What SGLang and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+            from sglang.srt.observability.trace import process_tracing_init
             from sglang.srt.server_args import ServerArgs
 
             if self._config.can_constrain:
                 import xgrammar  # noqa: F401 - here, because the first constraint's trial has a deadline
 
             arguments = ServerArgs(**server_arguments(self._config))
+        if self._config.traces_url is not None:
+            process_tracing_init(self._config.traces_url, "sglang")
         schedulers: list[Any] = []
 
         class Launcher(Engine):  # type: ignore[misc, unused-ignore]

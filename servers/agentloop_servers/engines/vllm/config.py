@@ -76,6 +76,8 @@ def prepare_environment(config: VllmConfig) -> None:
     }
     if config.logprobs_mode is not LogprobsMode.SAMPLED:
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one that `raw_logprobs.py` fits
+    if config.traces_url is not None:
+        wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if config.batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
     if config.device == "cpu":
@@ -120,6 +122,8 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
         "enable_log_requests": False,
     }
+    if config.traces_url is not None:
+        arguments["otlp_traces_endpoint"] = config.traces_url
     if config.has_vision:
         arguments |= {
             "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},

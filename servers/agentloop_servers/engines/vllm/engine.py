@@ -62,8 +62,14 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         )
         prompt = values.tokens_prompt(request, kv_version, prepared)
         lora_request = None if self._adapters is None else self._adapters.request
+        is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
-            prompt, params, request.request_id, lora_request=lora_request, priority=request.sampling.priority
+            prompt,
+            params,
+            request.request_id,
+            lora_request=lora_request,
+            trace_headers={"traceparent": request.traceparent} if is_traced else None,
+            priority=request.sampling.priority,
         )
         return outputs
 
