@@ -62,7 +62,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.client": {"agentloop.api"},
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
-    "agentloop.export": {"agentloop.storage"},
+    "agentloop.export": {"agentloop.api", "agentloop.storage"},
     "agentloop.trace_events": {"agentloop.api", "agentloop.storage"},
     "agentloop.spans": {"agentloop.api"},
     "agentloop.fleet": {"agentloop.api"},

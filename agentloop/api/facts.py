@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,8 +49,12 @@ class RecordFacts:
     answer: str  # the first line of the last answer, cut
 
 
+_NAMES = [one.name for one in fields(RecordFacts)]
+FACT_NAMES = tuple(_NAMES[_NAMES.index("task_id") :])
+
+
 def facts_of(trajectory: Trajectory) -> Values:
-    """Return the values of `RecordFacts` from `task_id` on."""
+    """Return the values of `FACT_NAMES`."""
     paths, times = trajectory.paths, trajectory.times
     turns = [turn for path in paths for turn in path.own_turns]
     messages, failure = trajectory.messages, trajectory.failure
