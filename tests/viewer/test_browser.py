@@ -380,7 +380,8 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
 
 async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
     file = run_dir / "report.html"
-    num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file)
+    curves = {"Training loss": [0.5, -0.25, 0.125]}
+    num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file, curves)
     async with browser_at(url, run_dir / "shots") as browser:
         await browser.page.route("http**", lambda route: route.abort())  # it needs nobody
         records = await records_of(browser)
@@ -399,6 +400,10 @@ async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
         await browser.page.goto(f"{file.as_uri()}#/overview")
         await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
         assert len(await browser.cells("#notable")) == num_whole
+        loss = browser.page.locator("figure", has_text="Training loss")
+        assert await loss.locator("title").all_text_contents() == [
+            f"step {step}: {value:g}" for step, value in enumerate(curves["Training loss"], 1)
+        ]
         await browser.shoot("report")
         num_shown = 0
         for one in records:

@@ -40,12 +40,11 @@ from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
-from agentloop_servers.viewer.report import write_report
+from agentloop_servers.viewer.report import REPORT_NAME, write_report
 
 EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
-REPORT_NAME = "report.html"
 LATEST_NAME = "latest"
 CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
 
