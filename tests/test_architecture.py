@@ -167,7 +167,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.private_http",
         "agentloop_servers.tcp",
     },
-    "agentloop_servers.viewer": {"agentloop.api", "agentloop.storage", "agentloop_servers.http"},
+    "agentloop_servers.viewer": {
+        "agentloop.api",
+        "agentloop.storage",
+        "agentloop_servers.config",
+        "agentloop_servers.http",
+    },
     "agentloop_servers.ingress": {
         "agentloop.api",
         "agentloop.chat",

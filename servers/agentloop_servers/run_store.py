@@ -26,6 +26,7 @@ from agentloop_servers.config import (
     AUTHORITY_NAME,
     CONFIG_NAME,
     SECRET_NAME,
+    TOKENIZER_HASH_NAME,
     ServiceConfig,
     kept_secret,
     saved_config,
@@ -34,7 +35,12 @@ from agentloop_servers.config import (
 URL_NAME = "store"
 """The file of a run directory that holds the URL of its database."""
 
-_KEPT = (CONFIG_NAME, AUTHORITY_NAME, SECRET_NAME)  # the secret last: with it a directory is the run's
+_KEPT = (
+    CONFIG_NAME,
+    AUTHORITY_NAME,
+    TOKENIZER_HASH_NAME,
+    SECRET_NAME,
+)  # the secret last: with it a directory is the run's
 _POSTGRES = "agentloop.storage.postgres:PostgresRun"  # an optional part
 _MAX_NAME_BYTES = 63  # of a schema
 

@@ -25,7 +25,7 @@ from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import pages
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 from agentloop_servers.viewer.report import write_report
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
@@ -362,7 +362,7 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
     stored = StoredRun(run_dir / STORE_NAME)
     try:
         async with (
-            serving(viewer_app(stored, None)) as offline,
+            serving(viewer_app(stored, TokenLabels(None))) as offline,
             browser_at(offline, run_dir / "shots", 404) as browser,
         ):
             await browser.open("overview", "#by-version tbody tr")

@@ -13,7 +13,7 @@ from agentloop.storage.trajectory_store import folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import model_of
 from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 
 app = typer.Typer()
 
@@ -28,7 +28,7 @@ def view(
         store = store_of(run)
         stored = StoredRun(store)
         try:
-            viewer = viewer_app(stored, model_of(folder_of(store)))
+            viewer = viewer_app(stored, TokenLabels(model_of(folder_of(store)), folder_of(store)))
             with socket.create_server(("127.0.0.1", port)) as listener:
                 Console().print(f"http://127.0.0.1:{listener.getsockname()[1]}/ui/", highlight=False)
                 uvicorn.Server(uvicorn.Config(viewer, log_level="warning")).run([listener])

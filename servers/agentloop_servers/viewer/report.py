@@ -17,7 +17,7 @@ import orjson
 
 from agentloop import codec
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.viewer.pages import PAGES_FOLDER
 from agentloop_servers.viewer.records import CROSSED, NOTABLE, TokenLabels, notable
 
@@ -39,7 +39,7 @@ def write_report(
     try:
         pages = {reason: reader.list_records(query) for reason, query in NOTABLE.items()}
         found, latest = notable(pages), pages[CROSSED]
-        whole, labels = [one.record for one in found], TokenLabels(model)
+        whole, labels = [one.record for one in found], TokenLabels(model, folder_of(where))
         page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
         listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}
         answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(found)}
