@@ -289,7 +289,7 @@ async def test_what_a_model_wrote_stays_text(browser: Browser) -> None:
         await browser.open(f"trajectory/{one['seq']}", ".messages pre")
         written = await browser.page.locator(f".messages .{role} pre").all_text_contents()
         assert any(HOSTILE in text for text in written)
-        assert await browser.page.locator("body img, body script").count() == 0
+        assert await browser.page.locator("body img, body script, .messages a").count() == 0
         await browser.shoot(f"hostile-{role}")
 
 
