@@ -111,6 +111,7 @@ class FactsQuery:
     max_reward: float | None = None
     min_s: float | None = None  # of `total_s`
     max_s: float | None = None
+    has_totals: bool = True  # the first page has totals and histograms
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class FactsPage:
 
     records: tuple[RecordFacts, ...]
     cursor: str  # of the next page, which a search may fill; empty: this is the last
-    totals: tuple[FactsTotal, ...]  # on the first page
+    totals: tuple[FactsTotal, ...]  # on the first page, where the query has them
     is_indexed: bool  # False: older records are not listed until `agentloop index`
-    histograms: dict[str, Histogram] = field(default_factory=dict)  # on the first page, by the name of the fact;
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # as `totals`, by the name of the fact;
     # of the records that the query lists among the latest ones

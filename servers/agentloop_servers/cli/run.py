@@ -32,7 +32,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
-from agentloop.plugins import install_hint, resolve
+from agentloop.plugins import resolve_extra
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
@@ -347,9 +347,9 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     Without the extra `export` there is no Parquet file.
     """
     try:
-        export = cast(Callable[..., int], resolve(EXPORT, param="export"))
+        export = cast(Callable[..., int], resolve_extra(EXPORT, "export"))
     except InvalidRequest as error:
-        _log.warning("not_exported", reason=error.message, install=install_hint("export"))
+        _log.warning("not_exported", reason=error.message)
     else:
         export(store_in(run_dir), run_dir / PARQUET_NAME, "parquet")
     store = TrajectoryReader(store_in(run_dir))

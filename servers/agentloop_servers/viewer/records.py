@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 CROSSED, _MAX_CROSSED = "crossed an update", 3
 NOTABLE = {
-    CROSSED: FactsQuery(limit=MAX_LISTED),  # among the latest
-    "best": FactsQuery(ListOrder.BEST, limit=2),
-    "worst": FactsQuery(ListOrder.WORST, limit=2),
-    "slowest": FactsQuery(ListOrder.SLOWEST, limit=2),
-    "failed": FactsQuery(failed=True, limit=3),
+    CROSSED: FactsQuery(limit=MAX_LISTED, has_totals=False),  # among the latest
+    "best": FactsQuery(ListOrder.BEST, limit=2, has_totals=False),
+    "worst": FactsQuery(ListOrder.WORST, limit=2, has_totals=False),
+    "slowest": FactsQuery(ListOrder.SLOWEST, limit=2, has_totals=False),
+    "failed": FactsQuery(failed=True, limit=3, has_totals=False),
 }
 """What makes a record worth a look, by the query that finds it."""
 
@@ -125,10 +125,12 @@ class RecordRoutes:
         max_reward: float | None = None,
         min_s: float | None = None,
         max_s: float | None = None,
+        has_totals: bool = True,
     ) -> Response:
         """The facts of all stored records, by order, failure, task, group, text, ranges of reward and seconds."""
         ranges = min_reward, max_reward, min_s, max_s
-        page = await self._page(FactsQuery(order, failed, task, text, limit, cursor, group, *ranges))
+        query = FactsQuery(order, failed, task, text, limit, cursor, group, *ranges, has_totals)
+        page = await self._page(query)
         return json_response(codec.to_builtins(page))
 
     async def notable(self) -> Response:

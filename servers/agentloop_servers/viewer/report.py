@@ -16,10 +16,11 @@ from typing import Any
 import orjson
 
 from agentloop import codec
+from agentloop.api.facts import MAX_LISTED, FactsQuery
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import CROSSED, NOTABLE, TokenLabels, notable
+from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
 
 REPORT_NAME = "report.html"
 """The file of a run directory that its command ends with."""
@@ -38,7 +39,7 @@ def write_report(
     reader = TrajectoryReader(where)
     try:
         pages = {reason: reader.list_records(query) for reason, query in NOTABLE.items()}
-        found, latest = notable(pages), pages[CROSSED]
+        found, latest = notable(pages), reader.list_records(FactsQuery(limit=MAX_LISTED))
         whole, labels = [one.record for one in found], TokenLabels(model, folder_of(where))
         page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
         listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}

@@ -53,6 +53,9 @@ async def test_a_run_is_read_while_it_is_written(store: TrajectoryStore, tmp_pat
     async with serving(viewer_app(stored, TokenLabels(MODEL))) as url:
         listed = orjson.loads((await get(f"{url}/trajectories?group=r/g&order=best"))[1])
         assert [one["sample_index"] for one in listed["records"]] == [3, 2, 1, 0]
+        assert (
+            listed["totals"] != [] == orjson.loads((await get(f"{url}/trajectories?has_totals=false"))[1])["totals"]
+        )
         shown = orjson.loads((await get(f"{url}/trajectories/{listed['records'][0]['seq']}"))[1])
         made = make_trajectory("g", 3, reward=0.75)
         assert shown["record"] == orjson.loads(orjson.dumps(to_builtins(made)))
