@@ -436,9 +436,7 @@ def _write_folder(model: str, rows: Iterator[Row], folder: Path) -> int:
     lines = (f"| `{one.name}` | `{one.type}` | {_shape(one)} |" for one in schema)
     shown = f"{min(versions)} to {max(versions)}" if versions else "none"
     counts = {"num_records": num_records, "num_rows": num_rows, "versions": shown}
-    card = _CARD.format(
-        model=model or "an unknown model", release=__version__, notes=_NOTES, columns="\n".join(lines), **counts
-    )
+    card = _CARD.format(model=model, release=__version__, notes=_NOTES, columns="\n".join(lines), **counts)
     (folder / "README.md").write_text(card)
     return num_rows
 

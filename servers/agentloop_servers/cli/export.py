@@ -15,7 +15,7 @@ from agentloop.plugins import resolve_extra
 from agentloop.storage.trajectory_store import folder_of
 from agentloop.trace_events import write_timeline
 from agentloop_servers.cli.terminal import clear_errors, store_of
-from agentloop_servers.config import model_of, saved_config
+from agentloop_servers.config import model_of
 from agentloop_servers.viewer.report import write_report
 
 app = typer.Typer()
@@ -60,8 +60,8 @@ def export_records(
                 said = f"{write_timeline(store, target, rollout_id)} trajectories in {target}, for ui.perfetto.dev"
             case Format.PARQUET | Format.JSONL | Format.HF:
                 kind = cast(ExportFormat, format.value)
-                config = saved_config(folder_of(store)) if format is Format.HF else None
-                about = {} if config is None else {"model": config.served_name}
+                model = model_of(folder_of(store)) if format is Format.HF else None
+                about = {} if model is None else {"model": model.name}
                 num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained, **about)
                 said = f"{num_rows} rows in {target}"
     Console().print(said, highlight=False, soft_wrap=True)
