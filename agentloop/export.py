@@ -1,15 +1,18 @@
-"""Export of a store to what trainers read: Parquet or JSON lines, one row a token path.
+"""Export of a store to what trainers read: Parquet, JSON lines or a folder for `datasets`, one row a token path.
 
-Memory is bounded by one row group. The file appears under its name only when it is whole. A trajectory that
-failed before anything was rendered still gives one row, with empty lists, so that no accepted sample is missing.
+Memory is bounded by one row group. The file or folder appears under its name only when it is whole. A trajectory
+that failed before anything was rendered still gives one row, with empty lists, so that no sample is missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +21,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentloop import codec
+from agentloop import __version__, codec
+from agentloop.api.facts import FACT_NAMES, RecordFacts, facts_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
@@ -37,8 +41,9 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 
-ExportFormat = Literal["parquet", "jsonl"]
+ExportFormat = Literal["parquet", "jsonl", "hf"]
 
+_SHARD_BYTES = 256 << 20
 _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
 
@@ -142,16 +147,58 @@ _COLUMNS: dict[str, pa.DataType] = {
     "thinking": pa.string(),
     "failure": pa.string(),
     "constraints": pa.map_(pa.string(), pa.string()),
+    "loop": pa.string(),
+    "traceparent": pa.string(),
+}
+_FACT_TYPES: dict[str, pa.DataType] = {
+    "str": pa.string(),
+    "int": pa.int64(),
+    "bool": pa.bool_(),
+    "float": pa.float64(),
+}
+_OTHERWISE_NAMED = {"seq", "is_complete", "num_paths"}  # of the facts, those that no row or another column has
+_COLUMNS |= {
+    one.name: _FACT_TYPES[str(one.type).partition(" ")[0]]
+    for one in dataclasses.fields(RecordFacts)
+    if one.name not in _COLUMNS.keys() | _OTHERWISE_NAMED
 }
 
 SCHEMA = pa.schema(_COLUMNS)
-"""The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
-that were taken out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and NaN for a
-sampled token without one; `constrained` is `TokenPath.constrained`. A turn's `sampling` is null in records of a
-service that did not keep it. `messages` are the path's own. `reward`, `components` and `metrics` are those of the
-trajectory's main conversation, `path_reward` is the number to train this path with (`Trajectory.reward_of`), and
-`num_masked_tokens` is of all paths. `constraints`, by their digests, stand in a trajectory's first row. Offsets of
-`images` are into prompt and response together."""
+"""The columns, as `_NOTES` explains them."""
+
+_NOTES = """\
+Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones that were taken
+out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and NaN for a sampled token
+without one; `constrained` marks tokens whose distribution was bent from outside the model. A turn's `sampling` is
+null in records of a service that did not keep it. `began_at` is in seconds since 1970, `timings` in seconds, the
+rest of `times` and those of turns in microseconds. `messages` are the path's own, in the OpenAI chat format.
+`reward`, `components` and `metrics` are those of the trajectory's main conversation, `path_reward` is the number to
+train this path with, and numbers of turns and tokens are of all paths. `constraints`, by their digests, stand in a
+trajectory's first row. Offsets of `images` are into prompt and response together."""
+_RESPONSE_COLUMNS = ("response_ids", "response_mask", "logprobs", "raw_logprobs", "constrained", "token_rewards")
+_LENGTHS = {"prompt_ids": "prompt tokens", **dict.fromkeys(_RESPONSE_COLUMNS, "response tokens")}
+_CARD = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+tags:
+- agentloop
+- reinforcement-learning
+---
+# Rollouts of a language-model agent
+
+{num_records:,} trajectories of {model} in {num_rows:,} rows, one a token path.
+Weight versions: {versions}. Written by agentloop {release}.
+
+{notes}
+
+| column | type | shape |
+|---|---|---|
+{columns}
+"""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),
@@ -173,19 +220,24 @@ def export(
     rollout_id: str | None = None,
     *,
     mask_constrained: bool = False,
+    model: str = "a model",
 ) -> int:
     """Write the store's trajectories, of one rollout or of all; returns the number of rows.
 
     `mask_constrained` takes constrained tokens out of the mask, and counts them (`Trajectory.without_constrained`).
+    `model` is its name for the card of a folder.
 
     May run while the service writes: it sees what was committed so far. Images that a database has become files in
-    the run's directory. Raises InvalidRequest for an unknown
-    format or a path that is no store, NotFound for an unknown rollout.
+    the run's directory. Raises InvalidRequest for an unknown format, a folder that has files already or a path that
+    is no store, NotFound for an unknown rollout.
     """
-    writers: dict[str, Callable[[Iterator[Row], Path], int]] = {"parquet": _write_parquet, "jsonl": _write_jsonl}
+    writers: dict[str, Callable[[Iterator[Row], Path], int]]
+    writers = {"parquet": _write_parquet, "jsonl": _write_jsonl, "hf": partial(_write_folder, model)}
     if format not in writers:
-        raise InvalidRequest(f"unknown export format {format!r}: parquet or jsonl", param="format")
-    out = Path(out_path)
+        raise InvalidRequest(f"unknown export format {format!r}: parquet, jsonl or hf", param="format")
+    out = Path(out_path).absolute()
+    if out.is_dir() and any(out.iterdir()):
+        raise InvalidRequest(f"{out} has files already: remove it, or name another", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
     store = TrajectoryReader(store_path)
     try:
@@ -195,7 +247,7 @@ def export(
             store.write_images(folder_of(store_path) / IMAGES_FOLDER)
     finally:
         store.close()
-        unfinished.unlink(missing_ok=True)
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     return num_rows
 
 
@@ -205,6 +257,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     main = trajectory.main_conversation or (0,)  # without a path, the row of what was not rendered
     return [
         {
+            **_facts(trajectory),
             "task_id": trajectory.task_id,
             "group_id": trajectory.group_id,
             "sample_index": trajectory.sample_index,
@@ -251,9 +304,18 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
             "constraints": dict(trajectory.constraints) if branch == 0 else {},
+            "loop": trajectory.loop,
+            "traceparent": trajectory.traceparent,
         }
         for branch, path in enumerate(paths)
     ]
+
+
+def _facts(trajectory: Trajectory) -> Row:
+    named: Row = dict(zip(FACT_NAMES, facts_of(trajectory), strict=True))
+    versions = trajectory.trained_versions
+    named |= {"oldest_version": min(versions, default=None), "newest_version": max(versions, default=None)}
+    return {name: value for name, value in named.items() if name not in _OTHERWISE_NAMED}
 
 
 def _openai_json(messages: Sequence[Message]) -> str:
@@ -336,13 +398,61 @@ def _rows(store: TrajectoryReader, rollout_id: str | None, mask_constrained: boo
 
 
 def _write_parquet(rows: Iterator[Row], path: Path) -> int:
+    return _write_shard(_row_groups(rows), path, SCHEMA)
+
+
+def _write_shard(chunks: Iterable[list[Row]], path: Path, schema: pa.Schema, max_bytes: float = math.inf) -> int:
+    """Write row groups until the file has `max_bytes`; returns the number of rows."""
     num_rows = 0
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        for chunk in _row_groups(rows):
+    with path.open("wb") as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for chunk in chunks:
             columns = [pa.array([row[field.name] for row in chunk], type=field.type) for field in SCHEMA]
-            writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(chunk))
+            table = pa.Table.from_arrays(columns, schema=SCHEMA).cast(schema)
+            writer.write_table(table, row_group_size=len(chunk))
             num_rows += len(chunk)
+            if file.tell() >= max_bytes:
+                break
     return num_rows
+
+
+def _write_folder(model: str, rows: Iterator[Row], folder: Path) -> int:
+    """Write shards, and a card that tells `datasets.load_dataset` of them."""
+    num_records, versions = 0, set[int]()
+
+    def counted() -> Iterator[Row]:
+        nonlocal num_records
+        for row in rows:
+            num_records += row["branch"] == 0
+            versions.update(span["version"] for span in row["weight_versions"])
+            yield row
+
+    data, chunks = folder / "data", _row_groups(counted())
+    data.mkdir(parents=True)
+    schema = pa.schema([_without_maps(field) for field in SCHEMA])
+    write = partial(_write_shard, schema=schema, max_bytes=_SHARD_BYTES)
+    num_rows = write(chunks, data / "00000.parquet")  # without records there is a shard too
+    for number, first in enumerate(chunks, 1):
+        num_rows += write(chain((first,), chunks), data / f"{number:05}.parquet")
+    lines = (f"| `{one.name}` | `{one.type}` | {_shape(one)} |" for one in schema)
+    shown = f"{min(versions)} to {max(versions)}" if versions else "none"
+    counts = {"num_records": num_records, "num_rows": num_rows, "versions": shown}
+    card = _CARD.format(model=model, release=__version__, notes=_NOTES, columns="\n".join(lines), **counts)
+    (folder / "README.md").write_text(card)
+    return num_rows
+
+
+def _shape(field: pa.Field[Any]) -> str:
+    return f"[{_LENGTHS.get(field.name, 'any')}]" if pa.types.is_list(field.type) else ""
+
+
+def _without_maps(field: pa.Field[Any]) -> pa.Field[Any]:
+    """Return a field with its maps as lists of keys and values: `datasets` knows no maps."""
+    kind = field.type
+    if pa.types.is_map(kind):
+        kind = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([_without_maps(inner) for inner in kind])
+    return field.with_type(kind)
 
 
 def _row_groups(rows: Iterator[Row]) -> Iterator[list[Row]]:

@@ -603,9 +603,14 @@ class Trajectory:
         return tuple(sorted({span.version for path in self.paths for span in path.weight_versions}))
 
     @property
+    def trained_versions(self) -> frozenset[int]:
+        """The weight versions of the tokens in the mask."""
+        return frozenset(version for path in self.paths for version in path.trained_versions)
+
+    @property
     def oldest_trained_version(self) -> int | None:
         """The oldest weight version of the tokens in the mask; None if it is empty."""
-        return min((version for path in self.paths for version in path.trained_versions), default=None)
+        return min(self.trained_versions, default=None)
 
     @property
     def num_sampled_tokens(self) -> int:

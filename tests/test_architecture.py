@@ -63,7 +63,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.client": {"agentloop.api"},
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
-    "agentloop.export": {"agentloop.storage"},
+    "agentloop.export": {"agentloop.api", "agentloop.storage"},
     "agentloop.trace_events": {"agentloop.api", "agentloop.storage"},
     "agentloop.spans": {"agentloop.api"},
     "agentloop.fleet": {"agentloop.api"},
@@ -168,7 +168,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.private_http",
         "agentloop_servers.tcp",
     },
-    "agentloop_servers.viewer": {"agentloop.api", "agentloop.storage", "agentloop_servers.http"},
+    "agentloop_servers.viewer": {
+        "agentloop.api",
+        "agentloop.storage",
+        "agentloop_servers.config",
+        "agentloop_servers.http",
+    },
     "agentloop_servers.ingress": {
         "agentloop.api",
         "agentloop.chat",

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from agentloop import __version__
+from agentloop.api.facts import FactsQuery
 from agentloop.errors import InvalidRequest, NotFound
-from agentloop.export import export
+from agentloop.export import ExportFormat, export
 from agentloop.images import Image, ImageSpan, shown
 from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams, TurnSampling, turn_sampling
+from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
 from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
 
@@ -145,6 +150,57 @@ def test_jsonl_says_the_same_as_parquet(store_path: Path, tmp_path: Path) -> Non
     assert [orjson.loads(line) for line in lines] == table.to_pylist(maps_as_pydicts="strict")
 
 
+def test_a_folder_for_datasets_says_the_same_in_shards_with_a_card(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(store_path, tmp_path / "out.parquet", "parquet")
+    monkeypatch.setattr("agentloop.export._ROW_GROUP_ROWS", 2)
+    monkeypatch.setattr("agentloop.export._SHARD_BYTES", 1)
+    folder = tmp_path / "out"
+    assert export(store_path, folder, "hf", model="tiny") == 5
+    assert sorted(file.name for file in (folder / "data").iterdir()) == [f"0000{n}.parquet" for n in range(3)]
+    whole = pq.read_table(tmp_path / "out.parquet").to_pylist(maps_as_pydicts="strict")
+    table = pa.concat_tables(map(pq.read_table, sorted((folder / "data").iterdir())))
+    rows = table.to_pylist()
+    for row in rows:
+        for holder, name in (
+            (row, "components"),
+            (row, "metrics"),
+            (row, "constraints"),
+            (row["times"], "lost_tokens"),
+        ):
+            holder[name] = {one["key"]: one["value"] for one in holder[name]}
+    assert rows == whole
+    _, front, card = (folder / "README.md").read_text().split("---\n", 2)
+    [config] = yaml.safe_load(front)["configs"]
+    assert config["data_files"] == [{"split": "train", "path": "data/*.parquet"}]
+    assert "4 trajectories of tiny in 5 rows" in card
+    assert f"Weight versions: 0 to 2. Written by agentloop {__version__}." in card
+    shapes = dict(re.findall(r"^\| `(\w+)` \| `.*` \| (.*) \|$", card, re.MULTILINE))
+    assert list(shapes) == table.column_names
+    assert (shapes["logprobs"], shapes["turns"], shapes["reward"]) == ("[response tokens]", "[any]", "")
+    with pytest.raises(InvalidRequest, match="has files already"):
+        export(store_path, folder, "hf")
+
+
+def test_the_facts_of_a_listing_have_columns(store_path: Path, tmp_path: Path) -> None:
+    export(store_path, tmp_path / "out.parquet", "parquet", "r")
+    reader = TrajectoryReader(store_path)
+    listed = {
+        (one.group_id, one.sample_index): one
+        for one in reader.list_records(FactsQuery()).records
+        if one.rollout_id == "r"
+    }
+    reader.close()
+    names = {"complete": "is_complete", "num_branches": "num_paths"}
+    for row in pq.read_table(tmp_path / "out.parquet").to_pylist():
+        one = listed[row["group_id"], row["sample_index"]]
+        told = {names.get(name, name): value for name, value in row.items()}
+        assert {field.name: told[field.name] for field in fields(one) if field.name != "seq"} == {
+            field.name: getattr(one, field.name) for field in fields(one) if field.name != "seq"
+        }
+
+
 def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> None:
     export(store_path, tmp_path / "out.parquet", "parquet", "r")
     messages = orjson.loads(pq.read_table(tmp_path / "out.parquet")["messages"][0].as_py())
@@ -229,11 +285,14 @@ def test_an_empty_store_gives_a_readable_file(tmp_path: Path) -> None:
     fill_store(tmp_path / "s", {})
     assert export(tmp_path / "s", tmp_path / "o", "parquet") == 0
     assert pq.read_table(tmp_path / "o").num_rows == 0
+    assert export(tmp_path / "s", tmp_path / "folder", "hf") == 0
+    assert pq.read_table(tmp_path / "folder" / "data" / "00000.parquet").num_rows == 0
 
 
-def test_failures_leave_no_file_behind(store_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["parquet", "hf"])
+def test_failures_leave_no_file_behind(store_path: Path, tmp_path: Path, format: ExportFormat) -> None:
     with pytest.raises(NotFound):
-        export(store_path, tmp_path / "out.parquet", "parquet", "nobody")
+        export(store_path, tmp_path / "out", format, "nobody")
     with pytest.raises(InvalidRequest):
         export(store_path, tmp_path / "out.csv", "csv")  # type: ignore[arg-type]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))} == set()

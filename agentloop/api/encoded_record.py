@@ -44,7 +44,7 @@ class EncodedRecord:
         encoded = codec.encode(trajectory) if encoded is None else encoded
         staleness = codec.encode(trajectory.staleness)
         data = memoryview(encoded)[: -len(staleness)]
-        versions = {version for path in trajectory.paths for version in path.trained_versions}
+        versions = trajectory.trained_versions
         return cls(
             rollout_id=trajectory.rollout_id,
             group_id=trajectory.group_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,8 +49,12 @@ class RecordFacts:
     answer: str  # the first line of the last answer, cut
 
 
+_NAMES = [one.name for one in fields(RecordFacts)]
+FACT_NAMES = tuple(_NAMES[_NAMES.index("task_id") :])
+
+
 def facts_of(trajectory: Trajectory) -> Values:
-    """Return the values of `RecordFacts` from `task_id` on."""
+    """Return the values of `FACT_NAMES`."""
     paths, times = trajectory.paths, trajectory.times
     turns = [turn for path in paths for turn in path.own_turns]
     messages, failure = trajectory.messages, trajectory.failure
@@ -107,6 +111,7 @@ class FactsQuery:
     max_reward: float | None = None
     min_s: float | None = None  # of `total_s`
     max_s: float | None = None
+    has_totals: bool = True  # the first page has totals and histograms
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class FactsPage:
 
     records: tuple[RecordFacts, ...]
     cursor: str  # of the next page, which a search may fill; empty: this is the last
-    totals: tuple[FactsTotal, ...]  # on the first page
+    totals: tuple[FactsTotal, ...]  # on the first page, where the query has them
     is_indexed: bool  # False: older records are not listed until `agentloop index`
-    histograms: dict[str, Histogram] = field(default_factory=dict)  # on the first page, by the name of the fact;
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # as `totals`, by the name of the fact;
     # of the records that the query lists among the latest ones

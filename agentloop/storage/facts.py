@@ -144,28 +144,13 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)
     ordered = f"ORDER BY {column} {way}, seq {way}"
-    looked_at = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} ORDER BY seq DESC LIMIT 1 OFFSET ?"
-    ranges = {
-        "reward >= ?": query.min_reward,
-        "reward < ?": query.max_reward,
-        "total_s >= ?": query.min_s,
-        "total_s < ?": query.max_s,
-    }
-    given = {where: value for where, value in ranges.items() if value is not None}
-    is_search = query.order is ListOrder.NEWEST and bool(query.text or given)
-    ends = None
-    if is_search or not query.cursor:
-        ends = db.execute(looked_at, (*values, _MAX_SEARCHED)).fetchone()
-    wheres += given.keys()
-    values += given.values()
-    if query.text:
-        escaped = query.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-        wheres.append("LOWER(task || ' ' || answer) LIKE LOWER(?) ESCAPE '\\'")
-        values.append(f"%{escaped}%")
-    latest = [ends[0] if ends else 0, *values[1:]]
-    histograms = {} if query.cursor else _histograms(db, " AND ".join(wheres), latest)
-    if is_search:
-        values = latest
+    filters, limits = _filters(query)
+    is_search, is_first = query.order is ListOrder.NEWEST and bool(filters), query.has_totals and not query.cursor
+    left_out = _newest_left_out(db, wheres, values) if is_search or is_first else 0
+    wheres += filters
+    latest = [left_out, *values[1:], *limits]
+    histograms = _histograms(db, " AND ".join(wheres), latest) if is_first else {}
+    values = latest if is_search else [*values, *limits]
     parts = " UNION ALL ".join(
         f"SELECT * FROM (SELECT * FROM {table} WHERE {' AND '.join(wheres)} {ordered} LIMIT ?) {table}_part"
         for table in ("facts", "fresh_facts")
@@ -177,9 +162,31 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
     cursor = ""
     if len(rows) > query.limit:
         cursor = orjson.dumps([getattr(records[-1], column), records[-1].seq]).decode()
-    elif is_search and ends is not None:
-        cursor = orjson.dumps([ends[0] + 1] * 2).decode()
-    return FactsPage(records, cursor, () if query.cursor else _totals(db), _is_indexed(db), histograms)
+    elif is_search and left_out:
+        cursor = orjson.dumps([left_out + 1] * 2).decode()
+    return FactsPage(records, cursor, _totals(db) if is_first else (), _is_indexed(db), histograms)
+
+
+def _filters(query: FactsQuery) -> tuple[list[str], list[str | int | float]]:
+    """Return the conditions that no index answers, with their values: ranges, and a search for text."""
+    ranges = {
+        "reward >= ?": query.min_reward,
+        "reward < ?": query.max_reward,
+        "total_s >= ?": query.min_s,
+        "total_s < ?": query.max_s,
+    }
+    given: dict[str, str | int | float] = {where: end for where, end in ranges.items() if end is not None}
+    if query.text:
+        escaped = query.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        given["LOWER(task || ' ' || answer) LIKE LOWER(?) ESCAPE '\\'"] = f"%{escaped}%"
+    return list(given), list(given.values())
+
+
+def _newest_left_out(db: Database, wheres: Sequence[str], values: Sequence[str | int | float]) -> int:
+    """Return the number of the newest indexed record that a search does not look at; 0: it looks at all."""
+    statement = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} ORDER BY seq DESC LIMIT 1 OFFSET ?"
+    found = db.execute(statement, (*values, _MAX_SEARCHED)).fetchone()
+    return found[0] if found else 0
 
 
 def _read_row(row: tuple[Any, ...]) -> RecordFacts:

@@ -16,12 +16,13 @@ import asyncio
 import dataclasses
 import hashlib
 import itertools
+import sqlite3
 import time
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -88,13 +89,15 @@ CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, 
     synchronous="FULL",
     page_bytes=16384,  # each is written twice: half the CPU of the usual ones for a record of half a megabyte
 )
-_COUNT_FINISHED = """
+_COUNT_ALL_FINISHED = """
 SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
-WHERE t.rollout_id = ? AND t.sample_index < g.num_samples
+WHERE t.sample_index < g.num_samples
 """
+_COUNT_FINISHED = f"{_COUNT_ALL_FINISHED} AND t.rollout_id = ?"
 
 _KNOWN_ROLLOUT = "SELECT 1 FROM rollouts WHERE rollout_id = ?"
-_COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?"
+_COUNT_ALL_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups"
+_COUNT_GROUPS = f"{_COUNT_ALL_GROUPS} WHERE rollout_id = ?"
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
 _ADD_ROLLOUT = "INSERT INTO rollouts VALUES (?) ON CONFLICT DO NOTHING"
 _ADD_TERMS = "INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
@@ -151,20 +154,38 @@ class TrajectoryReader:
     def __init__(self, where: str | Path | Home) -> None:
         """`where` is a file or a home. Raises InvalidRequest if it does not exist or is no trajectory store."""
         self._db = _opener(where)(_SCHEMA, is_read_only=True)
+        self._name = f"{_SCHEMA.kind} of {folder_of(where)}"
         self._rows = RowChecker(_SCHEMA.kind)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise InvalidRequest, naming the store, for what SQLite cannot read: torn files, or a damaged disk."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise InvalidRequest(f"the {self._name} cannot be read: {error}") from error
 
     def rollouts(self) -> list[str]:
         """Return every rollout ever accepted or recorded, by id."""
-        return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
+        with self._reading():
+            return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
+
+    def progress(self) -> tuple[int, int]:
+        """Return (accepted, finished) in trajectories of all submitted rollouts."""
+        with self._reading():
+            accepted, finished = self._db.execute(_COUNT_ALL_GROUPS), self._db.execute(_COUNT_ALL_FINISHED)
+            return int(accepted.fetchone()[0]), int(finished.fetchone()[0])
 
     def counts(self, rollout_id: str) -> tuple[int, int]:
         """Return (accepted, finished) as `TrajectoryStore.counts`. Raises NotFound."""
-        return _counts(self._db, rollout_id)
+        with self._reading():
+            return _counts(self._db, rollout_id)
 
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         """Return records as `TrajectoryStore.read`, decoded."""
         checked = partial(self._rows.value, "trajectories", Trajectory)
-        return _read(self._db, rollout_id, after, limit, checked)
+        with self._reading():
+            return _read(self._db, rollout_id, after, limit, checked)
 
     def trajectories(self, rollout_id: str | None = None) -> Iterator[Trajectory]:
         """Yield all trajectories by rollout, in commit order, a page in memory at a time. Raises NotFound."""
@@ -178,20 +199,24 @@ class TrajectoryReader:
 
     def list_records(self, query: FactsQuery) -> FactsPage:
         """Return a page of the facts of all records. Raises InvalidRequest, also for a store without facts."""
-        try:
-            return facts.page(self._db, query)
-        except Exception as error:
-            if not facts.has_no_tables(error):
-                raise
-            raise InvalidRequest("a store of an earlier release: `agentloop index` makes it listable") from error
+        with self._reading():
+            try:
+                return facts.page(self._db, query)
+            except Exception as error:
+                if not facts.has_no_tables(error):
+                    raise
+                message = "a store of an earlier release: `agentloop index` makes it listable"
+                raise InvalidRequest(message) from error
 
     def record_at(self, seq: int) -> bytes:
         """Return the encoded record that a listing has as `seq`. Raises NotFound."""
-        return _record_at(self._db, seq, self._rows)
+        with self._reading():
+            return _record_at(self._db, seq, self._rows)
 
     def updates(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
-        return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
+        with self._reading():
+            return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
 
     def write_images(self, folder: Path) -> None:
         """Write the images that a database has into a folder, those that it lacks; a file has none."""

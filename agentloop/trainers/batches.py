@@ -164,4 +164,4 @@ def _row(trajectory: Trajectory, place: int, reward: float, advantage: float) ->
 
 
 def _is_mixed(trajectory: Trajectory) -> bool:
-    return len({version for path in trajectory.paths for version in path.trained_versions}) > 1
+    return len(trajectory.trained_versions) > 1

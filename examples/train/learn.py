@@ -1,7 +1,7 @@
 """`make learn`: train the shipped policy through the real service, with live progress, curves and numbers.
 
 It starts the service, measures held-out success, trains as `grpo.py` does, measures again on the same tasks, and
-writes `learn.json`, `curves.png` and the trained policy into the run directory.
+writes `learn.json`, `curves.png`, `report.html` and the trained policy into the run directory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.trainers import TrainingRow
 from agentloop_servers.config import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
+from agentloop_servers.run_store import store_in
+from agentloop_servers.viewer.report import REPORT_NAME, write_report
 from examples.train.curves import draw
 from examples.train.grpo import Prepare, unchanged
 from examples.train.run import POLICY, Progress, learn, parser_of_runs, recipe_of, setting_of, settle_torch
@@ -37,7 +39,7 @@ def saving(folder: Path, policy: Path) -> Prepare:
 
 
 async def run(arguments: argparse.Namespace, console: Console) -> Path:
-    """Start the service, learn, stop it, and write the run directory; returns that."""
+    """Start the service, learn, stop it, and write the run directory; returns its report."""
     config = ServiceConfig.load(arguments.config)
     run_dir = new_run_dir(arguments.out)
     configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
@@ -64,7 +66,10 @@ async def run(arguments: argparse.Namespace, console: Console) -> Path:
         f" {found['training_s']:.0f} s of training, {found['wall_s']:.0f} s in all",
         highlight=False,
     )
-    return run_dir
+    steps, report = found["steps"], run_dir / REPORT_NAME
+    curves = {f"Training {name}": [step[name] for step in steps] for name in ("reward", "loss")}
+    write_report(store_in(run_dir), setting.policy, report, curves)
+    return report
 
 
 def main() -> None:
@@ -79,7 +84,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     settle_torch(arguments.threads)
-    asyncio.run(run(arguments, Console()))
+    console = Console()
+    report = asyncio.run(run(arguments, console))
+    console.print(f"to look at: {report}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ from agentloop_servers.cluster import (
 from agentloop_servers.config import (
     ServiceConfig,
     keep_config,
+    keep_tokenizer,
     located,
     model_sizes,
     run_dir_in,
@@ -122,6 +123,7 @@ from agentloop_servers.serve_process import Closing, begin_process, ends_unless_
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
+from agentloop_servers.viewer.records import TokenLabels
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
@@ -445,7 +447,7 @@ class IngressProcess:
         sessions.on_new = users.add_session
         closing.push_async_callback(users.close)
         await users.start()
-        app = build_app(config, self._coordinator, clients, endpoint, keys)
+        app = build_app(config, self._run_dir, self._coordinator, clients, endpoint, keys)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -496,6 +498,7 @@ def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
 
 def build_app(
     config: ServiceConfig,
+    run_dir: Path,
     coordinator: FrontPort,
     clients: EngineClients,
     endpoint: Endpoint,
@@ -515,7 +518,7 @@ def build_app(
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
-        model=located(config.model),
+        labels=TokenLabels(located(config.model), run_dir),
     )
 
 
@@ -702,6 +705,7 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
         resolve_extra(TRACING, "otel")
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
+    keep_tokenizer(config, run_dir)
     keep_run(config, run_dir)
     return trust
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import difflib
+import hashlib
 import importlib.util
 import ipaddress
 import json
@@ -375,6 +376,8 @@ class ServiceConfig(_Strict):
     """The metrics of `GET /metrics`."""
     run_dir: str | None = None
     """The run's directory; left out: a new one under `runs`."""
+    keep_tokenizer: bool = False
+    """Keep a copy of the tokenizer in the run's directory, for the viewer once the model's folder is gone."""
     store: Annotated[SecretStr | None, Field(exclude=True)] = None
     """A database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite
     and files in the run directory."""
@@ -685,6 +688,21 @@ def model_of(run_dir: Path) -> Path | None:
     """Return the model folder that a run was begun with; None if nothing tells. Raises InvalidRequest."""
     config = saved_config(run_dir)
     return None if config is None else located(config.model)
+
+
+TOKENIZER_NAME = "tokenizer.json"
+"""The file of a model folder that has its tokenizer, and of a run directory that has the copy."""
+
+TOKENIZER_HASH_NAME = "tokenizer.sha256"
+"""The file of a run directory that has the SHA-256 of the tokenizer that it was begun with."""
+
+
+def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
+    """Keep the hash of a new run's tokenizer in its directory, and with `keep_tokenizer` the tokenizer."""
+    content, copy = (located(config.model) / TOKENIZER_NAME).read_bytes(), run_dir / TOKENIZER_NAME
+    kept_secret(run_dir, TOKENIZER_HASH_NAME, lambda: hashlib.sha256(content).hexdigest())
+    if config.keep_tokenizer and not copy.exists():
+        copy.write_bytes(content)
 
 
 def keep_config(config: ServiceConfig, run_dir: Path) -> None:

@@ -19,13 +19,14 @@ from typing import cast
 from pydantic import SecretStr
 
 from agentloop.errors import InvalidRequest
-from agentloop.plugins import install_hint, resolve
+from agentloop.plugins import resolve_extra
 from agentloop.storage.home import Home, shown_url
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore, check_home
 from agentloop_servers.config import (
     AUTHORITY_NAME,
     CONFIG_NAME,
     SECRET_NAME,
+    TOKENIZER_HASH_NAME,
     ServiceConfig,
     kept_secret,
     saved_config,
@@ -34,7 +35,12 @@ from agentloop_servers.config import (
 URL_NAME = "store"
 """The file of a run directory that holds the URL of its database."""
 
-_KEPT = (CONFIG_NAME, AUTHORITY_NAME, SECRET_NAME)  # the secret last: with it a directory is the run's
+_KEPT = (
+    CONFIG_NAME,
+    AUTHORITY_NAME,
+    TOKENIZER_HASH_NAME,
+    SECRET_NAME,
+)  # the secret last: with it a directory is the run's
 _POSTGRES = "agentloop.storage.postgres:PostgresRun"  # an optional part
 _MAX_NAME_BYTES = 63  # of a schema
 
@@ -124,10 +130,7 @@ def _home(url: str, run_dir: Path, owner: str | None, keeps: Mapping[str, str] |
             f"store {shown_url(url)}: it is none; postgresql://USER@HOST:PORT/DATABASE is, or left out SQLite",
             param="store",
         )
-    try:
-        made = cast(Callable[..., Home], resolve(_POSTGRES, param="store"))
-    except InvalidRequest as error:
-        raise InvalidRequest(f"store {shown_url(url)}: {error.message}: {install_hint('postgres')}") from error
+    made = cast(Callable[..., Home], resolve_extra(_POSTGRES, "postgres"))
     name = run_dir.name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
     return made(url, name, run_dir, owner, keeps)
 

@@ -118,7 +118,7 @@ async def run_endpoint(
         sessions, endpoint = build_endpoint(config, store_path, run_dir, SECRET.key, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
-        server = DirectServer(build_app(config, coordinator, clients, endpoint, Keys()), "127.0.0.1")
+        server = DirectServer(build_app(config, run_dir, coordinator, clients, endpoint, Keys()), "127.0.0.1")
         closing.push_async_callback(server.close)
         url = await server.start()
         freeze_gc()

@@ -26,7 +26,7 @@ from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import pages
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 from agentloop_servers.viewer.report import write_report
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
@@ -290,7 +290,7 @@ async def test_what_a_model_wrote_stays_text(browser: Browser) -> None:
         await browser.open(f"trajectory/{one['seq']}", ".messages pre")
         written = await browser.page.locator(f".messages .{role} pre").all_text_contents()
         assert any(HOSTILE in text for text in written)
-        assert await browser.page.locator("body img, body script").count() == 0
+        assert await browser.page.locator("body img, body script, .messages a").count() == 0
         await browser.shoot(f"hostile-{role}")
 
 
@@ -363,7 +363,7 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
     stored = StoredRun(run_dir / STORE_NAME)
     try:
         async with (
-            serving(viewer_app(stored, None)) as offline,
+            serving(viewer_app(stored, TokenLabels(None))) as offline,
             browser_at(offline, run_dir / "shots", 404) as browser,
         ):
             await browser.open("overview", "#by-version tbody tr")
@@ -381,7 +381,8 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
 
 async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
     file = run_dir / "report.html"
-    num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file)
+    curves = {"Training loss": [0.5, -0.25, 0.125]}
+    num_whole = await asyncio.to_thread(write_report, run_dir / STORE_NAME, POLICY, file, curves)
     async with browser_at(url, run_dir / "shots") as browser:
         await browser.page.route("http**", lambda route: route.abort())  # it needs nobody
         records = await records_of(browser)
@@ -400,6 +401,10 @@ async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
         await browser.page.goto(f"{file.as_uri()}#/overview")
         await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
         assert len(await browser.cells("#notable")) == num_whole
+        loss = browser.page.locator("figure", has_text="Training loss")
+        assert await loss.locator("title").all_text_contents() == [
+            f"step {step}: {value:g}" for step, value in enumerate(curves["Training loss"], 1)
+        ]
         await browser.shoot("report")
         num_shown = 0
         for one in records:

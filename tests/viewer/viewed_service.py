@@ -24,7 +24,7 @@ from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
-HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script> \x1b[31m"
+HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script> <a href=javascript:alert(3)>x</a> \x1b[31m"
 _PROMPT = RENDERER.render([Message("user", "?")], [])[-3:]  # what an assistant's turn begins with
 
 

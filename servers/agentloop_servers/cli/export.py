@@ -22,10 +22,11 @@ app = typer.Typer()
 
 
 class Format(StrEnum):
-    """File formats that `export` writes; OTLP goes to a receiver."""
+    """Formats that `export` writes: files, of `datasets` a folder (`hf`); OTLP goes to a receiver."""
 
     PARQUET = "parquet"
     JSONL = "jsonl"
+    HF = "hf"
     HTML = "html"
     PERFETTO = "perfetto"
     OTLP = "otlp"
@@ -35,7 +36,7 @@ class Format(StrEnum):
 def export_records(
     run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
     format: Annotated[Format, typer.Option(help="The file format.")] = Format.PARQUET,
-    out: Annotated[Path | None, typer.Option(help="The file; beside the store if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file or folder; beside the store if left out.")] = None,
     rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
     mask_constrained: Annotated[
         bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
@@ -57,8 +58,10 @@ def export_records(
                 said = f"{num_whole} records whole in {target}"
             case Format.PERFETTO:
                 said = f"{write_timeline(store, target, rollout_id)} trajectories in {target}, for ui.perfetto.dev"
-            case Format.PARQUET | Format.JSONL:
+            case Format.PARQUET | Format.JSONL | Format.HF:
                 kind = cast(ExportFormat, format.value)
-                num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained)
+                model = model_of(folder_of(store)) if format is Format.HF else None
+                about = {} if model is None else {"model": model.name}
+                num_rows = export(store, target, kind, rollout_id, mask_constrained=mask_constrained, **about)
                 said = f"{num_rows} rows in {target}"
     Console().print(said, highlight=False, soft_wrap=True)

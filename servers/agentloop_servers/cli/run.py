@@ -32,7 +32,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
-from agentloop.plugins import install_hint, resolve
+from agentloop.plugins import resolve_extra
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
@@ -40,12 +40,11 @@ from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
-from agentloop_servers.viewer.report import write_report
+from agentloop_servers.viewer.report import REPORT_NAME, write_report
 
 EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
-REPORT_NAME = "report.html"
 LATEST_NAME = "latest"
 CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
 
@@ -348,9 +347,9 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     Without the extra `export` there is no Parquet file.
     """
     try:
-        export = cast(Callable[..., int], resolve(EXPORT, param="export"))
+        export = cast(Callable[..., int], resolve_extra(EXPORT, "export"))
     except InvalidRequest as error:
-        _log.warning("not_exported", reason=error.message, install=install_hint("export"))
+        _log.warning("not_exported", reason=error.message)
     else:
         export(store_in(run_dir), run_dir / PARQUET_NAME, "parquet")
     store = TrajectoryReader(store_in(run_dir))

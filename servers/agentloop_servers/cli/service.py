@@ -15,7 +15,6 @@ from agentloop.storage.trajectory_store import folder_of
 from agentloop.types import OnStale, StalenessLimit
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
-    REPORT_NAME,
     AgentCollect,
     RunOptions,
     ServiceAddress,
@@ -30,6 +29,7 @@ from agentloop_servers.config import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.run_store import has_store, restore_run, resumed_config
+from agentloop_servers.viewer.report import REPORT_NAME
 
 Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
 Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from typing import Annotated
 
 import typer
 import uvicorn
 from rich.console import Console
 
-from agentloop.storage.trajectory_store import folder_of
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.cli.terminal import clear_errors, store_of
 from agentloop_servers.config import model_of
 from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 
 app = typer.Typer()
 
@@ -26,9 +27,14 @@ def view(
     """Show a run's trajectories in the browser, also while it is running or after it crashed."""
     with clear_errors():
         store = store_of(run)
+        with closing(TrajectoryReader(store)) as reader:
+            num_accepted, num_finished = reader.progress()
+        if num_finished < num_accepted:
+            said = f"{num_finished:,} of {num_accepted:,} accepted trajectories have a record"
+            Console().print(said, highlight=False)
         stored = StoredRun(store)
         try:
-            viewer = viewer_app(stored, model_of(folder_of(store)))
+            viewer = viewer_app(stored, TokenLabels(model_of(folder_of(store)), folder_of(store)))
             with socket.create_server(("127.0.0.1", port)) as listener:
                 Console().print(f"http://127.0.0.1:{listener.getsockname()[1]}/ui/", highlight=False)
                 uvicorn.Server(uvicorn.Config(viewer, log_level="warning")).run([listener])

@@ -284,7 +284,8 @@ class Coordinator:
 
     async def _keep_history(self) -> None:
         while True:
-            self._history.add(time.time(), (await self.metrics()).samples)
+            samples = self._metrics.samples(await self.status(), self.rollouts.flights(1))
+            self._history.add(time.time(), samples)
             await self._clock.sleep(self._history.interval_s)
 
     async def _watch(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
 from agentloop.api.flight import Blocked, FlightPage
@@ -93,13 +94,17 @@ class MetricsBook:
         self._shown = counted
         saved.set()
 
+    def samples(self, status: ServiceStatus, flights: FlightPage) -> Iterator[MetricSample]:
+        """Iterate over the metrics that are of no single process."""
+        return chain(self._shown.samples, of_status(status), of_flights(flights))
+
     def page(self, status: ServiceStatus, flights: FlightPage) -> MetricsPage:
         """Return all that there is to show."""
-        of_state = *of_status(status), *of_flights(flights)
         heard_since = self._now() - _SILENT_S
         heard = (one for one in self._processes.values() if one.engine and one.heard_at > heard_since)
         engines = tuple((one.name, one.engine) for one in heard)
-        return MetricsPage((*self._shown.samples, *self._of_processes(), *of_state), self._shown.observed, engines)
+        samples = *self.samples(status, flights), *self._of_processes()
+        return MetricsPage(samples, self._shown.observed, engines)
 
     def blocked(self) -> tuple[Blocked, ...]:
         """Return what blocked the event loops of processes last."""

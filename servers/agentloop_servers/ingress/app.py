@@ -34,6 +34,7 @@ from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 from agentloop_servers.viewer.app import viewer_routers
+from agentloop_servers.viewer.records import TokenLabels
 
 _ABOUT: dict[str, Any] = {
     "title": "agentloop",
@@ -57,7 +58,7 @@ def create_app(
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
-    model: Path | None = None,
+    labels: TokenLabels = TokenLabels(None),  # noqa: B008 - it has none
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -65,7 +66,7 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `model` has the tokenizer, for the viewer. With an `endpoint`, agents are served and recorded too, and trainers
+    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers
     that speak to vLLM's server; its sessions are the caller's to start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
@@ -99,7 +100,7 @@ def create_app(
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    viewer = viewer_routers(coordinator, model, [Depends(keys.require_admin)])
+    viewer = viewer_routers(coordinator, labels, [Depends(keys.require_admin)])
     for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
         app.include_router(router)
     describe(app)

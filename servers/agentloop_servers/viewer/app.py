@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -15,19 +14,18 @@ from agentloop_servers.viewer.records import RecordRoutes, StoredRun, TokenLabel
 
 
 def viewer_routers(
-    records: RecordsPort, model: Path | None, dependencies: Sequence[Any] = ()
+    records: RecordsPort, labels: TokenLabels, dependencies: Sequence[Any] = ()
 ) -> tuple[APIRouter, APIRouter]:
-    """Return the routes of records, behind these dependencies, and those of the pages. The folder `model` has the
-    tokenizer."""
-    return RecordRoutes(records, TokenLabels(model)).router(dependencies), pages()
+    """Return the routes of records, behind these dependencies, and those of the pages."""
+    return RecordRoutes(records, labels).router(dependencies), pages()
 
 
-def viewer_app(stored: StoredRun, model: Path | None) -> FastAPI:
+def viewer_app(stored: StoredRun, labels: TokenLabels) -> FastAPI:
     """Return the viewer of a stored run, for callers of this machine."""
     limits = HttpLimits()
     app = FastAPI(title="agentloop view", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HttpGuard, limits=limits, is_local_only=True)
     add_error_handlers(app, limits)
-    for router in viewer_routers(stored, model):
+    for router in viewer_routers(stored, labels):
         app.include_router(router)
     return app

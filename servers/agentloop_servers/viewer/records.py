@@ -6,6 +6,7 @@ A service answers from its coordinator's store, `agentloop view` from the files 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -32,6 +33,7 @@ from agentloop.storage.home import Home
 from agentloop.storage.sqlite import one_thread
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
+from agentloop_servers.config import TOKENIZER_HASH_NAME, TOKENIZER_NAME
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
@@ -41,11 +43,11 @@ T = TypeVar("T")
 
 CROSSED, _MAX_CROSSED = "crossed an update", 3
 NOTABLE = {
-    CROSSED: FactsQuery(limit=MAX_LISTED),  # among the latest
-    "best": FactsQuery(ListOrder.BEST, limit=2),
-    "worst": FactsQuery(ListOrder.WORST, limit=2),
-    "slowest": FactsQuery(ListOrder.SLOWEST, limit=2),
-    "failed": FactsQuery(failed=True, limit=3),
+    CROSSED: FactsQuery(limit=MAX_LISTED, has_totals=False),  # among the latest
+    "best": FactsQuery(ListOrder.BEST, limit=2, has_totals=False),
+    "worst": FactsQuery(ListOrder.WORST, limit=2, has_totals=False),
+    "slowest": FactsQuery(ListOrder.SLOWEST, limit=2, has_totals=False),
+    "failed": FactsQuery(failed=True, limit=3, has_totals=False),
 }
 """What makes a record worth a look, by the query that finds it."""
 
@@ -53,19 +55,29 @@ _Text = Annotated[str, Query(max_length=MAX_QUERY_CHARS)]
 
 
 class TokenLabels:
-    """The texts of single tokens, for people: one that has a part of a character is shown as U+FFFD."""
+    """The texts of single tokens, for people: one that has a part of a character is shown as U+FFFD.
 
-    def __init__(self, model: Path | None) -> None:
-        self._file = None if model is None else model / "tokenizer.json"
+    The tokenizer is the run's copy, or the model's while it is the one that the run was begun with.
+    """
+
+    def __init__(self, model: Path | None, run_dir: Path | None = None) -> None:
+        self._files = [folder / TOKENIZER_NAME for folder in (run_dir, model) if folder is not None]
+        kept = None if run_dir is None else run_dir / TOKENIZER_HASH_NAME
+        self._sha256 = kept.read_text() if kept is not None and kept.is_file() else None
         self._tokenizer: Tokenizer | None = None
 
     def page(self, data: bytes) -> RecordPage:
         """Return an encoded record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
         record = codec.decode(data, Trajectory)
-        if self._file is None or not self._file.is_file():
-            return RecordPage(record, {}, f"no texts of tokens: there is no {self._file or 'tokenizer'} any more")
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self._file))
+            file = next(filter(Path.is_file, self._files), None)
+            if file is None:
+                missing = f"there is no {self._files[-1] if self._files else 'tokenizer'} any more"
+                return RecordPage(record, {}, f"no texts of tokens: {missing}")
+            content = file.read_bytes()
+            if self._sha256 not in (None, hashlib.sha256(content).hexdigest()):
+                return RecordPage(record, {}, f"no texts of tokens: {file} is another tokenizer than the run's")
+            self._tokenizer = Tokenizer.from_buffer(content)
         parts = [part for path in record.paths for part in (path.prompt_ids, path.response_ids)]
         ids = np.unique(np.concatenate(parts)).tolist() if parts else []
         texts = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
@@ -113,10 +125,12 @@ class RecordRoutes:
         max_reward: float | None = None,
         min_s: float | None = None,
         max_s: float | None = None,
+        has_totals: bool = True,
     ) -> Response:
         """The facts of all stored records, by order, failure, task, group, text, ranges of reward and seconds."""
         ranges = min_reward, max_reward, min_s, max_s
-        page = await self._page(FactsQuery(order, failed, task, text, limit, cursor, group, *ranges))
+        query = FactsQuery(order, failed, task, text, limit, cursor, group, *ranges, has_totals)
+        page = await self._page(query)
         return json_response(codec.to_builtins(page))
 
     async def notable(self) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,34 @@ from typing import Any
 import orjson
 
 from agentloop import codec
+from agentloop.api.facts import MAX_LISTED, FactsQuery
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import CROSSED, NOTABLE, TokenLabels, notable
+from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
+
+REPORT_NAME = "report.html"
+"""The file of a run directory that its command ends with."""
 
 _ENTRY = "app.js"
 _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')
 
 
-def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
-    """Write a run's report; returns the number of records that are whole in it. Raises as TrajectoryReader."""
+def write_report(
+    where: Path | Home, model: Path | None, file: Path, curves: Mapping[str, Sequence[float]] | None = None
+) -> int:
+    """Write a run's report; returns the number of records that are whole in it. Raises as TrajectoryReader.
+
+    `curves` are a trainer's numbers by step, by their title.
+    """
     reader = TrajectoryReader(where)
     try:
         pages = {reason: reader.list_records(query) for reason, query in NOTABLE.items()}
-        found, latest = notable(pages), pages[CROSSED]
-        whole, labels = [one.record for one in found], TokenLabels(model)
+        found, latest = notable(pages), reader.list_records(FactsQuery(limit=MAX_LISTED))
+        whole, labels = [one.record for one in found], TokenLabels(model, folder_of(where))
         page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
-        answers = {"/trajectories": codec.to_builtins(page), "/trajectories/notable": codec.to_builtins(found)}
+        listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}
+        answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(found)}
         answers["/updates"] = codec.to_builtins(reader.updates())
         for one in whole:
             answers[f"/trajectories/{one.seq}"] = codec.to_builtins(labels.page(reader.record_at(one.seq)))
@@ -40,6 +51,13 @@ def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
         reader.close()
     file.write_text(one_file(answers))
     return len(whole)
+
+
+def _bars(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return what the pages' `Bars` show of a curve."""
+    bars = [{"value": value, "words": f"step {step}: {value:.3g}"} for step, value in enumerate(values, 1)]
+    about = f"by step, from {min(values):.3g} to {max(values):.3g}" if bars else "by step"
+    return {"title": title, "about": about, "bars": bars, "from": "step 1", "to": f"step {len(bars)}"}
 
 
 def one_file(answers: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import shutil
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
@@ -15,17 +16,19 @@ import orjson
 import pytest
 
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
-from agentloop.codec import to_builtins
+from agentloop.codec import encode, to_builtins
 from agentloop.errors import InvalidRequest
 from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
 from agentloop.types import KVPolicy
+from agentloop_servers.config import keep_tokenizer
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
 from tests.support.records.samples import encoded, make_trajectory
+from tests.support.service.whole_service import simulated_config
 
 MODEL = Path("examples/tiny_policy/v0").resolve()
 
@@ -47,9 +50,12 @@ async def get(url: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
 
 async def test_a_run_is_read_while_it_is_written(store: TrajectoryStore, tmp_path: Path) -> None:
     stored = StoredRun(tmp_path / "trajectories.sqlite")
-    async with serving(viewer_app(stored, MODEL)) as url:
+    async with serving(viewer_app(stored, TokenLabels(MODEL))) as url:
         listed = orjson.loads((await get(f"{url}/trajectories?group=r/g&order=best"))[1])
         assert [one["sample_index"] for one in listed["records"]] == [3, 2, 1, 0]
+        assert (
+            listed["totals"] != [] == orjson.loads((await get(f"{url}/trajectories?has_totals=false"))[1])["totals"]
+        )
         shown = orjson.loads((await get(f"{url}/trajectories/{listed['records'][0]['seq']}"))[1])
         made = make_trajectory("g", 3, reward=0.75)
         assert shown["record"] == orjson.loads(orjson.dumps(to_builtins(made)))
@@ -72,7 +78,7 @@ async def test_what_is_damaged_or_gone_is_said(store: TrajectoryStore, tmp_path:
     with sqlite3.connect(tmp_path / "trajectories.sqlite") as db:
         db.execute("UPDATE trajectories SET crc = crc + 1 WHERE seq = 2")
     stored = StoredRun(tmp_path / "trajectories.sqlite")
-    async with serving(viewer_app(stored, tmp_path)) as url:
+    async with serving(viewer_app(stored, TokenLabels(tmp_path))) as url:
         status, body, _ = await get(f"{url}/trajectories/2")
         assert (status, orjson.loads(body)["error"]["param"]) == (404, "seq")
         shown = orjson.loads((await get(f"{url}/trajectories/1"))[1])
@@ -81,6 +87,24 @@ async def test_what_is_damaged_or_gone_is_said(store: TrajectoryStore, tmp_path:
     stored.close()
     with pytest.raises(InvalidRequest):
         StoredRun(tmp_path / "nothing.sqlite")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_texts_are_of_the_tokenizer_that_the_run_was_begun_with(tmp_path: Path, keeps: bool) -> None:
+    model, run_dir, data = tmp_path / "model", tmp_path / "run", encode(make_trajectory())
+    shutil.copytree(MODEL, model)
+    keep_tokenizer(simulated_config(model=str(model), keep_tokenizer=keeps), run_dir)
+    begun = TokenLabels(model, run_dir).page(data)
+    assert (len(begun.texts), begun.missing) == (18, "")
+    file = model / "tokenizer.json"
+    file.write_bytes(file.read_bytes() + b"\n")
+    keep_tokenizer(simulated_config(model=str(model)), run_dir)  # the run goes on: its first tokenizer counts
+    said = [f"{file} is another tokenizer than the run's", f"there is no {file} any more"]
+    for missing, end in zip(said, (file.unlink, tmp_path.exists), strict=True):
+        shown = TokenLabels(model, run_dir).page(data)
+        assert shown.texts == (begun.texts if keeps else {})
+        assert shown.missing == ("" if keeps else f"no texts of tokens: {missing}")
+        end()
 
 
 async def test_a_service_shows_records_to_its_admin_and_pages_to_all(tmp_path: Path) -> None:

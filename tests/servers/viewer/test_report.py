@@ -22,7 +22,7 @@ async def report_of(tmp_path: Path, *made: object) -> str:
     store = TrajectoryStore(tmp_path / "trajectories.sqlite")
     await store.add_records(encoded(list(made)))
     await store.close()
-    write_report(tmp_path / "trajectories.sqlite", MODEL, tmp_path / "report.html")
+    write_report(tmp_path / "trajectories.sqlite", MODEL, tmp_path / "report.html", {"Loss": [0.5, -0.25]})
     return (tmp_path / "report.html").read_text()
 
 
@@ -49,6 +49,12 @@ async def test_it_holds_the_rows_and_those_worth_a_look_whole(tmp_path: Path) ->
     assert ("crossed an update" in reasons["crossed"], "failed" in reasons["bad"]) == (True, True)
     assert len(held["/trajectories/notable"]) == len(whole)
     assert sum(held["/trajectories"]["histograms"]["total_s"]["counts"]) == 42
+    [curve] = held["/trajectories"]["curves"]
+    assert (curve["title"], [bar["value"] for bar in curve["bars"]], curve["to"]) == (
+        "Loss",
+        [0.5, -0.25],
+        "step 2",
+    )
 
 
 async def test_nothing_that_was_written_ends_an_element_and_each_module_is_inside(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ function Totals({ page }) {
     </p>
     <section class="charts">
       ${bars.length > 0 && html`<${Bars} title="Mean reward" ...${{ bars, ...axis }} />`}
+      ${page.curves?.map((curve) => html`<${Bars} key=${curve.title} ...${curve} />`)}
       <${Histograms} page=${page} />
     </section>
     <section class="side-by-side">
