@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
 from agentloop.api.coordinator import RecordsPort
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.viewer.pages import pages
 from agentloop_servers.viewer.records import RecordRoutes, StoredRun, TokenLabels
 
 
 def viewer_routers(
-    records: RecordsPort, model: Path | None, dependencies: Sequence[Any] = ()
+    records: RecordsPort, model: Path | None, keys: Keys | None = None
 ) -> tuple[APIRouter, APIRouter]:
-    """Return the routes of records, behind these dependencies, and those of the pages. The folder `model` has the
+    """Return the routes of records, which with `keys` need one, and of the pages. The folder `model` has the
     tokenizer."""
-    return RecordRoutes(records, TokenLabels(model)).router(dependencies), pages()
+    return RecordRoutes(records, TokenLabels(model), keys).router(), pages()
 
 
 def viewer_app(stored: StoredRun, model: Path | None) -> FastAPI:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from agentloop import codec
+from agentloop.metrics import phase_seconds
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop_servers.viewer.pages import PAGES_FOLDER
@@ -34,6 +35,7 @@ def write_report(where: Path | Home, model: Path | None, file: Path) -> int:
         page = replace(latest, records=tuple(dict.fromkeys((*latest.records, *whole))))
         answers = {"/trajectories": codec.to_builtins(page), "/trajectories/notable": codec.to_builtins(found)}
         answers["/updates"] = codec.to_builtins(reader.updates())
+        answers["/phases"] = phase_seconds(reader.metrics())
         for one in whole:
             answers[f"/trajectories/{one.seq}"] = codec.to_builtins(labels.page(reader.record_at(one.seq)))
     finally:

@@ -83,10 +83,18 @@ async def test_what_is_damaged_or_gone_is_said(store: TrajectoryStore, tmp_path:
         StoredRun(tmp_path / "nothing.sqlite")
 
 
-async def test_a_service_shows_records_to_its_admin_and_pages_to_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("users", "statuses"), [(["user-1"], [401, 200, 200]), ([], [401, 401, 200])])
+async def test_records_need_a_key_and_without_users_the_admins(
+    tmp_path: Path, users: list[str], statuses: list[int]
+) -> None:
+    async with opened(tmp_path, Keys.of(users, "admin-1")) as door:
+        for path in ("/trajectories", "/trajectories/7", "/trajectories/notable", "/updates"):
+            headers = [{}, {"authorization": "Bearer user-1"}, {"authorization": "Bearer admin-1"}]
+            assert [(await get(door.url + path, **one))[0] for one in headers] == statuses
+
+
+async def test_a_service_shows_its_pages_to_all(tmp_path: Path) -> None:
     async with opened(tmp_path, Keys.of(["user-1"], "admin-1")) as door:
-        for key, status in (("user-1", 403), ("admin-1", 200)):
-            assert (await get(f"{door.url}/trajectories/7", authorization=f"Bearer {key}"))[0] == status
         status, content, headers = await get(f"{door.url}/ui/", **{"accept-encoding": "gzip"})
         assert (status, headers["content-encoding"], headers["content-type"]) == (
             200,
