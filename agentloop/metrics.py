@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -276,6 +276,31 @@ class MetricsTally:
             bounds = FAMILIES[name].buckets
             seen = self._observed[name, labels] = _Buckets(bounds, [0] * (len(bounds) + 1))
         return seen
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """The counts that the next coordinator goes on with."""
+
+    counted: MetricsPage
+    sequences: dict[str, int] = field(default_factory=dict)  # of the last report of each life that counts
+
+
+_PHASES = {
+    "queue": ("trajectory_seconds", "queue"),
+    "place": ("turn_seconds", "place"),
+    "prefill": ("turn_seconds", "first_token"),
+    "decode": ("turn_seconds", "decode"),
+    "tools": ("trajectory_seconds", "tool"),
+    "reward": ("trajectory_seconds", "reward"),
+    "standstill": ("trajectory_seconds", "standstill"),
+}
+
+
+def phase_seconds(page: MetricsPage) -> dict[str, float]:
+    """Return the seconds that trajectories and turns spent so far, by phase. Standstills are part of turns."""
+    totals = {(one.name, *one.labels): one.total for one in page.observed}
+    return {phase: totals.get(key, 0.0) for phase, key in _PHASES.items()}
 
 
 def count_record(tally: MetricsTally, record: Trajectory, source: str) -> None:

@@ -69,7 +69,9 @@ class Tracks:
         if record.timings.reward_s:
             yield _slice("reward", place, ended_us - record.timings.reward_s * 1e6, ended_us)
         inner = []
-        for number, turn in enumerate((one for path in record.paths for one in path.own_turns), 1):
+        turns = [turn for path in record.paths for turn in path.own_turns]
+        turns.sort(key=lambda turn: 0 if turn.times is None else turn.times.begun_us)  # as the viewer numbers them
+        for number, turn in enumerate(turns, 1):
             if turn.times is not None:
                 about = {"turn": turn.turn_id, "replica": turn.replica_id, "tokens": turn.end - turn.start}
                 about["standstill_us"] = turn.times.standstill_us

@@ -12,11 +12,17 @@ import orjson
 
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
 from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
-from agentloop.trace_events import write_timeline
+from agentloop.trace_events import Tracks, write_timeline
 from agentloop.types import KVPolicy
-from tests.support.records.samples import encoded, make_group, make_trajectory
+from tests.support.records.samples import encoded, interleaved_paths, make_group, make_trajectory
 
 STEPS = ReplicaUpdate("replica-0", stage_ms=40.0, stall_ms=5.0, look_ms=2.0, paused_at_ms=41.0)
+
+
+def test_turns_are_numbered_as_they_began() -> None:
+    events = Tracks().of_record(make_trajectory(paths=interleaved_paths()))
+    turns = {one["args"]["turn"]: one["name"] for one in events if "turn" in one.get("args", {})}
+    assert turns == {turn_id: f"turn {turn_id}" for turn_id in "1234"}
 
 
 async def test_it_has_every_turn_call_and_step(tmp_path: Path) -> None:

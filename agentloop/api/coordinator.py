@@ -14,6 +14,7 @@ from zlib import crc32
 
 import msgspec
 
+from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import Flight, FlightPage
@@ -540,6 +541,14 @@ class RolloutPort(Protocol):
     async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
         """Let the records up to `cursor`, which the caller has, be deleted. Raises NotFound, Gone."""
 
+    async def annotate(
+        self, rollout_id: str, given: tuple[SampleAnnotation, ...], user_names: tuple[str, ...] | None = None
+    ) -> RolloutStatus:
+        """Add annotations to records of a rollout, all or none, durably. A repeat adds them once more.
+
+        Raises NotFound, Gone, InvalidRequest for values that do not fit their record, and Conflict for too many.
+        """
+
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
 
@@ -600,16 +609,22 @@ class FleetPort(Protocol):
 
 
 class RecordsPort(Protocol):
-    """The stored records of all users."""
+    """The stored records: those of the user with these names, or of all users. Ids are whole."""
 
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all stored records. Raises InvalidRequest."""
+    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
+        """Return a page of the facts of stored records. A user names groups by its own ids.
 
-    async def record_at(self, seq: int) -> bytes:
-        """Return the encoded `Trajectory` that a listing has as `seq`. Raises NotFound."""
+        Raises InvalidRequest.
+        """
+
+    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
+        """Return the record that a listing has as `seq`. Raises NotFound, also for another user's."""
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
+
+    async def metrics(self) -> MetricsPage:
+        """Return the metrics of all processes, and what the state of the service says."""
 
 
 class SeeingPort(RecordsPort, Protocol):
@@ -620,9 +635,6 @@ class SeeingPort(RecordsPort, Protocol):
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do, with rows for `limit` of them, and for `name`."""
-
-    async def metrics(self) -> MetricsPage:
-        """Return the metrics of all processes, and what the state of the service says."""
 
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
         """Return the rows after `since` (seconds since 1970) of the series named so, or of all without names."""

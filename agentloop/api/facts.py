@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TypeAlias
 
+from agentloop.api.annotations import RecordAnnotation
 from agentloop.types import Message, Trajectory
 
 Values: TypeAlias = tuple[str | int | float | None, ...]
@@ -129,6 +130,7 @@ class RecordPage:
     record: Trajectory
     texts: dict[str, str]  # by token id, in digits
     missing: str = ""
+    annotations: dict[str, RecordAnnotation] = field(default_factory=dict)  # the newest of each name
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +165,4 @@ class FactsPage:
     is_indexed: bool  # False: older records are not listed until `agentloop index`
     histograms: dict[str, Histogram] = field(default_factory=dict)  # as `totals`, by the name of the fact;
     # of the records that the query lists among the latest ones
+    is_of_latest: bool = False  # the histograms leave older records out

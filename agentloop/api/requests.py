@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from agentloop import codec
+from agentloop.api.annotations import AnnotationScope, SampleAnnotation, annotation_in
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.checks import (
     MAX_BIAS,
@@ -80,6 +81,8 @@ MAX_PAGE = 256  # trajectories of one read
 MAX_PRIORITY = 1000
 MAX_SHARE = 1000.0
 MAX_CURSOR = 1 << 53
+MAX_ANNOTATIONS = 512  # records of one call; a client sends more in several
+MAX_PATHS = 4096  # of an annotated record
 MAX_ADDRESSES = 4096
 MAX_TENSORS = 100_000
 MAX_TENSOR_NAME_CHARS = 512
@@ -482,6 +485,32 @@ class AcknowledgeBody(Body):
     """The body of `POST /rollouts/{id}/acknowledge`: the cursor up to which the caller has stored the records."""
 
     cursor: int = Field(ge=0, le=MAX_CURSOR)
+
+
+class AnnotationBody(Body):
+    """`SampleAnnotation`: one list of values, or for tokens one for each path."""
+
+    group_id: Name
+    sample_index: int = Field(ge=0, le=_INT32_MAX)
+    scope: Literal["record", "path", "token"]
+    values: list[Annotated[list[float], FailFast(), Field(max_length=MAX_PROMPT_TOKENS)]] = Field(
+        min_length=1, max_length=MAX_PATHS
+    )
+
+
+class AnnotateBody(Body):
+    """The body of `POST /rollouts/{id}/annotate`: a trainer's numbers of one name, beside records."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.\-]{0,63}$")
+    annotations: Annotated[list[AnnotationBody], FailFast()] = Field(min_length=1, max_length=MAX_ANNOTATIONS)
+
+    def to_annotations(self) -> tuple[SampleAnnotation, ...]:
+        """Return the annotations as the store takes them. Raises InvalidRequest for one beyond 32-bit floats."""
+        made = (annotation_in(AnnotationScope(one.scope), one.values) for one in self.annotations)
+        return tuple(
+            SampleAnnotation(one.group_id, one.sample_index, self.name, annotation)
+            for one, annotation in zip(self.annotations, made, strict=True)
+        )
 
 
 # --- control ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
+from agentloop.api.annotations import AnnotationValues, annotation_of
 from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import Finding
@@ -33,8 +35,10 @@ from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
+    MAX_ANNOTATIONS,
     MAX_TASKS,
     AcknowledgeBody,
+    AnnotateBody,
     DrainBody,
     GenerateBody,
     PauseBody,
@@ -248,6 +252,31 @@ class RolloutClient:
         body = check_body({"cursor": cursor}, AcknowledgeBody)
         return await self._post(f"/rollouts/{rollout_id}/acknowledge", body, RolloutStatus)
 
+    async def annotate(self, record: Trajectory, name: str, values: AnnotationValues) -> None:
+        """Store a trainer's numbers beside a record, such as its advantage; the viewer shows them.
+
+        `values` are a number; a number for each path; or for each path an array with a number for each token of its
+        response, or empty. They are stored as 32-bit floats; NaN and infinite ones are refused. A later annotation
+        of a name is added, and the newest is shown. Raises InvalidRequest for values that do not fit the record,
+        NotFound, Gone, and Conflict for a record with 64 annotations.
+        """
+        await self.annotate_all(name, [(record, values)])
+
+    async def annotate_all(self, name: str, annotated: Iterable[tuple[Trajectory, AnnotationValues]]) -> None:
+        """As `annotate`, for many records: up to 512 of a rollout in one call, which stores all of its or none."""
+        by_rollout = defaultdict[str, list[dict[str, Any]]](list)
+        for record, values in annotated:
+            made = annotation_of(values)
+            place = {"group_id": record.group_id, "sample_index": record.sample_index, "scope": made.scope.value}
+            by_rollout[record.rollout_id].append({**place, "values": [one.tolist() for one in made.values]})
+        for rollout_id, left in by_rollout.items():
+            num_sent = 0
+            while num_sent < len(left):
+                part = _next_part(left, num_sent, MAX_ANNOTATIONS)
+                body = check_body({"name": name, "annotations": part}, AnnotateBody)
+                await self._post(f"/rollouts/{rollout_id}/annotate", body, RolloutStatus)
+                num_sent += len(part)
+
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End what is queued or running; each sample still gets its record. Raises NotFound."""
         return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
@@ -399,7 +428,7 @@ class RolloutClient:
         return await self._get("/status", ServiceStatus)
 
     async def list_records(self, query: FactsQuery = FactsQuery()) -> FactsPage:  # noqa: B008 - frozen
-        """A page of the facts of all stored records, of every user. Raises InvalidRequest. Needs the admin key."""
+        """A page of the facts of stored records: the caller's, or with the admin key all. Raises InvalidRequest."""
         parameters = urlencode({name: one for name, one in codec.to_builtins(query).items() if one is not None})
         return await self._get(f"/trajectories?{parameters}", FactsPage, is_admin=True)
 
@@ -476,15 +505,15 @@ def _new_id() -> str:
     return f"r-{uuid.uuid4().hex[:16]}"
 
 
-def _next_part(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:
-    """The next tasks that fit one request: at least one, whatever its size."""
+def _next_part(items: list[dict[str, Any]], start: int, max_items: int) -> list[dict[str, Any]]:
+    """The next items that fit one request: at least one, whatever its size."""
     num_bytes, end = 0, start
-    while end < min(len(tasks), start + max_tasks):
-        num_bytes += len(orjson.dumps(tasks[end]))
+    while end < min(len(items), start + max_items):
+        num_bytes += len(orjson.dumps(items[end]))
         if num_bytes > _MAX_PART_BYTES and end > start:
             break
         end += 1
-    return tasks[start:end]
+    return items[start:end]
 
 
 def _with_lists(value: Any) -> Any:

@@ -17,6 +17,7 @@ import orjson
 
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, Histogram, ListOrder, RecordFacts, Values
+from agentloop.api.owners import own_id
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Database
 from agentloop.types import Trajectory
@@ -40,20 +41,21 @@ CREATE INDEX IF NOT EXISTS facts_by_reward ON facts (reward, seq) WHERE reward I
 CREATE INDEX IF NOT EXISTS facts_by_task ON facts (task_id, seq);
 CREATE INDEX IF NOT EXISTS facts_failed ON facts (seq) WHERE failure IS NOT NULL;
 CREATE INDEX IF NOT EXISTS facts_failed_by_time ON facts (total_s, seq) WHERE failure IS NOT NULL;
-CREATE TABLE IF NOT EXISTS fact_totals (
-    stop_reason TEXT, failure TEXT, newest_version INTEGER, num_records INTEGER NOT NULL,
+CREATE TABLE IF NOT EXISTS totals_by_owner (
+    owner TEXT, stop_reason TEXT, failure TEXT, newest_version INTEGER, num_records INTEGER NOT NULL,
     num_rewarded INTEGER NOT NULL, reward REAL NOT NULL, total_s REAL NOT NULL, num_sampled_tokens INTEGER NOT NULL,
-    PRIMARY KEY (stop_reason, failure, newest_version));
+    PRIMARY KEY (owner, stop_reason, failure, newest_version));
 """
-_FRESH_TOTALS = """
-SELECT stop_reason, COALESCE(failure, '') AS f, COALESCE(newest_version, -1) AS v, COUNT(*), COUNT(reward),
-    COALESCE(SUM(reward), 0.0), SUM(total_s), CAST(SUM(num_sampled_tokens) AS INTEGER)
-FROM fresh_facts WHERE seq > 0 GROUP BY stop_reason, f, v
+_OWNER_PREFIX = "substr(rollout_id, 1, instr(rollout_id, '~'))"  # with the mark behind it, as `own_id` begins
+_FRESH_TOTALS = f"""
+SELECT {_OWNER_PREFIX} AS owner, stop_reason, COALESCE(failure, '') AS f, COALESCE(newest_version, -1) AS v,
+    COUNT(*), COUNT(reward), COALESCE(SUM(reward), 0.0), SUM(total_s), CAST(SUM(num_sampled_tokens) AS INTEGER)
+FROM fresh_facts WHERE seq > 0 GROUP BY 1, stop_reason, f, v
 """
 _SUMS = ("num_records", "num_rewarded", "reward", "total_s", "num_sampled_tokens")
 _ADD_TOTALS = (
-    f"INSERT INTO fact_totals {_FRESH_TOTALS} ON CONFLICT (stop_reason, failure, newest_version) DO UPDATE SET "
-    + ", ".join(f"{name} = fact_totals.{name} + excluded.{name}" for name in _SUMS)
+    f"INSERT INTO totals_by_owner {_FRESH_TOTALS} ON CONFLICT (owner, stop_reason, failure, newest_version)"
+    " DO UPDATE SET " + ", ".join(f"{name} = totals_by_owner.{name} + excluded.{name}" for name in _SUMS)
 )
 _IS_SOUND = """(t.crc != 0 OR length(t.value) > 0)
     AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)"""
@@ -104,9 +106,9 @@ def roll_up(db: Database) -> None:
 
 
 def forget(db: Database, seqs: Iterable[int]) -> None:
-    """Delete the facts of records that are deleted. Their totals stay."""
+    """Delete the facts and annotations of records that are deleted. Their totals stay."""
     rows = [(seq,) for seq in seqs]
-    for table in ("facts", "fresh_facts"):
+    for table in ("facts", "fresh_facts", "annotations"):
         db.executemany(f"DELETE FROM {table} WHERE seq = ?", rows)
 
 
@@ -124,12 +126,20 @@ def index_some(db: Database, before: int, read: Callable[[int, bytes, int], Traj
     return len(rows), rows[-1][0] if rows else before
 
 
-def page(db: Database, query: FactsQuery) -> FactsPage:
-    """Return a page of a listing. Raises InvalidRequest."""
+def of_users(user_names: Sequence[str] | None, owner: str = _OWNER_PREFIX) -> tuple[str, list[str]]:
+    """Return the condition, with its values, that a row's rollout is of a user with these names; None: of any."""
+    if user_names is None:
+        return "1 = 1", []
+    return f"{owner} IN ({', '.join('?' * len(user_names))})", [own_id(name, "") for name in user_names]
+
+
+def page(db: Database, query: FactsQuery, user_names: Sequence[str] | None = None) -> FactsPage:
+    """Return a page of a listing: of a user's records by its names, or of all. Raises InvalidRequest."""
     column, way, beyond = _ORDERS[query.order]
     if query.text and query.order is not ListOrder.NEWEST:
         raise InvalidRequest("a search for text lists the newest first", param="order")
-    wheres, values = ["seq > ?"], list[str | int | float]([0])
+    is_owned, owners = of_users(user_names)
+    wheres, values = ["seq > ?", is_owned], list[str | int | float]([0, *owners])
     if query.failed:
         wheres.append("failure IS NOT NULL")
     if column == "reward":
@@ -138,8 +148,9 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
         wheres.append("task_id = ?")
         values.append(query.task)
     if query.group:
-        wheres.append("seq IN (SELECT seq FROM trajectories WHERE rollout_id = ? AND group_id = ?)")
-        values += query.group.split("/", 1) if "/" in query.group else (query.group, "")
+        in_group, places = _in_group(query.group, user_names)
+        wheres.append(in_group)
+        values += places
     if query.cursor:
         wheres.append(f"({column}, seq) {beyond} (?, ?)")
         values += _read_cursor(query.cursor)
@@ -164,7 +175,8 @@ def page(db: Database, query: FactsQuery) -> FactsPage:
         cursor = orjson.dumps([getattr(records[-1], column), records[-1].seq]).decode()
     elif is_search and left_out:
         cursor = orjson.dumps([left_out + 1] * 2).decode()
-    return FactsPage(records, cursor, _totals(db) if is_first else (), _is_indexed(db), histograms)
+    totals = _totals(db, user_names) if is_first else ()
+    return FactsPage(records, cursor, totals, _is_indexed(db), histograms, left_out > 0)
 
 
 def _filters(query: FactsQuery) -> tuple[list[str], list[str | int | float]]:
@@ -187,6 +199,13 @@ def _newest_left_out(db: Database, wheres: Sequence[str], values: Sequence[str |
     statement = f"SELECT seq FROM facts WHERE {' AND '.join(wheres)} ORDER BY seq DESC LIMIT 1 OFFSET ?"
     found = db.execute(statement, (*values, _MAX_SEARCHED)).fetchone()
     return found[0] if found else 0
+
+
+def _in_group(group: str, user_names: Sequence[str] | None) -> tuple[str, list[str]]:
+    rollout_id, _, group_id = group.partition("/")
+    ids = [rollout_id] if user_names is None else [own_id(name, rollout_id) for name in user_names]
+    place = f"rollout_id IN ({', '.join('?' * len(ids))}) AND group_id = ?"
+    return f"seq IN (SELECT seq FROM trajectories WHERE {place})", [*ids, group_id]
 
 
 def _read_row(row: tuple[Any, ...]) -> RecordFacts:
@@ -216,11 +235,12 @@ def _histogram(column: Iterable[float | None]) -> Histogram:
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
-def _totals(db: Database) -> tuple[FactsTotal, ...]:
-    sums = ", ".join(f"SUM({name})" for name in _SUMS)
-    kept = f"SELECT stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM fact_totals"
-    statement = f"SELECT stop_reason, f, v, {sums} FROM ({kept} UNION ALL {_FRESH_TOTALS}) both_parts"
-    rows = db.execute(f"{statement} GROUP BY stop_reason, f, v ORDER BY stop_reason, f, v")
+def _totals(db: Database, user_names: Sequence[str] | None) -> tuple[FactsTotal, ...]:
+    by, sums = "stop_reason, f, v", ", ".join(f"SUM({name})" for name in _SUMS)
+    kept = f"SELECT owner, stop_reason, failure AS f, newest_version AS v, {', '.join(_SUMS)} FROM totals_by_owner"
+    is_owned, owners = of_users(user_names, "owner")
+    parts = f"({kept} UNION ALL {_FRESH_TOTALS}) both_parts WHERE {is_owned}"
+    rows = db.execute(f"SELECT {by}, {sums} FROM {parts} GROUP BY {by} ORDER BY {by}", owners)
     return tuple(
         FactsTotal(
             *(reason, failure or None, None if version < 0 else version),

@@ -248,7 +248,8 @@ class PostgresDatabase:
             self.execute_as_is("ROLLBACK")
 
     def num_bytes(self) -> int:
-        return int(self.execute("SELECT COALESCE(SUM(length(value)), 0) FROM trajectories").fetchone()[0])
+        kept = "SELECT value FROM trajectories UNION ALL SELECT value FROM annotations"
+        return int(self.execute(f"SELECT COALESCE(SUM(length(value)), 0) FROM ({kept}) kept").fetchone()[0])
 
     def shrink(self) -> int:
         return 0  # the server does it

@@ -31,13 +31,15 @@ from typing import TypeVar
 import structlog
 
 from agentloop import codec
+from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.coordinator import JournalPart, RolloutTerms, UpdateReport, assignment_id_of, place_of
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.owners import owner_of, shown_id
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
-from agentloop.storage import facts, retention
+from agentloop.metrics import MetricsPage, SavedMetrics
+from agentloop.storage import annotation_rows, facts, retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Home, Schema
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
@@ -47,14 +49,15 @@ from agentloop.types import RolloutGroup, Trajectory
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""
 
-UPDATES = "updates"
-"""The name in the service's state of the reports of the latest weight updates."""
+UPDATES, METRICS = "updates", "metrics"
+"""The names in the service's state of the reports of the latest weight updates, and of the metrics."""
 
 MAX_RECORD_BATCH = 512
 """Records to commit in one transaction."""
 
 _RENEW_S = 3.0
 _PAGE_TRAJECTORIES = 64
+_LOCATED = 64  # annotated records that are read in one go: hand-outs wait for it
 _MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
 T = TypeVar("T")
@@ -66,6 +69,7 @@ _SCHEMA = Schema(
     version=1,
     tables=retention.TABLES
     + facts.TABLES
+    + annotation_rows.ANNOTATION_TABLES
     + """
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollout_terms (
@@ -208,8 +212,8 @@ class TrajectoryReader:
                 message = "a store of an earlier release: `agentloop index` makes it listable"
                 raise InvalidRequest(message) from error
 
-    def record_at(self, seq: int) -> bytes:
-        """Return the encoded record that a listing has as `seq`. Raises NotFound."""
+    def record_at(self, seq: int) -> AnnotatedRecord:
+        """Return the record that a listing has as `seq`. Raises NotFound."""
         with self._reading():
             return _record_at(self._db, seq, self._rows)
 
@@ -217,6 +221,11 @@ class TrajectoryReader:
         """Return the reports of the latest weight updates, oldest first."""
         with self._reading():
             return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
+
+    def metrics(self) -> MetricsPage:
+        """Return the metrics of the service's processes that were saved last."""
+        saved = _state(self._db, self._rows, METRICS, SavedMetrics)
+        return MetricsPage((), ()) if saved is None else saved.counted
 
     def write_images(self, folder: Path) -> None:
         """Write the images that a database has into a folder, those that it lacks; a file has none."""
@@ -522,13 +531,26 @@ class TrajectoryStore:
                 self._settled.popitem(last=False)
         return num_accepted, num_finished
 
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all records. Raises InvalidRequest."""
-        return await self._reader.run(lambda db: facts.page(db, query))
+    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
+        """Return a page of the facts of records, as `RecordsPort`. Raises InvalidRequest."""
+        return await self._reader.run(lambda db: facts.page(db, query, user_names))
 
-    async def record_at(self, seq: int) -> bytes:
-        """Return the encoded record that a listing has as `seq`. Raises NotFound."""
-        return await self._reader.run(lambda db: _record_at(db, seq, self._rows))
+    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
+        """Return the record that a listing has as `seq`, as `RecordsPort`. Raises NotFound."""
+        return await self._reader.run(lambda db: _record_at(db, seq, self._rows, user_names))
+
+    async def annotate(self, rollout_id: str, given: Sequence[SampleAnnotation]) -> None:
+        """Add annotations to records of a rollout: all, or none.
+
+        Raises NotFound, InvalidRequest for values that do not fit their record, and Conflict for one with too many.
+        """
+        self._require_room()
+        rows = list[annotation_rows.Row]()
+        for start in range(0, len(given), _LOCATED):
+            some = given[start : start + _LOCATED]
+            located = partial(annotation_rows.located, rows=self._rows, rollout_id=rollout_id, given=some)
+            rows += await self._reader.run(located)
+        await self._writer.run(lambda db: annotation_rows.add(db, rows))
 
     async def index(self) -> int:
         """Make the facts of records of an earlier release. Returns how many. A service may run meanwhile."""
@@ -795,12 +817,20 @@ def _state(db: Database, rows: RowChecker, name: str, kind: type[T]) -> T | None
     return None if row is None else rows.value("service_state", kind, name, *row)
 
 
-def _record_at(db: Database, seq: int, rows: RowChecker) -> bytes:
-    row = db.execute(_ROW_AT, (seq,)).fetchone()
+def _record_at(
+    db: Database, seq: int, rows: RowChecker, user_names: tuple[str, ...] | None = None
+) -> AnnotatedRecord:
+    is_owned, owners = facts.of_users(user_names)
+    row = db.execute(f"{_ROW_AT} AND {is_owned}", (seq, *owners)).fetchone()
     data = None if row is None else rows.data("trajectories", *row)
     if data is None:
         raise NotFound(f"no record {seq}: it was deleted, is damaged, or never was", param="seq")
-    return data
+    try:
+        return AnnotatedRecord(data, annotation_rows.newest(db, rows, seq))
+    except Exception as error:  # a store of an earlier release
+        if not facts.has_no_tables(error):
+            raise
+        return AnnotatedRecord(data)
 
 
 def _assignment_id(record: EncodedRecord) -> str:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
@@ -374,6 +375,27 @@ async def test_what_was_iterated_is_acknowledged_page_by_page(service: Service) 
         assert len(seen) == 6
         with pytest.raises(NotFound):
             await client.acknowledge("nobody", 1)
+
+
+async def test_annotations_go_in_few_calls(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentloop.client.client.MAX_ANNOTATIONS", 4)
+    async with client_of(service) as client:
+        rollouts = [await client.submit(tasks_of(3), num_samples=2), await client.submit(tasks_of(1))]
+        records = [record for rollout in rollouts for record in [one async for one in rollout]]
+        tokens = [np.linspace(-1, 1, len(record.path.response_ids)) for record in records]
+        await client.annotate_all("advantage", zip(records, ([one] for one in tokens), strict=True))
+        await client.annotate(records[0], "score", 0.5)
+        with pytest.raises(InvalidRequest, match="not finite"):
+            await client.annotate(records[0], "score", float("nan"))
+    calls = service.coordinator.annotated
+    assert [(len(given), given[0].name) for given in calls] == [
+        *[(4, "advantage"), (2, "advantage"), (1, "advantage"), (1, "score")]
+    ]
+    sent = [one for given in calls[:3] for one in given]
+    assert [(one.group_id, one.sample_index) for one in sent] == [(r.group_id, r.sample_index) for r in records]
+    for one, values in zip(sent, tokens, strict=True):
+        [arrived] = one.annotation.values
+        assert arrived.tolist() == values.astype(np.float32).tolist()
 
 
 async def test_a_submit_says_how_many_samples_it_keeps(service: Service) -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from agentloop import codec
+from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery, ListOrder, facts_of
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, NotFound
 from agentloop.storage import facts
 from agentloop.storage.retention import RetentionPolicy, Unfinished
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
@@ -152,8 +153,37 @@ async def test_ranges_and_the_histograms_whose_buckets_they_are(
         assert (len(page.records), page.totals, page.histograms) == (2, (), {})
     monkeypatch.setattr(facts, "_MAX_SEARCHED", 2)  # of the indexed ones
     page = await store.list_records(FactsQuery(limit=1))
-    assert sum(page.histograms["total_s"].counts) == (8 if facts.MAX_FRESH == 4096 else 2)
+    is_rolled_up = facts.MAX_FRESH != 4096
+    assert (sum(page.histograms["total_s"].counts), page.is_of_latest) == (2 if is_rolled_up else 8, is_rolled_up)
     assert await listed(store, max_s=1.0) == [1, 0]
+
+
+async def test_a_user_lists_its_own_and_counts_those_that_were_deleted(store: TrajectoryStore) -> None:
+    for owner, rollout_id, number in (("alice", "alice~r", 5), ("bob", "bob~r", 2), ("", "alice", 1)):
+        await store.accept(rollout_id, [make_group("g", 5)], RolloutTerms(owner))
+        made = [replace(record(index, reward=index / 4), rollout_id=rollout_id) for index in range(number)]
+        await store.add_records(encoded(made))
+    [(first, _), *_] = await store.read("alice~r", 0, 10)
+    await store.acknowledge("alice~r", first)
+    await store.trim(RetentionPolicy(deletes_acknowledged=True), 0.0, Unfinished(live={"alice~r"}))
+    for names, samples in ((("alice", "key-1"), [4, 3, 2, 1]), (("bob",), [1, 0]), (("eve",), [])):
+        query = FactsQuery(ListOrder.BEST, limit=2)
+        page = await store.list_records(query, names)
+        found = list(page.records)
+        while page.cursor:
+            page = await store.list_records(replace(query, cursor=page.cursor), names)
+            found += page.records
+        assert [one.sample_index for one in found] == samples
+        page = await store.list_records(FactsQuery(limit=1, min_reward=0.5), names)
+        scored = [] if not page.histograms else page.histograms["reward"].counts
+        assert sum(scored) == sum(index >= 2 for index in samples)
+        num_counted = sum(total.num_records for total in page.totals)
+        assert num_counted == len(samples) + (facts.MAX_FRESH == 3 and "alice" in names)
+        for one in found:
+            await store.record_at(one.seq, names)
+            with pytest.raises(NotFound):
+                await store.record_at(one.seq, ("eve",))
+    assert sum(total.num_records for total in (await store.list_records(FactsQuery())).totals) >= 7
 
 
 async def test_the_first_record_of_a_sample_is_listed_once(store: TrajectoryStore) -> None:
@@ -184,7 +214,7 @@ async def test_a_store_of_an_earlier_release_says_what_it_lacks_and_is_indexed(
     await store.add_records(encoded(made))
     before = await store.list_records(FactsQuery())
     await store.close()
-    for table in ("facts", "fresh_facts", "fact_totals"):
+    for table in ("facts", "fresh_facts", "totals_by_owner"):
         home.execute(f"DROP TABLE {table}")
     reader = TrajectoryReader(home.where)
     with pytest.raises(InvalidRequest, match="agentloop index"):

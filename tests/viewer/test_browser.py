@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from PIL import Image
 from starlette.responses import Response
 
-from agentloop.storage.trajectory_store import STORE_NAME
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.pages import pages
@@ -31,6 +31,7 @@ from agentloop_servers.viewer.report import write_report
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import POLICY
+from tests.support.records.samples import encoded, interleaved_paths, make_trajectory
 from tests.viewer.viewed_service import HOSTILE, viewed_service
 
 playwright = pytest.importorskip(
@@ -126,6 +127,10 @@ def milliseconds(value: float) -> str:
     return f"{value:.1f} ms" if value < 100 else f"{value:,.0f} ms"
 
 
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"
+
+
 def count(value: int | None) -> str:
     return NONE if value is None else f"{value:,}"
 
@@ -174,6 +179,13 @@ async def test_the_overview_adds_up_what_there_is(browser: Browser) -> None:
             assert row[3:5] == [reward(mean), f"{100 * failed:.1f} %"]
             assert_seconds(row[5], sum(total["total_s"] for total in totals) / num_records)
             assert row[6] == count(sum(total["num_sampled_tokens"] for total in totals))
+    await browser.page.locator("#phases tbody tr").first.wait_for(timeout=WAIT_MS)  # once processes have reported
+    async with asyncio.timeout(WAIT_MS / 1000):
+        phases = {phase: row[2] for phase, row in (await browser.cells("#phases")).items()}
+        while phases != {phase: seconds(spent) for phase, spent in (await browser.json("/phases")).items()}:
+            await asyncio.sleep(0.2)
+            phases = {phase: row[2] for phase, row in (await browser.cells("#phases")).items()}
+    assert list(phases) == ["queue", "place", "prefill", "decode", "tools", "reward", "standstill"]
     notable = await browser.json("/trajectories/notable")
     await browser.page.locator("#notable tbody tr").first.wait_for(timeout=WAIT_MS)
     cells = await browser.cells("#notable")
@@ -237,6 +249,7 @@ async def test_a_trajectory_shows_its_tokens_one_by_one(browser: Browser) -> Non
     (one, *_) = [one for one in await records_of(browser) if one["oldest_version"] != one["newest_version"]]
     shown = await browser.json(f"/trajectories/{one['seq']}")
     (path,) = shown["record"]["paths"]
+    [advantages] = shown["annotations"]["advantage"]["values"]
     num_prompt = len(path["prompt_ids"])
     ids = [*path["prompt_ids"], *path["response_ids"]]
     await browser.open(f"trajectory/{one['seq']}?color=version", f'canvas[data-drawn="{len(ids)}"]')
@@ -259,15 +272,22 @@ async def test_a_trajectory_shows_its_tokens_one_by_one(browser: Browser) -> Non
         assert about["turn"] == (str(turns[0] + 1) if turns else NONE)
         assert about["logprob"] == (f"{path['logprobs'][at]:.4f} nats" if spans else NONE)
         assert about["mask"] == ("sampled, in the mask" if spans else "not sampled")
+        if at >= 0:
+            assert float(about["annotation advantage"]) == pytest.approx(advantages[at], rel=1e-5)
+        else:
+            assert about["annotation advantage"] == NONE
     num_versions = len({span["version"] for span in path["weight_versions"]})
     assert await browser.page.locator(".band").count() == num_versions
     assert await browser.page.locator(".event.decode").count() == len(path["turns"])
     for _ in range(6):
         await browser.page.keyboard.press("ArrowRight")
     await browser.shoot("trajectory")
-    for coloring in ("mask", "logprob", "constraint"):
+    told = dict(zip(*await asyncio.gather(texts(browser, ".facts dt"), texts(browser, ".facts dd")), strict=True))
+    assert told["annotations"] == f"return {reward(shown['annotations']['return']['values'][0][0])}"
+    for coloring in ("mask", "logprob", "constraint", "annotation advantage"):
         await browser.page.get_by_label("Color by").select_option(coloring)
-        await browser.page.wait_for_url(f"**color={coloring}")
+        await browser.page.wait_for_url(f"**color={coloring.replace(' ', '+')}")
+    await browser.shoot("annotation")
 
 
 async def texts(browser: Browser, selector: str) -> list[str]:
@@ -379,6 +399,32 @@ async def test_a_stored_run_has_the_same_pages_but_the_live_ones(url: str, run_d
         stored.close()
 
 
+async def test_turns_have_one_number_and_groups_say_what_they_lack(tmp_path: Path) -> None:
+    paths = interleaved_paths()
+    other = replace(paths[0], prompt_ids=paths[0].prompt_ids + 1)
+    store = TrajectoryStore(tmp_path / STORE_NAME)
+    many = [make_trajectory("g", index, paths=(paths[1],), reward=0.5) for index in range(2, 201)]
+    ends = [make_trajectory("g", 0, paths=paths, reward=1.0), make_trajectory("g", 1, paths=(other,), reward=0.0)]
+    await store.add_records(encoded([*many, *ends]))
+    await store.close()
+    stored = StoredRun(tmp_path / STORE_NAME)
+    async with serving(viewer_app(stored, None)) as url, browser_at(url, tmp_path, 404) as browser:
+        for place, numbers in enumerate(("13", "24")):
+            await browser.open(f"trajectory/200?path={place}", f'.paths [aria-current="true"] >> text=path {place}')
+            choices = await texts(browser, ".token-bar option:not([disabled])")
+            assert choices == [f"{at}: 3 tokens" for at in numbers]
+            assert await texts(browser, "details td:first-child") == [*numbers]
+            await browser.page.focus(".tokens")
+            await browser.page.keyboard.press("End")
+            assert (await texts(browser, ".about dd"))[4] == numbers[1]
+        drawn = await texts(browser, ".event.decode title")
+        assert [title.split(" on ")[0] for title in drawn] == [f"turn {at}" for at in "1234"]
+        said = (await browser.open("group?group=r/g", "#difference")).first
+        assert (await said.inner_text()).endswith(" 0 tokens and differ from there, within A's prompt.")
+        assert await browser.page.get_by_text("group r/g, the latest 200 samples").count() == 1
+    stored.close()
+
+
 async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
     file = run_dir / "report.html"
     curves = {"Training loss": [0.5, -0.25, 0.125]}
@@ -415,17 +461,20 @@ async def test_a_report_has_them_in_one_file(url: str, run_dir: Path) -> None:
 
 
 async def test_a_service_with_keys_is_asked_with_one(tmp_path: Path) -> None:
-    async with (
-        opened(tmp_path, Keys.of(["user-1"], "admin-1")) as door,
-        browser_at(door.url, tmp_path, 401, 403) as browser,
-    ):
-        question = await browser.open("table", "input[name=key]")
-        await question.fill("user-1")
-        await question.press("Enter")
-        await browser.page.get_by_text("admin").first.wait_for(timeout=WAIT_MS)
-        await question.fill("admin-1")
-        await question.press("Enter")
-        await browser.page.locator("#records").wait_for(timeout=WAIT_MS)
+    own = ["overview", "table", "weights"]
+    async with opened(tmp_path, Keys.of(["user-1"], "admin-1")) as door:
+        for key, pages in (("user-1", own), ("admin-1", [*own, "fleet", "live", "why"])):
+            async with browser_at(door.url, tmp_path, 401, 403) as browser:
+                question = await browser.open("table", "input[name=key]")
+                await question.fill(key)
+                await question.press("Enter")
+                await browser.page.locator("#records tbody tr").wait_for(timeout=WAIT_MS)
+                await browser.open("overview", "#by-version tbody tr")
+                async with asyncio.timeout(WAIT_MS / 1000):
+                    while await texts(browser, "nav a") != pages:
+                        await asyncio.sleep(0.05)
+                    while (await browser.page.locator(".finding").count() > 0) != (key == "admin-1"):
+                        await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(("num_tokens", "limit_ms"), [(32_000, 1_000), (256_000, 2_000)])
@@ -509,4 +558,5 @@ def long_record(num_tokens: int) -> dict[str, Any]:
         **{"timings": timings, "components": {}, "metrics": {}, "task_messages": []},
         "times": [1.7e9, 800 * num_response, "w", [], [], {}],
     }
-    return {"record": record, "texts": {str(at): words[at % len(words)] for at in range(32_000)}, "missing": ""}
+    texts = {str(at): words[at % len(words)] for at in range(32_000)}
+    return {"record": record, "texts": texts, "missing": "", "annotations": {}}

@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from agentloop.client.client import RolloutClient
 from agentloop.engine import Engine
 from agentloop.rollout.context import LoopContext
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import LatencyModel
-from agentloop.types import Limits, Message, RolloutTask
+from agentloop.types import Limits, Message, RolloutTask, Trajectory
 from agentloop_servers.config import ServiceConfig
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids
@@ -85,18 +87,31 @@ async def viewed_service(run_dir: Path) -> AsyncIterator[ServiceSite]:
         RolloutClient(site.urls[0]) as client,
     ):
         rollout = await client.submit(tasks, num_samples=4)
-        num_read = 0
-        async for _ in rollout:
-            num_read += 1
-            if num_read in (4, 12):
-                await client.update_weights(POLICY, version=config.model_version + num_read)
-            if num_read == 14:
+        read = list[Trajectory]()
+        async for record in rollout:
+            read.append(record)
+            if len(read) in (4, 12):
+                await client.update_weights(POLICY, version=config.model_version + len(read))
+            if len(read) == 14:
                 engines[0].kill("SIGKILL")
+        await _annotate(client, read)
         await _fork(client)
         await client.submit(
             [RolloutTask("long", (Message("user", "Hi"),), loop=f"{__name__}:Waits")], num_samples=2
         )
         yield site
+
+
+async def _annotate(client: RolloutClient, records: Sequence[Trajectory]) -> None:
+    """Give each record its return, and each token an advantage, as a trainer with a critic has them."""
+    scored = [(one, one.reward or 0.0) for one in records]
+    await client.annotate_all("return", scored)
+    spread = np.random.default_rng(7)
+    by_token = [
+        (one, [spread.normal(score - 0.5, 0.5, len(path.response_ids)) * path.response_mask for path in one.paths])
+        for one, score in scored
+    ]
+    await client.annotate_all("advantage", by_token)
 
 
 async def _fork(client: RolloutClient) -> None:

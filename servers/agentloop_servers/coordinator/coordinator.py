@@ -21,6 +21,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
+from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import degraded
@@ -32,18 +33,17 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavaila
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
 from agentloop.images import Image
-from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport
-from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
+from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport, SavedMetrics
+from agentloop.storage.trajectory_store import METRICS, UPDATES, TrajectoryStore
 from agentloop_servers.coordinator.endpoint_places import EndpointPlaces, SavedPlaces
 from agentloop_servers.coordinator.history import History
-from agentloop_servers.coordinator.metrics import MetricsBook, SavedMetrics, count_update
+from agentloop_servers.coordinator.metrics import MetricsBook, count_update
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
 ENDPOINT_PLACES = "endpoint_places"
-METRICS = "metrics"
 """The names under which the store keeps what the next coordinator goes on with."""
 
 
@@ -206,13 +206,13 @@ class Coordinator:
             self.replicas.users.read_again()
         return self.replicas.users.report(process_id, usage)
 
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all stored records."""
-        return await self._store.list_records(query)
+    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
+        """Return a page of the facts of stored records."""
+        return await self._store.list_records(query, user_names)
 
-    async def record_at(self, seq: int) -> bytes:
-        """Return an encoded record. Raises NotFound."""
-        return await self._store.record_at(seq)
+    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
+        """Return a stored record. Raises NotFound."""
+        return await self._store.record_at(seq, user_names)
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates."""

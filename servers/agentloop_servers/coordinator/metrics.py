@@ -9,23 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from agentloop.api.coordinator import ReplicaStatus, ServiceStatus, UpdateReport
 from agentloop.api.flight import Blocked, FlightPage
-from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally
+from agentloop.metrics import REPORT_S, MetricSample, MetricsPage, MetricsReport, MetricsTally, SavedMetrics
 
 _SILENT_S = 6 * REPORT_S  # after which a process is said to be silent
 _GONE_S = 600.0  # after which nothing is said of it
-
-
-@dataclass(frozen=True, slots=True)
-class SavedMetrics:
-    """The counts that the next coordinator goes on with."""
-
-    counted: MetricsPage
-    sequences: dict[str, int] = field(default_factory=dict)  # of the last report of each life that counts
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
 from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
+from agentloop.api.annotations import SampleAnnotation
 from agentloop.api.coordinator import (
     MAX_HAND_IN,
     EncodedPage,
@@ -484,6 +485,14 @@ class Rollouts:
     async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
         rollout_id = (await self._status(rollout_id, user_names)).rollout_id
         await self._store.acknowledge(rollout_id, cursor)
+
+    @to_its_end
+    async def annotate(
+        self, rollout_id: str, given: tuple[SampleAnnotation, ...], user_names: tuple[str, ...] | None = None
+    ) -> RolloutStatus:
+        status = await self._status(rollout_id, user_names)
+        await self._store.annotate(status.rollout_id, given)
+        return status
 
     @to_its_end
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:

@@ -152,6 +152,15 @@ class Keys:
         elif not self.user_of(request).is_admin:
             raise Forbidden("this needs the admin key")
 
+    async def require_owner(self, request: Request) -> None:
+        """Route dependency: raises as `require_user` does, in a service without user keys as `require_admin`."""
+        await (self.require_admin if self.is_open else self.require_user)(request)
+
+    def sees(self, request: Request) -> tuple[str, ...] | None:
+        """Return the names of the user whose records an admitted caller sees; None: those of all users."""
+        user = None if self.is_open else self.user_of(request)
+        return None if user is None or user.is_admin else user.names
+
     async def require_metrics(self, request: Request) -> None:
         """Route dependency: raises as `require_admin` does, unless the request carries the metrics' key."""
         credential = credential_of(request)

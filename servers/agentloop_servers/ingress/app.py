@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -100,7 +100,7 @@ def create_app(
         _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    viewer = viewer_routers(coordinator, labels, [Depends(keys.require_admin)])
+    viewer = viewer_routers(coordinator, labels, keys)
     for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
         app.include_router(router)
     describe(app)

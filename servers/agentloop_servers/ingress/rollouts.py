@@ -22,7 +22,15 @@ from agentloop import codec
 from agentloop.api.coordinator import FrontPort, Page, RolloutStatus, ServiceStatus
 from agentloop.api.openapi import generation_answer, rollout_status
 from agentloop.api.owners import OWN_ID_PATTERN, own_id, owner_of, shown_id
-from agentloop.api.requests import MAX_CURSOR, MAX_PAGE, MAX_WAIT_S, AcknowledgeBody, GenerateBody, SubmitBody
+from agentloop.api.requests import (
+    MAX_CURSOR,
+    MAX_PAGE,
+    MAX_WAIT_S,
+    AcknowledgeBody,
+    AnnotateBody,
+    GenerateBody,
+    SubmitBody,
+)
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
 from agentloop.generation.leased_engine import CallLeases
@@ -50,6 +58,7 @@ READINESS_TIMEOUT_S = 2.0
 
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
+Annotate = Annotated[AnnotateBody, Depends(json_body(AnnotateBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
 
 RolloutId = Annotated[str, PathParam(pattern=OWN_ID_PATTERN)]
@@ -148,6 +157,7 @@ class RolloutRoutes:
         add_route(router, "GET", rollout, self.rollout, responses=status)
         add_route(router, "GET", f"{rollout}/trajectories", self.trajectories, responses=answered(Page))
         add_route(router, "POST", f"{rollout}/acknowledge", self.acknowledge, AcknowledgeBody, responses=status)
+        add_route(router, "POST", f"{rollout}/annotate", self.annotate, AnnotateBody, responses=status)
         add_route(router, "POST", f"{rollout}/cancel", self.cancel, responses=status)
         add_route(router, "POST", f"{rollout}/resubmit_damaged", self.resubmit_damaged, responses=status)
         add_route(router, "GET", "/status", self.status, responses=answered(ServiceStatus))
@@ -244,6 +254,14 @@ class RolloutRoutes:
             request, lambda user_names: self._coordinator.acknowledge(rollout_id, body.cursor, user_names)
         )
         return await self.rollout(request, rollout_id)
+
+    async def annotate(self, request: Request, rollout_id: RolloutId, body: Annotate) -> Response:
+        """Store a trainer's numbers beside records, all or none; the newest of a name is shown."""
+        given = body.to_annotations()
+        status = await self._ask_as_user(
+            request, lambda user_names: self._coordinator.annotate(rollout_id, given, user_names)
+        )
+        return _status_response(rollout_id, status)
 
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from fastapi import APIRouter, FastAPI
 
 from agentloop.api.coordinator import RecordsPort
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.viewer.pages import pages
 from agentloop_servers.viewer.records import RecordRoutes, StoredRun, TokenLabels
 
 
 def viewer_routers(
-    records: RecordsPort, labels: TokenLabels, dependencies: Sequence[Any] = ()
+    records: RecordsPort, labels: TokenLabels, keys: Keys | None = None
 ) -> tuple[APIRouter, APIRouter]:
-    """Return the routes of records, behind these dependencies, and those of the pages."""
-    return RecordRoutes(records, labels).router(dependencies), pages()
+    """Return the routes of records, which with `keys` need one, and of the pages."""
+    return RecordRoutes(records, labels, keys).router(), pages()
 
 
 def viewer_app(stored: StoredRun, labels: TokenLabels) -> FastAPI:

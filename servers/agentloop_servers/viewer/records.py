@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from agentloop import codec
+from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import RecordsPort, UpdateReport
 from agentloop.api.facts import (
     MAX_LISTED,
@@ -29,11 +31,14 @@ from agentloop.api.facts import (
     RecordFacts,
     RecordPage,
 )
+from agentloop.api.owners import shown_id
+from agentloop.metrics import MetricsPage, phase_seconds
 from agentloop.storage.home import Home
 from agentloop.storage.sqlite import one_thread
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 from agentloop_servers.config import TOKENIZER_HASH_NAME, TOKENIZER_NAME
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
@@ -66,22 +71,23 @@ class TokenLabels:
         self._sha256 = kept.read_text() if kept is not None and kept.is_file() else None
         self._tokenizer: Tokenizer | None = None
 
-    def page(self, data: bytes) -> RecordPage:
-        """Return an encoded record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
-        record = codec.decode(data, Trajectory)
+    def page(self, found: AnnotatedRecord) -> RecordPage:
+        """Return a record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
+        record = codec.decode(found.data, Trajectory)
         if self._tokenizer is None:
             file = next(filter(Path.is_file, self._files), None)
             if file is None:
                 missing = f"there is no {self._files[-1] if self._files else 'tokenizer'} any more"
-                return RecordPage(record, {}, f"no texts of tokens: {missing}")
+                return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
             content = file.read_bytes()
             if self._sha256 not in (None, hashlib.sha256(content).hexdigest()):
-                return RecordPage(record, {}, f"no texts of tokens: {file} is another tokenizer than the run's")
+                missing = f"{file} is another tokenizer than the run's"
+                return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
             self._tokenizer = Tokenizer.from_buffer(content)
         parts = [part for path in record.paths for part in (path.prompt_ids, path.response_ids)]
         ids = np.unique(np.concatenate(parts)).tolist() if parts else []
         texts = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
-        return RecordPage(record, dict(zip(map(str, ids), texts, strict=True)))
+        return RecordPage(record, dict(zip(map(str, ids), texts, strict=True)), annotations=found.annotations)
 
 
 def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
@@ -97,23 +103,30 @@ def notable(pages: Mapping[str, FactsPage]) -> tuple[NotableRecord, ...]:
 
 
 class RecordRoutes:
-    """The routes of the records."""
+    """The routes of the records. With `keys` a user sees its own records, and an admin those of all."""
 
-    def __init__(self, records: RecordsPort, labels: TokenLabels) -> None:
+    def __init__(self, records: RecordsPort, labels: TokenLabels, keys: Keys | None = None) -> None:
         self._records = records
         self._labels = labels
+        self._keys = keys
 
-    def router(self, dependencies: Sequence[Any] = ()) -> APIRouter:
-        """Return the routes, behind these dependencies."""
-        router = APIRouter(dependencies=list(dependencies), responses=errors(), tags=["records"])
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        keys = self._keys
+        needs = [] if keys is None else [Depends(keys.require_owner)]
+        of_all = [] if keys is None else [Depends(keys.require_admin)]
+        router = APIRouter(dependencies=needs, responses=errors(), tags=["records"])
         add_route(router, "GET", "/trajectories", self.list_records, responses=answered(FactsPage))
         add_route(router, "GET", "/trajectories/notable", self.notable, responses=answered(list[NotableRecord]))
         add_route(router, "GET", "/trajectories/{seq}", self.record, responses=answered(RecordPage))
         add_route(router, "GET", "/updates", self.updates, responses=answered(list[UpdateReport]))
+        phases = answered(dict[str, float])
+        add_route(router, "GET", "/phases", self.phases, responses=phases, dependencies=of_all)
         return router
 
     async def list_records(
         self,
+        request: Request,
         order: ListOrder = ListOrder.NEWEST,
         failed: bool = False,
         task: _Text = "",
@@ -127,15 +140,16 @@ class RecordRoutes:
         max_s: float | None = None,
         has_totals: bool = True,
     ) -> Response:
-        """The facts of all stored records, by order, failure, task, group, text, ranges of reward and seconds."""
+        """The facts of the caller's records, an admin's of all, by order, failure, task, group, text and ranges."""
         ranges = min_reward, max_reward, min_s, max_s
         query = FactsQuery(order, failed, task, text, limit, cursor, group, *ranges, has_totals)
-        page = await self._page(query)
+        page = await self._page(query, self._sees(request))
         return json_response(codec.to_builtins(page))
 
-    async def notable(self) -> Response:
+    async def notable(self, request: Request) -> Response:
         """The records worth a look: the best, worst and slowest, failed ones, and some over a weight update."""
-        pages = {reason: await self._page(query) for reason, query in NOTABLE.items()}
+        names = self._sees(request)
+        pages = {reason: await self._page(query, names) for reason, query in NOTABLE.items()}
         return json_response(codec.to_builtins(notable(pages)))
 
     async def updates(self) -> Response:
@@ -143,16 +157,37 @@ class RecordRoutes:
         found = await in_time(self._records.update_reports(), _STORE_TIMEOUT_S, "the store does not answer")
         return json_response(codec.to_builtins(found))
 
-    async def record(self, seq: int) -> Response:
-        """One record whole, by the `seq` of its facts, with the texts of its tokens."""
-        data = await in_time(self._records.record_at(seq), _STORE_TIMEOUT_S, "the store does not answer")
-        return await asyncio.to_thread(self._shown, data)
+    async def phases(self) -> Response:
+        """The seconds that trajectories and turns spent so far, by phase."""
+        page = await in_time(self._records.metrics(), _STORE_TIMEOUT_S, "the store does not answer")
+        return json_response(phase_seconds(page))
 
-    async def _page(self, query: FactsQuery) -> FactsPage:
-        return await in_time(self._records.list_records(query), _STORE_TIMEOUT_S, "the store does not answer")
+    async def record(self, request: Request, seq: int) -> Response:
+        """One record whole, by the `seq` of its facts, with the texts of its tokens and its annotations."""
+        names = self._sees(request)
+        asked = self._records.record_at(seq, names)
+        found = await in_time(asked, _STORE_TIMEOUT_S, "the store does not answer")
+        return await asyncio.to_thread(self._shown, found, names)
 
-    def _shown(self, data: bytes) -> Response:
-        return json_response(codec.to_builtins(self._labels.page(data)))
+    def _sees(self, request: Request) -> tuple[str, ...] | None:
+        return None if self._keys is None else self._keys.sees(request)
+
+    async def _page(self, query: FactsQuery, names: tuple[str, ...] | None) -> FactsPage:
+        asked = self._records.list_records(query, names)
+        page = await in_time(asked, _STORE_TIMEOUT_S, "the store does not answer")
+        return replace(page, records=tuple(_as_seen(one, names) for one in page.records))
+
+    def _shown(self, found: AnnotatedRecord, names: tuple[str, ...] | None) -> Response:
+        page = self._labels.page(found)
+        return json_response(codec.to_builtins(replace(page, record=_as_seen(page.record, names))))
+
+
+R = TypeVar("R", RecordFacts, Trajectory)
+
+
+def _as_seen(record: R, names: tuple[str, ...] | None) -> R:
+    """Return a record under the id by which its user knows the rollout; an admin reads whole ones."""
+    return record if names is None else replace(record, rollout_id=shown_id(record.rollout_id))
 
 
 class StoredRun:
@@ -163,17 +198,21 @@ class StoredRun:
         self._executor: Executor = one_thread("viewer")  # SQLite's connections are of one thread
         self._reader = self._executor.submit(TrajectoryReader, where).result()
 
-    async def list_records(self, query: FactsQuery) -> FactsPage:
-        """As RecordsPort."""
+    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
+        """As RecordsPort; whoever has the files sees all."""
         return await self._ask(lambda: self._reader.list_records(query))
 
-    async def record_at(self, seq: int) -> bytes:
+    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
         """As RecordsPort."""
         return await self._ask(lambda: self._reader.record_at(seq))
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         """As RecordsPort."""
         return await self._ask(self._reader.updates)
+
+    async def metrics(self) -> MetricsPage:
+        """As RecordsPort: those that the coordinator saved last."""
+        return await self._ask(self._reader.metrics)
 
     def close(self) -> None:
         """Let go of the store."""

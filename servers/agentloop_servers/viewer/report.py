@@ -17,6 +17,7 @@ import orjson
 
 from agentloop import codec
 from agentloop.api.facts import MAX_LISTED, FactsQuery
+from agentloop.metrics import phase_seconds
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.viewer.pages import PAGES_FOLDER
@@ -45,6 +46,7 @@ def write_report(
         listed = {**codec.to_builtins(page), "curves": [_bars(*curve) for curve in (curves or {}).items()]}
         answers = {"/trajectories": listed, "/trajectories/notable": codec.to_builtins(found)}
         answers["/updates"] = codec.to_builtins(reader.updates())
+        answers["/phases"] = phase_seconds(reader.metrics())
         for one in whole:
             answers[f"/trajectories/{one.seq}"] = codec.to_builtins(labels.page(reader.record_at(one.seq)))
     finally:

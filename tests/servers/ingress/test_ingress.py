@@ -347,6 +347,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}",
         "/rollouts/{rollout_id}/trajectories",
         "/rollouts/{rollout_id}/acknowledge",
+        "/rollouts/{rollout_id}/annotate",
         "/rollouts/{rollout_id}/cancel",
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
@@ -354,6 +355,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/trajectories/notable",
         "/trajectories/{seq}",
         "/updates",
+        "/phases",
         "/metrics",
         "/flight",
         "/history",
@@ -385,6 +387,13 @@ async def test_the_clients_request_id_is_kept_if_it_is_sane(door: Door) -> None:
 # --- what is refused --------------------------------------------------------------------------------------
 
 JSON = {"content-type": "application/json"}
+
+
+def annotate(name: str = "advantage", **changed: Any) -> bytes:
+    one = {"group_id": "g", "sample_index": 0, "scope": "record", "values": [[0.5]], **changed}
+    return orjson.dumps({"name": name, "annotations": [one]})
+
+
 DEEP = b'{"tasks": [{"task_id": "t", "messages": [{"role": "user"}], "reference": ' + b"[" * 90_000
 CASES: dict[str, tuple[str, bytes, int, str | None]] = {
     # name: path, body, status, what the param starts with
@@ -397,6 +406,11 @@ CASES: dict[str, tuple[str, bytes, int, str | None]] = {
     "utf-16": ("/generate", orjson.dumps(GENERATE).decode().encode("utf-16"), 400, None),
     "byte order mark": ("/generate", b"\xef\xbb\xbf" + orjson.dumps(GENERATE), 400, None),
     "invalid utf-8": ("/rollouts", b'{"tasks": [{"task_id": "\xff"}]}', 400, None),
+    "annotation of NaN": ("/rollouts/r/annotate", annotate().replace(b"0.5", b"NaN"), 400, "annotations.0.values"),
+    "annotation beyond 32 bits": ("/rollouts/r/annotate", annotate(values=[[1e39]]), 400, "values"),
+    "annotation without a scope": ("/rollouts/r/annotate", annotate(scope="turn"), 400, "annotations.0.scope"),
+    "annotation of no name": ("/rollouts/r/annotate", annotate("a b"), 400, "name"),
+    "annotation of no rollout": ("/rollouts/r/annotate", annotate(), 404, "rollout_id"),
     "NaN": ("/generate", b'{"token_ids":[1],"sampling":{"max_tokens":1,"temperature":NaN}}', 400, "sampling.temp"),
     "-Infinity": (
         "/generate",
@@ -588,9 +602,10 @@ USER_ROUTES = [
     ("GET", "/rollouts/r/trajectories"),
     ("POST", "/rollouts/r/cancel"),
     ("GET", "/status"),
+    *(("GET", path) for path in ("/trajectories", "/trajectories/7", "/trajectories/notable", "/updates")),
 ]
 ADMIN_ROUTES = [("POST", f"/admin/{verb}") for verb in ("pause", "resume", "weights", "sleep", "wake")]
-ADMIN_ROUTES.append(("GET", "/trajectories"))
+ADMIN_ROUTES += [("GET", path) for path in ("/flight", "/history", "/why", "/phases")]
 
 
 @pytest.mark.parametrize(("method", "path"), USER_ROUTES + ADMIN_ROUTES)

@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 import pytest
 
+from agentloop.api.annotations import AnnotatedRecord
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
 from agentloop.codec import encode, to_builtins
 from agentloop.errors import InvalidRequest
@@ -91,7 +92,7 @@ async def test_what_is_damaged_or_gone_is_said(store: TrajectoryStore, tmp_path:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_texts_are_of_the_tokenizer_that_the_run_was_begun_with(tmp_path: Path, keeps: bool) -> None:
-    model, run_dir, data = tmp_path / "model", tmp_path / "run", encode(make_trajectory())
+    model, run_dir, data = tmp_path / "model", tmp_path / "run", AnnotatedRecord(encode(make_trajectory()))
     shutil.copytree(MODEL, model)
     keep_tokenizer(simulated_config(model=str(model), keep_tokenizer=keeps), run_dir)
     begun = TokenLabels(model, run_dir).page(data)
@@ -107,10 +108,18 @@ def test_texts_are_of_the_tokenizer_that_the_run_was_begun_with(tmp_path: Path, 
         end()
 
 
-async def test_a_service_shows_records_to_its_admin_and_pages_to_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("users", "statuses"), [(["user-1"], [401, 200, 200]), ([], [401, 401, 200])])
+async def test_records_need_a_key_and_without_users_the_admins(
+    tmp_path: Path, users: list[str], statuses: list[int]
+) -> None:
+    async with opened(tmp_path, Keys.of(users, "admin-1")) as door:
+        for path in ("/trajectories", "/trajectories/7", "/trajectories/notable", "/updates"):
+            headers = [{}, {"authorization": "Bearer user-1"}, {"authorization": "Bearer admin-1"}]
+            assert [(await get(door.url + path, **one))[0] for one in headers] == statuses
+
+
+async def test_a_service_shows_its_pages_to_all(tmp_path: Path) -> None:
     async with opened(tmp_path, Keys.of(["user-1"], "admin-1")) as door:
-        for key, status in (("user-1", 403), ("admin-1", 200)):
-            assert (await get(f"{door.url}/trajectories/7", authorization=f"Bearer {key}"))[0] == status
         status, content, headers = await get(f"{door.url}/ui/", **{"accept-encoding": "gzip"})
         assert (status, headers["content-encoding"], headers["content-type"]) == (
             200,

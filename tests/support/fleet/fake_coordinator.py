@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from agentloop import codec
+from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.coordinator import (
     EncodedPage,
     HostDrain,
@@ -82,6 +83,7 @@ class FakeCoordinator:
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
         self.listed: list[FactsQuery] = []
+        self.annotated: list[tuple[SampleAnnotation, ...]] = []
         self.paused: PauseMode | None = None
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.sleep_levels: list[int] = []
@@ -198,6 +200,12 @@ class FakeCoordinator:
     async def acknowledge(self, rollout_id: str, cursor: int, user_names: tuple[str, ...] | None = None) -> None:
         rollout_id = self._status(rollout_id, user_names).rollout_id
         self.acknowledged[rollout_id] = cursor
+
+    async def annotate(
+        self, rollout_id: str, given: tuple[SampleAnnotation, ...], user_names: tuple[str, ...] | None = None
+    ) -> RolloutStatus:
+        self.annotated.append(given)
+        return self._status(rollout_id, user_names)
 
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         self.is_cancelled = True
@@ -325,7 +333,7 @@ class FakeCoordinator:
     async def history(self, names: tuple[str, ...], since: float) -> HistoryPage:
         return HistoryPage(1.0, (), ())
 
-    async def list_records(self, query: FactsQuery) -> FactsPage:
+    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
         self._raise_next()
         self.listed.append(query)
         row = facts.row_of(EncodedRecord.of(make_trajectory(reward=0.5)))
@@ -333,11 +341,11 @@ class FakeCoordinator:
         total = FactsTotal("completed", None, 0, 1, 1, 0.5, 1.0, 6)
         return FactsPage((one,), "[7,7]", (total,), is_indexed=True)
 
-    async def record_at(self, seq: int) -> bytes:
+    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
         self._raise_next()
         if seq != 7:
             raise NotFound(f"no record {seq}", param="seq")
-        return codec.encode(make_trajectory(reward=0.5))
+        return AnnotatedRecord(codec.encode(make_trajectory(reward=0.5)))
 
     async def update_reports(self) -> tuple[UpdateReport, ...]:
         return (await self.status()).updates

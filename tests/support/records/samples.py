@@ -58,6 +58,20 @@ def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) 
     )
 
 
+def interleaved_paths() -> tuple[TokenPath, TokenPath]:
+    """Two conversations side by side, whose turns began in the order of their ids."""
+
+    def path(*begins: tuple[str, int]) -> TokenPath:
+        made = make_path()
+        turns = [
+            replace(turn, turn_id=turn_id, times=TurnTimes(begun_us, begun_us + 100, begun_us + 300))
+            for turn, (turn_id, begun_us) in zip(made.turns, begins, strict=True)
+        ]
+        return replace(made, turns=tuple(turns))
+
+    return path(("1", 0), ("3", 1000)), path(("2", 500), ("4", 1500))
+
+
 def make_trajectory(
     group_id: str = "g-0",
     sample_index: int = 0,

@@ -22,11 +22,11 @@ class StoreHome:
     def is_file(self) -> bool:
         return self.server is None
 
-    def execute(self, statement: str) -> None:
-        """Execute a statement beside the store."""
+    def execute(self, statement: str) -> list[tuple[object, ...]]:
+        """Execute a statement beside the store; returns the rows that it finds."""
         if self.server is not None:
-            self.server.execute(statement, self.where.name)
-            return
+            return self.server.execute(statement, self.where.name)
         with sqlite3.connect(self.where) as db:
-            db.execute(statement)
+            rows = db.execute(statement).fetchall()
         db.close()
+        return rows

@@ -48,9 +48,7 @@ export async function read(path, signal) {
   if (answer.ok) return answer.json();
   const said = await answer.json().catch(() => null);
   const message = said?.error?.message ?? `the server answers ${answer.status}`;
-  if (answer.status === 401 || answer.status === 403) {
-    window.dispatchEvent(new CustomEvent("refused", { detail: message }));
-  }
+  if (answer.status === 401) window.dispatchEvent(new CustomEvent("refused", { detail: message }));
   throw Object.assign(new Error(message), { status: answer.status });
 }
 

@@ -4,8 +4,6 @@ import { html } from "./preact-htm.js";
 import { link } from "./api.js";
 import { NONE, count, plural, reward, seconds } from "./format.js";
 
-const MAX_COUNTED = 5_000; // records of a larger store are counted among the latest
-
 const KINDS = [
   { name: "reward", title: "Reward", shown: reward, ends: ["min_reward", "max_reward"] },
   { name: "total_s", title: "Time", shown: seconds, ends: ["min_s", "max_s"] },
@@ -14,7 +12,6 @@ const KINDS = [
 
 /** The histograms of a listing's first page. A bar leads to the table of `query` with its range, if all rows are there. */
 export function Histograms({ page, query = {} }) {
-  const isPart = page.totals.reduce((sum, one) => sum + one.num_records, 0) > MAX_COUNTED;
   return KINDS.filter(({ name }) => page.histograms[name]).map(({ name, title, shown, ends }) => {
     const { counts, edges } = page.histograms[name];
     const bars = counts.map((value, place) => {
@@ -24,7 +21,7 @@ export function Histograms({ page, query = {} }) {
       return { value, href, words: `${plural(value, "record")} from ${shown(from)} to ${shown(to)}` };
     });
     const number = counts.reduce((sum, value) => sum + value, 0);
-    const about = `of ${plural(number, "record")}${isPart ? " among the latest" : ""}`;
+    const about = `of ${plural(number, "record")}${page.is_of_latest ? " among the latest" : ""}`;
     const axis = { from: shown(edges[0]), to: shown(edges.at(-1)) };
     return html`<${Bars} key=${name} id=${`by-${name}`} ...${{ title, about, bars, ...axis }} />`;
   });

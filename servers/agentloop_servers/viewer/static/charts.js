@@ -38,7 +38,8 @@ function joined(old, page) {
     const { name, labels } = fresh.get(key) ?? old.series.get(key);
     const before = old.series.get(key)?.values ?? old.times.map(() => null);
     const after = fresh.get(key)?.values ?? page.times.map(() => null);
-    series.set(key, { name, labels, values: [...before, ...after].slice(first) });
+    const values = [...before, ...after].slice(first);
+    if (values.some((value) => value !== null)) series.set(key, { name, labels, values });
   }
   return { times: times.slice(first), series };
 }

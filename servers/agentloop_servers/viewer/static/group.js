@@ -18,9 +18,10 @@ function drawn(page, query) {
   const [first] = samples;
   const byReward = [...samples].sort((one, other) => (other.reward ?? 0) - (one.reward ?? 0));
   const chosen = { a: query.a ?? String(byReward[0]?.seq), b: query.b ?? String(byReward.at(-1)?.seq) };
+  const number = `${page.cursor && "the latest "}${plural(samples.length, "sample")}`;
   const choose = (name) => (event) => replaceQuery("group", { ...query, ...chosen, [name]: event.target.value });
   return html`
-    <h1>${first?.task_id} <span class="quiet">group ${query.group}, ${plural(samples.length, "sample")}</span></h1>
+    <h1>${first?.task_id} <span class="quiet">group ${query.group}, ${number}</span></h1>
     <p>${first?.task}</p>
     <${Samples} ...${{ samples, chosen, choose }} />
     ${samples.length > 1 && html`<${Comparison} key=${`${chosen.a} ${chosen.b}`} ...${chosen} />`}
@@ -65,12 +66,13 @@ function Comparison({ a, b }) {
 }
 
 function Compared({ pages }) {
-  const latest = ({ record, texts }) => record.paths.length > 0 && tokensOf(record.paths.at(-1), texts);
+  const latest = (page) => page.record.paths.length > 0 && tokensOf(page, page.record.paths.length - 1);
   const sides = useMemo(() => pages.map(latest), []);
   if (!sides.every(Boolean)) return html`<p>One of them has no tokens.</p>`;
   const place = firstDifference(sides[0].ids, sides[1].ids);
   const alike = `A and B have the same ${count(sides[0].ids.length)} tokens.`;
-  const into = `${count(place - sides[0].num_prompt)} tokens into A's response`;
+  const into_response = place - sides[0].num_prompt;
+  const into = into_response < 0 ? "within A's prompt" : `${count(into_response)} tokens into A's response`;
   const differ = `A and B share their first ${count(place)} tokens and differ from there, ${into}.`;
   const marked = (tokens) => (place === null ? null : Math.min(place, tokens.ids.length - 1));
   return html`

@@ -12,11 +12,13 @@ import { NOT_INDEXED, columnsOf } from "./table.js";
 const OF_REPLICAS = ["replica_sampled_tokens_total", "replica_requests", "replica_kv_tokens"];
 const CURVES = [...OF_REPLICAS, "samples", "calls_waiting", "trajectories_total", "weight_version"];
 
-export function Overview({ isLive }) {
-  const draw = (page) => html`<${Totals} page=${page} />`;
+export function Overview({ isLive, seesAll }) {
+  const every_s = isLive ? 5 : 0;
+  const phases = seesAll && html`<${Reading} path="/phases" every_s=${every_s} draw=${phasesOf} />`;
+  const draw = (page) => html`<${Totals} page=${page} phases=${phases} />`;
   return html`
-    ${isLive && html`<${Findings} /><${Curves} />`}
-    <${Reading} path="/trajectories?limit=1" every_s=${isLive ? 5 : 0} draw=${draw} />
+    ${isLive && seesAll && html`<${Findings} /><${Curves} />`}
+    <${Reading} path="/trajectories?limit=1" every_s=${every_s} draw=${draw} />
     <${Reading} path="/trajectories/notable" draw=${(found) => found.length > 0 && html`<${Notable} found=${found} />`} />
   `;
 }
@@ -64,7 +66,19 @@ function grouped(totals, keyOf) {
   return [...found.values()].sort((one, other) => (one.key > other.key ? 1 : -1));
 }
 
-function Totals({ page }) {
+/** The seconds of each phase, in the colors of a trajectory's course; nothing before any were reported. */
+function phasesOf(page) {
+  const spent = Object.entries(page);
+  const most_s = Math.max(...spent.map(([, spent_s]) => spent_s));
+  if (!most_s) return null;
+  const bar = ([name, spent_s]) => html`<svg width="140" height="10" aria-hidden="true">
+    <rect class=${name} width=${(140 * spent_s) / most_s} height="10" />
+  </svg>`;
+  const columns = [["phase", ([name]) => name], ["", bar], ["seconds so far", ([, spent_s]) => seconds(spent_s), NUMBER]];
+  return html`<${Grid} id="phases" columns=${columns} rows=${spent} keyOf=${([name]) => name} />`;
+}
+
+function Totals({ page, phases }) {
   if (!page.totals.length) return html`<p class="quiet">There are no records yet.</p>`;
   const [all] = grouped(page.totals, () => "all");
   const meanReward = (sums) => reward(sums.num_rewarded ? sums.reward / sums.num_rewarded : null);
@@ -102,6 +116,7 @@ function Totals({ page }) {
     <section class="side-by-side">
       <${Grid} id="by-version" columns=${[byVersion, ...columns]} rows=${versions} keyOf=${keyOf} />
       <${Grid} id="by-end" columns=${[byEnd, ...columns]} rows=${ends} keyOf=${keyOf} />
+      ${phases}
     </section>
   `;
 }

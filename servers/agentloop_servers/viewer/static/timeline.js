@@ -14,9 +14,10 @@ const QUEUE_SHARE = 0.15; // of the rest: longer waits in the queue are cut
 function eventsOf({ times, timings, paths }) {
   const [, ended_us, , calls] = times;
   const events = [{ lane: "queue", from_us: -1e6 * timings.queue_s, to_us: 0, words: "waits for a worker" }];
-  for (const [number, turn] of uniqueTurns(paths).entries()) {
+  for (const [place, turn] of turnsOf(paths).entries()) {
+    if (turn.times === null) continue;
     const [begun_us, first_us, until_us, place_us, standstill_us] = turn.times;
-    const name = `turn ${number + 1} on ${turn.replica_id}`;
+    const name = `turn ${place + 1} on ${turn.replica_id}`;
     const sampled = `${count(turn.end - turn.start)} tokens sampled`;
     const placed_us = begun_us + place_us;
     events.push({ lane: "place", from_us: begun_us, to_us: placed_us, words: `${name} waits for its place` });
@@ -38,10 +39,10 @@ function eventsOf({ times, timings, paths }) {
   return events.filter((event) => event.to_us > event.from_us);
 }
 
-function uniqueTurns(paths) {
-  const turns = new Map();
-  for (const path of paths) for (const turn of path.turns) if (turn.times) turns.set(turn.turn_id, turn);
-  return [...turns.values()].sort((one, other) => one.times[0] - other.times[0]);
+/** The turns of a record, each once, in the order by which all pages number them: as they began. */
+export function turnsOf(paths) {
+  const turns = new Map(paths.flatMap((path) => path.turns.map((turn) => [turn.turn_id, turn])));
+  return [...turns.values()].sort((one, other) => (one.times?.[0] ?? 0) - (other.times?.[0] ?? 0));
 }
 
 /** The versions over time, each until the next one begins; within a turn as its tokens are, evenly spread. */

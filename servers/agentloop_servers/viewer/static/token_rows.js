@@ -1,14 +1,16 @@
 // The tokens of a path as columns of numbers, and the rows of cells that they fill.
 
 import { visible } from "./format.js";
+import { turnsOf } from "./timeline.js";
 
 export const OBSERVED = 0; // of a prompt, a tool or a user
 export const MASKED = 1; // sampled, and out of the mask
 export const TRAINED = 2;
 export const MAX_CELLS = 48; // of one token
 
-/** The tokens of prompt and response as columns of one length, and the label that each id is drawn with. */
-export function tokensOf(path, texts) {
+/** The tokens of a path, prompt and response, as columns of one length, and the label that each id is drawn with. */
+export function tokensOf({ record, texts, annotations }, place) {
+  const path = record.paths[place];
   const num_prompt = path.prompt_ids.length;
   const ids = Int32Array.from([...path.prompt_ids, ...path.response_ids]);
   const [kinds, constrained] = [new Uint8Array(ids.length), new Uint8Array(ids.length)];
@@ -20,14 +22,22 @@ export function tokensOf(path, texts) {
   }
   path.response_mask.forEach((isTrained, place) => isTrained && (kinds[num_prompt + place] = TRAINED));
   path.logprobs.forEach((logprob, place) => (logprobs[num_prompt + place] = logprob ?? NaN));
-  for (const [number, turn] of path.turns.entries()) {
+  const numbers = new Map(turnsOf(record.paths).map((turn, index) => [turn.turn_id, index + 1]));
+  for (const turn of path.turns) {
     const start = num_prompt + turn.start;
-    turns.fill(number, start, num_prompt + turn.end);
+    turns.fill(numbers.get(turn.turn_id), start, num_prompt + turn.end);
     constrained.fill(1, start, start + numConstrained(turn));
+  }
+  const annotated = new Map(); // columns of what a trainer said of single tokens, NaN where it said nothing
+  for (const [name, { scope, values }] of Object.entries(annotations)) {
+    if (scope !== "token" || !values[place].length) continue;
+    const column = new Float32Array(ids.length).fill(NaN);
+    column.set(values[place], num_prompt);
+    annotated.set(`annotation ${name}`, column);
   }
   const labels = new Map(Object.entries(texts).map(([id, text]) => [Number(id), visible(text)]));
   const labelOf = (id) => labels.get(id) ?? `${id} `;
-  return { path, texts, num_prompt, ids, kinds, versions, turns, constrained, logprobs, labelOf };
+  return { path, texts, num_prompt, ids, kinds, versions, turns, numbers, constrained, logprobs, annotated, labelOf };
 }
 
 /** As `TurnSampling.num_constrained`. */

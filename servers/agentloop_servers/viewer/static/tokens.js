@@ -1,5 +1,5 @@
-// A path's tokens on a canvas, of which only the rows in sight are drawn: colored by mask, logprob, version or
-// constraint, walked through by mouse and keys, and copied as the very ids.
+// A path's tokens on a canvas, of which only the rows in sight are drawn: colored by mask, logprob, version,
+// constraint or an annotation, walked through by mouse and keys, and copied as the very ids.
 
 import { html, useLayoutEffect, useMemo, useRef, useState } from "./preact-htm.js";
 import { color } from "./charts.js";
@@ -10,7 +10,7 @@ export const COLORINGS = ["mask", "logprob", "version", "constraint"];
 
 const ROW_PX = 19;
 const LEFT_PX = 4;
-const ABOUT_PX = { width: 300, height: 140 };
+const ABOUT_PX = { width: 300, row: 20 };
 const LOWEST_LOGPROB = -6; // nats, from which on the color is the strongest
 const NUM_VERSION_COLORS = 6;
 const SAID_MS = 2000;
@@ -36,11 +36,24 @@ function painter(coloring, tokens) {
     const legend = [...paints].map(([version, paint]) => [paint, `weights ${version}`]);
     return { paint: sampledBy((place) => paints.get(tokens.versions[place])), legend: [...legend, others] };
   }
-  const heat = color("--heat");
-  const steps = Array.from({ length: 25 }, (_, step) => `rgb(${heat} / ${0.06 + (0.8 * step) / 24})`);
-  const shade = (logprob) => steps[Math.round(24 * Math.min(1, Math.max(0, logprob / LOWEST_LOGPROB)))] ?? plain;
+  const column = tokens.annotated.get(coloring);
+  if (column) {
+    const most = column.reduce((found, value) => Math.max(found, Math.abs(value) || 0), 1e-9);
+    const [up, down] = [shadesOf("--gain", plain), shadesOf("--heat", plain)];
+    const shade = (value) => (value < 0 ? down(-value / most) : up(value / most));
+    const legend = [most, most / 2, 0, -most / 2, -most].map((value) => [shade(value), String(+value.toPrecision(3))]);
+    return { paint: (place) => shade(column[place]), legend };
+  }
+  const heat = shadesOf("--heat", plain);
+  const shade = (logprob) => heat(logprob / LOWEST_LOGPROB);
   const legend = [0, -1, -3, LOWEST_LOGPROB].map((logprob) => [shade(logprob), `${logprob} nats`]);
   return { paint: sampledBy((place) => shade(tokens.logprobs[place])), legend: [...legend, others] };
+}
+
+/** The shades of a color for shares of the strongest one; NaN has none. */
+function shadesOf(name, plain) {
+  const steps = Array.from({ length: 25 }, (_, step) => `rgb(${color(name)} / ${0.06 + (0.8 * step) / 24})`);
+  return (share) => steps[Math.round(24 * Math.min(1, Math.max(0, share)))] ?? plain;
 }
 
 /**
@@ -162,12 +175,13 @@ function About({ tokens, layout, size, top, at }) {
     text: id in tokens.texts ? JSON.stringify(tokens.texts[id].slice(0, 200)) : NONE,
     logprob: isSampled ? `${tokens.logprobs[at].toFixed(4)} nats` : NONE,
     weights: isSampled ? tokens.versions[at] : NONE,
-    turn: turn < 0 ? NONE : turn + 1,
+    turn: turn < 0 ? NONE : turn,
     place: response_place < 0 ? `${count(at)} of the prompt` : `${count(response_place)} of the response`,
     mask: kind + (tokens.constrained[at] ? ", under a constraint" : ""),
   };
+  for (const [name, values] of tokens.annotated) facts[name] = isNaN(values[at]) ? NONE : +values[at].toPrecision(6);
   const above_px = rowOf(layout, at) * ROW_PX - top;
-  const isLow = above_px + ABOUT_PX.height > size.height;
+  const isLow = above_px + ABOUT_PX.row * Object.keys(facts).length > size.height;
   const place = (element) => {
     if (element === null) return;
     const left_px = Math.min(layout.columns[at] * size.cell, size.width - ABOUT_PX.width);
@@ -189,12 +203,12 @@ function Legend({ legend }) {
 
 function TurnChoice({ tokens, go }) {
   const turns = tokens.path.turns;
-  const words = (turn, number) => `${number + 1}: ${count(turn.end - turn.start)} tokens`;
+  const words = (turn) => `${tokens.numbers.get(turn.turn_id)}: ${count(turn.end - turn.start)} tokens`;
   return html`<label>
     Turn${" "}
     <select onChange=${(event) => go(tokens.num_prompt + turns[event.target.value].start)}>
       <option value="" disabled selected>of ${turns.length}</option>
-      ${turns.map((turn, number) => html`<option value=${number} key=${number}>${words(turn, number)}</option>`)}
+      ${turns.map((turn, place) => html`<option value=${place} key=${place}>${words(turn)}</option>`)}
     </select>
   </label>`;
 }

@@ -19,23 +19,25 @@ function drawn(page, query, seq) {
   const { paths, task_messages } = page.record;
   const place = Math.min(Number(query.path ?? 0), paths.length - 1);
   return html`
-    <${Facts} record=${page.record} seq=${seq} />
+    <${Facts} ...${page} seq=${seq} />
     <${Timeline} record=${page.record} />
     ${paths.length > 1 && html`<${Paths} ...${{ paths, place, seq, query }} />`}
     ${place < 0
       ? html`<p>Nothing was rendered, so it has no tokens.</p><${Messages} messages=${task_messages} />`
-      : html`<${Path} key=${place} path=${paths[place]} ...${{ page, query, seq }} />`}
+      : html`<${Path} key=${place} ...${{ page, place, query, seq }} />`}
   `;
 }
 
-function Facts({ record, seq }) {
+function Facts({ record, annotations, seq }) {
   const sampled = record.paths.flatMap((path) => path.weight_versions.map((span) => span.version));
   sampled.sort((one, other) => one - other);
   const { timings, times } = record;
   const lost = Object.entries(times?.[5] ?? {}).map(([cause, num_tokens]) => `${count(num_tokens)} by ${cause}`);
   const numbers = (named) => Object.entries(named).map(([name, value]) => `${name} ${reward(value)}`).join(", ");
+  const annotated = Object.entries(annotations).filter(([, one]) => one.scope !== "token");
   const facts = {
     reward: reward(record.reward),
+    annotations: annotated.map(([name, { values }]) => `${name} ${values[0].map(reward).join(" | ")}`).join(", "),
     "its parts": numbers(record.components),
     end: record.is_complete ? record.stop_reason : html`<span class="bad">${record.stop_reason}, not complete</span>`,
     error: record.error ?? record.reward_error,
@@ -89,11 +91,13 @@ function Paths({ paths, place, seq, query }) {
   </section>`;
 }
 
-function Path({ page, path, query, seq }) {
-  const tokens = useMemo(() => tokensOf(path, page.texts), [path]);
+function Path({ page, place, query, seq }) {
+  const tokens = useMemo(() => tokensOf(page, place), [page, place]);
+  const { path } = tokens;
   const num_response = count(path.response_ids.length);
-  const turns = path.turns.map((turn, number) => ({ ...turn, number }));
-  const coloring = COLORINGS.includes(query.color) ? query.color : COLORINGS[0];
+  const turns = path.turns.map((turn) => ({ ...turn, number: tokens.numbers.get(turn.turn_id) }));
+  const colorings = [...COLORINGS, ...tokens.annotated.keys()];
+  const coloring = colorings.includes(query.color) ? query.color : colorings[0];
   const choose = (event) => replaceQuery(`trajectory/${seq}`, { ...query, color: event.target.value });
   return html`
     <section class="path">
@@ -108,7 +112,7 @@ function Path({ page, path, query, seq }) {
           <label>
             Color by${" "}
             <select onChange=${choose}>
-              ${COLORINGS.map((name) => html`<option value=${name} selected=${name === coloring}>${name}</option>`)}
+              ${colorings.map((name) => html`<option value=${name} selected=${name === coloring}>${name}</option>`)}
             </select>
           </label>
         </h2>
@@ -155,7 +159,7 @@ function Text({ text }) {
 }
 
 const TURNS = [
-  ["turn", (turn) => turn.number + 1, NUMBER],
+  ["turn", (turn) => turn.number, NUMBER],
   ["replica", (turn) => turn.replica_id],
   ["prompt tokens", (turn) => count(turn.prompt_len), NUMBER],
   ["cached", (turn) => count(turn.cached_tokens), NUMBER],
