@@ -29,6 +29,7 @@ from agentloop.api.sessions import (
     encode_trajectories,
 )
 from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.dialect import version_range
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.session import Session
@@ -212,6 +213,7 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
         "token_ids": reply.token_ids.tolist(),
         "logprobs": reply.logprobs.tolist(),
         "weight_versions": [codec.to_builtins(span) for span in reply.weight_versions],
+        **version_range([reply]),
         "finish_reason": reply.finish_reason.value,
         "cached_tokens": reply.cached_tokens,
         "replica_id": reply.replica_id,

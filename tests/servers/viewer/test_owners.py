@@ -21,7 +21,7 @@ from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers import metrics
 from agentloop_servers.coordinator import coordinator
 from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.records import StoredRun
+from agentloop_servers.viewer.records import StoredRun, TokenLabels
 from tests.servers.test_users import ROOT, digest, write
 from tests.servers.viewer.test_records import get
 from tests.support.endpoint.front_door import serving
@@ -121,7 +121,7 @@ async def test_a_trainers_numbers_are_beside_its_records(owners: Owners) -> None
             await other.annotate(records[0], "return", 9.0)
     listed = (await owners.ask("alice", "/trajectories"))[1]["records"]
     stored = StoredRun(owners.run_dir / STORE_NAME)
-    async with serving(viewer_app(stored, None)) as offline, asyncio.timeout(30):
+    async with serving(viewer_app(stored, TokenLabels(None))) as offline, asyncio.timeout(30):
         while (spent := await owners.ask("root", "/phases"))[1]["decode"] == 0:
             await asyncio.sleep(0.1)
         assert set(spent[1]) == {"queue", "place", "prefill", "decode", "tools", "reward", "standstill"}

@@ -131,7 +131,7 @@ class WholeWorld(World):
     def __init__(
         self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = False
     ) -> None:
-        """Without words clients submit and read, and no two processes die at one moment."""
+        """Without words clients submit and read, demand no versions, and no two processes die at one moment."""
         super().__init__(seed, clock, checkpoint)
         self.seed = seed
         self.has_words = has_words
@@ -325,7 +325,7 @@ class WholeWorld(World):
     def _demand(self, rng: Random) -> VersionDemand | None:
         """Weights that are served now, or soon, or no more; mostly none in particular."""
         served = self.coordinator.replicas.weight_version or 0
-        if rng.random() < 0.6:
+        if not self.has_words or rng.random() < 0.6:
             return None
         version, wait_s = max(0, served + rng.choice((-1, 0, 0, 1))), rng.choice((0.0, 1.0))
         return rng.choice((VersionDemand(version, None, wait_s), VersionDemand(None, version, wait_s)))
