@@ -408,7 +408,7 @@ async def test_turns_have_one_number_and_groups_say_what_they_lack(tmp_path: Pat
     await store.add_records(encoded([*many, *ends]))
     await store.close()
     stored = StoredRun(tmp_path / STORE_NAME)
-    async with serving(viewer_app(stored, None)) as url, browser_at(url, tmp_path, 404) as browser:
+    async with serving(viewer_app(stored, TokenLabels(None))) as url, browser_at(url, tmp_path, 404) as browser:
         for place, numbers in enumerate(("13", "24")):
             await browser.open(f"trajectory/200?path={place}", f'.paths [aria-current="true"] >> text=path {place}')
             choices = await texts(browser, ".token-bar option:not([disabled])")
