@@ -18,7 +18,13 @@ from structlog.contextvars import bind_contextvars
 
 from agentloop.api.flight import Doing, Flight
 from agentloop.clock import Stopwatch
-from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
+from agentloop.errors import (
+    Conflict,
+    InvalidRequest,
+    RewardError,
+    TemplateNotPrefixStable,
+    WeightVersionNotServed,
+)
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine
@@ -271,7 +277,8 @@ class LoopContext:
 
         A turn that `max_tokens` alone cut returns, with the finish reason LENGTH and `is_closed` false. Raises
         LimitReached, which a loop lets through, where a limit of the task leaves no room for the turn or cut it, or
-        the trajectory is too old: it ends with that stop reason. Raises Conflict in a trajectory that is over.
+        the trajectory is too old, or of weights that its task does not accept: it ends with that stop reason.
+        Raises Conflict in a trajectory that is over.
         """
         if self._is_over:
             await self._refuse()
@@ -283,7 +290,13 @@ class LoopContext:
         started = time.perf_counter()
         with self.deadline.grace(TURN_GRACE_S):
             wanted = self._turn_request(room, temperature)
-            reply = await sample_turn(self._engine, self._reader, wanted, self._continues_after_abort)
+            try:
+                reply = await sample_turn(self._engine, self._reader, wanted, self._continues_after_abort)
+            except WeightVersionNotServed as error:
+                if self._budget.num_sampled_tokens == 0:
+                    raise
+                self.has_lost_call = False
+                raise LimitReached(StopReason.STALE) from error
         self.generate_s += time.perf_counter() - started
         self._idle_since_us = self.stopwatch()
         self.has_lost_call = False

@@ -33,7 +33,6 @@ from agentloop.errors import (
     RewardError,
     ToolError,
     ToolLost,
-    WeightVersionNotServed,
     error_line,
     error_trace,
 )
@@ -547,8 +546,6 @@ class TrajectoryRun:
                 return _Outcome(StopReason.CANCELLED)
             if isinstance(error, TimeoutError) and ctx.deadline.has_ended_task:
                 return _Outcome(StopReason.DEADLINE)
-            if isinstance(error, WeightVersionNotServed):
-                return _Outcome(StopReason.STALE, f"{error.code}: {error}")
             if isinstance(error, DeadlineExceeded) or (isinstance(error, AgentLoopError) and error.retryable):
                 return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")
             self._log.error("loop_failed", error=error_line(error), exception=error_trace(error))

@@ -119,6 +119,8 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
         for group in groups:
             own = [one for one in stored.get(rollout_id, []) if one.group_id == group.group_id]
             num_complete = sum(one.is_sound for one in own)
+            if any(one.stop_reason is StopReason.ENGINE_FAILED for one in own) and group.task.weight_version:
+                continue  # one that had its place was lost with its worker, and its weights were gone then
             num_cancelled = sum(one.stop_reason is StopReason.CANCELLED for one in own)
             wanted = group.num_samples if group.keep is None else group.keep
             if num_complete > wanted or (num_cancelled and num_complete < wanted):
