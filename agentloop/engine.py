@@ -101,12 +101,21 @@ class PushSource:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedSource:
+    """A run's published versions in a store: a directory, or what fsspec knows by its URL (docs/contracts.md)."""
+
+    store: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """New weights for an engine, from exactly one source.
 
     `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
-    directory with a LoRA adapter in the PEFT format, for the served base weights. `is_forced` weights are served
-    even if they sample noise. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
+    directory with a LoRA adapter in the PEFT format, for the served base weights. `published` becomes a directory
+    of the replica's host before an engine stages it. `is_forced` weights are served even if they sample noise.
+    Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
     """
 
     version: int
@@ -114,11 +123,12 @@ class WeightUpdate:
     push: PushSource | None = None
     adapter: str | None = None
     is_forced: bool = False
+    published: PublishedSource | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 63:
             raise InvalidRequest(f"a version is in [0, 2^63): {self.version}", param="version")
-        if sum(source is not None for source in (self.directory, self.push, self.adapter)) != 1:
+        if sum(source is not None for source in (self.directory, self.push, self.adapter, self.published)) != 1:
             raise InvalidRequest("an update has one source: a directory, a push or an adapter", param="directory")
 
     @property

@@ -4,9 +4,18 @@
     ├── InvalidRequest                  400  the caller's fault; `param` names the field
     │   ├── ContextLengthExceeded            the prompt does not fit
     │   ├── CheckpointUnreadable             the weights cannot be read or do not fit the model
+    │   │   ├── PointerMissing               a store of versions without `latest`
+    │   │   ├── PointerWentBack              `latest` is before what is served or published
+    │   │   ├── WrongRun                     the store has other runs' versions
+    │   │   ├── VersionMissing               a version, or one that it is a delta to, is not in the store
+    │   │   ├── VersionDamaged               a torn file or index
+    │   │   ├── WrongBase                    a delta to another version than the one that is there
+    │   │   ├── LayoutMismatch               names, dtypes or shapes are not the base's
+    │   │   └── ChecksumMismatch             a tensor is not what was published
     │   └── UnsupportedParameter             it would change the meaning of the answer, and is not implemented
     ├── Unauthorized                    401
     ├── Forbidden                       403  a good key without the right
+    │   └── StoreRefused                         a store of versions takes no credentials of ours
     ├── NotFound                        404
     │   ├── ModelNotFound
     │   └── SessionNotFound
@@ -25,6 +34,7 @@
     │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
     ├── NoHealthyReplica                503
     ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
+    │   └── StoreUnreachable                     no answer from a store of versions
     ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
     ├── RecordsDamaged                  500  finished records cannot be read; all others were delivered
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
@@ -116,6 +126,38 @@ class CheckpointUnreadable(InvalidRequest):
     code = "checkpoint_unreadable"
 
 
+class PointerMissing(CheckpointUnreadable):
+    code = "pointer_missing"
+
+
+class PointerWentBack(CheckpointUnreadable):
+    code = "pointer_went_back"
+
+
+class WrongRun(CheckpointUnreadable):
+    code = "wrong_run"
+
+
+class VersionMissing(CheckpointUnreadable):
+    code = "version_missing"
+
+
+class VersionDamaged(CheckpointUnreadable):
+    code = "version_damaged"
+
+
+class WrongBase(CheckpointUnreadable):
+    code = "wrong_base"
+
+
+class LayoutMismatch(CheckpointUnreadable):
+    code = "layout_mismatch"
+
+
+class ChecksumMismatch(CheckpointUnreadable):
+    code = "checksum_mismatch"
+
+
 class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
@@ -126,6 +168,10 @@ class Unauthorized(AgentLoopError):
 
 class Forbidden(AgentLoopError):
     code, http_status = "forbidden", 403
+
+
+class StoreRefused(Forbidden):
+    code = "store_refused"
 
 
 class NotFound(AgentLoopError):
@@ -201,6 +247,10 @@ class NoHealthyReplica(AgentLoopError):
 
 class ServiceUnavailable(AgentLoopError):
     code, http_status, retryable = "service_unavailable", 503, True
+
+
+class StoreUnreachable(ServiceUnavailable):
+    code = "store_unreachable"
 
 
 class StorageFull(AgentLoopError):

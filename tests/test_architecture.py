@@ -121,6 +121,11 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
         "agentloop_servers.tls",
     },
+    "agentloop_servers.weight_store": {
+        "agentloop.client",
+        "agentloop_servers.locks",
+        "agentloop_servers.weight_transfer",
+    },
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.engines.vllm": {

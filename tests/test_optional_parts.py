@@ -23,6 +23,7 @@ OPTIONAL = (
     "servers/agentloop_servers/engines/sglang",
     "servers/agentloop_servers/recompute.py",
     "servers/agentloop_servers/tracing.py",
+    "servers/agentloop_servers/weight_store",
     "tools/agentloop_tools",
 )
 

@@ -72,6 +72,7 @@ def test_the_engines_are_extras():
         "postgres",
         "otel",
         "trl",
+        "store",
     }
     assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
 

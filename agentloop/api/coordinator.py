@@ -350,6 +350,15 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """The store of versions that the service follows: its pointer, and what became of the last look at it."""
+
+    latest: int | None = None  # None: not read yet
+    state: str = "idle"  # "updating", "asleep" (the fleet is), "failed"
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """The service at one moment."""
 
@@ -378,6 +387,7 @@ class ServiceStatus:
     is_disk_full: bool = False
     drained: tuple[str, ...] = ()  # hosts that get no work
     unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
+    store: StoreStatus | None = None  # None: the service follows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,6 +667,9 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, SeeingPort, Protocol):
 
         Raises NotFound for an unknown host, and Conflict for the coordinator's and for the last one with a replica.
         """
+
+    async def look_at_store(self) -> StoreStatus:
+        """Look at the pointer of the store of versions now. Returns what was known. Raises Conflict without one."""
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of the `num` endpoint processes of a host, which its disk stands for."""

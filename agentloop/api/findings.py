@@ -35,6 +35,7 @@ class Cause(StrEnum):
     NO_WORKER = "no_worker"
     WORKERS_FULL = "workers_full"
     STALE = "stale"
+    STORE = "store"
     NO_ROOM = "no_room"
     REPLICA = "replica"
     DRAINED = "drained"
@@ -128,6 +129,10 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
         yield Finding(Cause.ASLEEP, text, "agentloop wake", status.asleep_s)
     elif not status.is_ready:
         yield _no_traffic(status)
+    if status.store is not None and status.store.error:
+        latest = "its pointer" if status.store.latest is None else f"version {status.store.latest}"
+        text = f"the store of versions is not followed to {latest}: {status.store.error}"
+        yield Finding(Cause.STORE, text, "the fleet serves on, and tries again; see docs/contracts.md")
     if status.num_workers == 0 and (num_queued := sum(one.num_queued for one in status.rollouts)):
         text = f"{num_queued} samples wait, and there is no worker"
         yield Finding(Cause.NO_WORKER, text, "look at service.log: why do workers not start?")

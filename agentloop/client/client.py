@@ -27,6 +27,7 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
+from agentloop.aio import run_to_end
 from agentloop.api.annotations import AnnotationValues, annotation_of
 from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
@@ -50,6 +51,7 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
+from agentloop.client.publish import Publisher, PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
 from agentloop.client.session import AgentSession
@@ -99,6 +101,7 @@ class RolloutClient:
         self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
         self._listen_host = listen_host
         self._pusher: Pusher | None = None  # made by the first push
+        self._publishers: dict[PublishOptions, Publisher] = {}
         self._has_warned_of_truncation = False
 
     async def __aenter__(self) -> RolloutClient:
@@ -107,6 +110,8 @@ class RolloutClient:
 
     async def __aexit__(self, *exception: object) -> None:
         try:
+            for publisher in self._publishers.values():
+                publisher.close()
             if self._pusher is not None:
                 await self._pusher.close()
         finally:
@@ -385,6 +390,37 @@ class RolloutClient:
         """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
         options = PushOptions(version, kv_policy, timeout_s=timeout_s, force=force)
         return await self._update({"adapter": _absolute(directory)}, options)
+
+    async def publish(
+        self,
+        weights: Weights,
+        *,
+        version: int,
+        store: str,
+        run: str,
+        encoding: str = "xor",
+        checksum: str = "xxh3-128",
+        full_every: int = 16,
+        cache: str | None = None,
+        dtype: str | None = None,
+    ) -> PublishReport:
+        """Publish weights as a version of a run in a store, and wake the service, which follows it by itself.
+
+        Whole tensors, or a directory, as `update_weights` takes them; one process publishes. The store is a
+        directory or a URL of fsspec's. The last version is kept on this host, in `cache`, for the next delta; every
+        `full_every`th is full. Raises PointerWentBack for a version that is not beyond the last one,
+        LayoutMismatch, StoreUnreachable, StoreRefused. A service that does not answer is no error: it polls.
+        """
+        options = PublishOptions(store, run, encoding, checksum, full_every, cache)
+        if options not in self._publishers:
+            self._publishers[options] = await asyncio.to_thread(open_publisher, options)
+        publish = self._publishers[options].publish
+        report = await run_to_end(asyncio.to_thread(publish, tensor_bytes(weights, dtype), version))
+        try:
+            await self._transport.exchange("POST", "/admin/weights/follow", is_admin=True)
+        except (AgentLoopError, Retryable) as error:
+            _log.warning("store_follower_not_woken", reason=str(error))
+        return report
 
     async def update_from(self, push: PushSource, options: PushOptions) -> UpdateReport:
         """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""

@@ -87,7 +87,8 @@ class UpdateSource:
     def of(cls, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateSource:
         """Make the value with its digest, which is equal for a repeat of the same update."""
         token = "" if update.push is None else update.push.token
-        names = (str(update.version), update.directory or "", update.adapter or "", token)
+        published = "" if update.published is None else f"{update.published.store} {update.published.run}"
+        names = (str(update.version), update.directory or published, update.adapter or "", token)
         return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
 
     def without_secret(self) -> UpdateSource:

@@ -126,8 +126,8 @@ class FleetUpdate:
             self._fleet.quarantine(one.replica, one.error or "")
         if not is_over:
             return
-        for kind in (CheckpointUnreadable, InvalidRequest):
-            if all(isinstance(one.failure, kind) for one in failed):
+        for kind in (type(failed[0].failure), CheckpointUnreadable, InvalidRequest):
+            if issubclass(kind, InvalidRequest) and all(isinstance(one.failure, kind) for one in failed):
                 raise kind(failures(failed), param="push" if is_push else "directory")
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 

@@ -35,8 +35,10 @@ from agentloop.aio import freeze_gc
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
+from agentloop.engine import PublishedSource
 from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound, error_line
 from agentloop.fleet.registry import FleetConfig
+from agentloop.fleet.store_follower import FollowedStore
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
@@ -131,6 +133,7 @@ ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
 TRACING = "agentloop_servers.tracing:Tracing"
+VERSIONS = "agentloop_servers.weight_store.serving:ServedVersions"
 ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
 LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
@@ -179,6 +182,7 @@ class CoordinatorDeployment:
                 balancer=balancer_config(config),
                 waiting=WaitingConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
                 read_users=lambda: user_table(config),
+                follows=followed_store(config, run_dir),
             ),
             clock=RealClock(),
             probe=clients.probe,
@@ -259,6 +263,7 @@ class EngineReplicaDeployment:
         prepare_engine_network(config)
         client = coordinator_client(trust)
         self._closing.push_async_callback(client.close)
+        store = followed_store(config, run_dir)
         self._replica = Replica(
             f"{entry.name}-{context.replica_id.unique_id}",
             build_engine(config, entry, EngineHosts(config, run_dir, entry) if entry.hosts > 1 else None),
@@ -267,6 +272,7 @@ class EngineReplicaDeployment:
             node_address(config),
             config=replace(replica_config(config, entry), node_id=ray.get_runtime_context().get_node_id()),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
+            located=None if store is None else store.located,
         )
         self._closing.push_async_callback(self._replica.close)
         name, report = self._replica.replica_id, client.metrics.report_metrics
@@ -496,6 +502,17 @@ def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
     return EngineTraces(run_dir.name, asked.sample) if asked is not None and asked.engine else None
 
 
+def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None:
+    """Return the store of versions that the service follows, if it does. Raises InvalidRequest."""
+    if (given := config.weights) is None:
+        return None
+    source = PublishedSource(given.store, given.run)
+    made = cast(Callable[..., Any], resolve_extra(VERSIONS, "store"))(
+        source, Path(given.cache or run_dir / "weights")
+    )
+    return FollowedStore(source, made.latest, made.located, given.poll_s)
+
+
 def build_app(
     config: ServiceConfig,
     run_dir: Path,
@@ -703,6 +720,7 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     check_store(config, run_dir)
     if config.tracing is not None:
         resolve_extra(TRACING, "otel")
+    followed_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)
     keep_tokenizer(config, run_dir)

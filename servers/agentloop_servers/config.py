@@ -269,6 +269,19 @@ class UpdateSettings(_Strict):
     """The time of a whole update; longer than its steps together."""
 
 
+class WeightStoreSettings(_Strict):
+    """A store of published versions, which the service follows. See docs/contracts.md."""
+
+    store: Annotated[str, Field(pattern=r"^(/|[a-z][a-z0-9+.:-]*://).")]
+    """A directory, or a URL that fsspec knows, as `s3://BUCKET/PREFIX`; credentials come from the environment."""
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+    """The run whose versions are served: a folder of the store."""
+    poll_s: Annotated[float, Field(ge=0.1)] = 5.0
+    """The time between two looks at the pointer."""
+    cache: str | None = None
+    """The folder in which each host keeps two versions; left out: `weights` in the run's directory."""
+
+
 class BalancerSettings(_Strict):
     """Settings of what begins and where; none has to be set. See docs/operations.md."""
 
@@ -350,6 +363,8 @@ class ServiceConfig(_Strict):
     """What an update does to older KV: `keep`, `fresh` or `recompute`."""
     updates: UpdateSettings = UpdateSettings()
     """Weight updates."""
+    weights: WeightStoreSettings | None = None
+    """A store of published versions to follow; needs the extra `store`."""
     balancer: BalancerSettings = BalancerSettings()
     """What begins, and where."""
     cluster: ClusterSettings | None = None
@@ -412,6 +427,10 @@ class ServiceConfig(_Strict):
                 raise ValueError(f"{at}mode {self.mode} needs device cuda: no engine gives memory back on CPU")
             if self.mode in (Mode.COLOCATED, Mode.DEBUG) and entry.load_format == "dummy":
                 raise ValueError(f"{at}mode {self.mode} needs load_format auto: nobody pushes weights")
+            if self.weights is not None and (not self.allows_push or entry.lora_rank is not None):
+                raise ValueError(f"{at}`weights` is for modes standalone and hybrid, and engines without adapters")
+            if self.weights is not None and self.weights.cache is None and entry.hosts > 1:
+                raise ValueError(f"{at}an engine over several hosts needs `weights.cache`, a folder that all see")
         return self
 
     @property

@@ -70,6 +70,7 @@ OPTIONAL = {
     "agentloop/export.py": "export",
     "agentloop/spans.py": "traces",
     "servers/agentloop_servers/tracing.py": "sending traces",
+    "servers/agentloop_servers/weight_store": "published versions",
     "servers/agentloop_servers/engines/sglang": "SGLang",
     "tools/agentloop_tools": "tools",
 }

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from agentloop.api.coordinator import QueueStatus, ServiceStatus, UpdateReport
 from agentloop.client.client import RolloutClient
+from agentloop.client.publish import PublishReport
 from agentloop.engine import MemoryTag
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, ApiKey, Url, clear_errors, run_to_end
@@ -68,6 +69,31 @@ def push_weights(
         outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
         console.print(f"{replica.replica_id}  {outcome}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"version {report.version} live after {report.total_ms:.0f} ms", highlight=False)
+
+
+@weights.command("publish")
+def publish_weights(
+    directory: Annotated[Path, typer.Argument(help="A folder of safetensors files.")],
+    store: Annotated[str, typer.Option(help="A directory, or a URL as s3://BUCKET/PREFIX.")],
+    run: Annotated[str, typer.Option(help="The run: a folder of the store.")],
+    version: Annotated[int, typer.Option(min=0, help="The version they become.")],
+    encoding: Annotated[str, typer.Option(help="Of deltas: xor or overwrite.")] = "xor",
+    full_every: Annotated[int, typer.Option(min=1, help="Versions from one full one to the next.")] = 16,
+    cache: Annotated[str | None, typer.Option(help="A folder for the last version; else it is fetched.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Publish weights as a version in a store, which services follow."""
+
+    async def send(client: RolloutClient) -> PublishReport:
+        return await client.publish(
+            directory, version=version, store=store, run=run, encoding=encoding, full_every=full_every, cache=cache
+        )
+
+    report = asked(url, send, admin_key=admin_key)
+    kind = "full" if report.base_version is None else f"a delta to {report.base_version}"
+    size = f"{report.num_bytes:,} bytes for {report.num_full_bytes:,}"
+    Console().print(f"version {report.version} published: {kind}, {size}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -22,16 +22,18 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.annotations import AnnotatedRecord
-from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus, StoreStatus, UpdateReport
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
+from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
+from agentloop.fleet.store_follower import FollowedStore, StoreFollower
 from agentloop.images import Image
 from agentloop.metrics import REPORT_S, MetricsPage, MetricsReport, SavedMetrics
 from agentloop.storage.trajectory_store import METRICS, UPDATES, TrajectoryStore
@@ -89,6 +91,7 @@ class Coordinator:
         store.time_commits(partial(self.replicas.tally.observe, "commit_seconds"))
         self._metrics = MetricsBook(partial(store.save_state, METRICS), clock.now)
         self._history = History()
+        self._follower = None if config.follows is None else self._follow(config.follows)
         self._saved_reports: tuple[UpdateReport, ...] = ()
         self._is_closed = False
         self.refused: Counter[int] = Counter()  # what its server has refused, by the answer's status
@@ -108,6 +111,8 @@ class Coordinator:
             asyncio.create_task(self._watch(), name="coordinator-watch"),
             asyncio.create_task(self._probe_suspects(), name="coordinator-probe"),
         ]
+        if self._follower is not None:
+            self._background.append(asyncio.create_task(self._follower.run(), name="coordinator-follow"))
 
     async def close(self) -> None:
         """End the background tasks and close the store. Idempotent."""
@@ -161,6 +166,7 @@ class Coordinator:
             is_disk_full=self._store.is_full,
             drained=tuple(sorted(orders.drained)),
             unread=self.rollouts.unread(),
+            store=None if self._follower is None else self._follower.status,
         )
         return replace(status, degraded=degraded(status))
 
@@ -236,6 +242,26 @@ class Coordinator:
             await self.replicas.sync.drain(hosts)
         num_leases = sum(self.replicas.balancer.num_leases(one.replica_id) for one in replicas if one.host == host)
         return HostDrain(host, running[host], num_leases)
+
+    async def look_at_store(self) -> StoreStatus:
+        """Look at the pointer of the store of versions now. Returns what was known."""
+        if self._follower is None:
+            raise Conflict(
+                "this service follows no store of versions: its config has no `weights`", param="weights"
+            )
+        self._follower.wake()
+        return self._follower.status
+
+    def _follow(self, store: FollowedStore) -> StoreFollower:
+        replicas = self.replicas
+
+        async def update(update: WeightUpdate) -> None:
+            await replicas.update_weights(update, None)
+
+        def is_asleep() -> bool:
+            return bool(replicas.sync.desired.orders.asleep)
+
+        return StoreFollower(store, lambda: replicas.fleet.weight_version, is_asleep, update, self._log)
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of a host's endpoint processes."""

@@ -34,6 +34,7 @@ from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaS
 from agentloop.fleet.replica_steps import Connect, WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
+from agentloop.fleet.store_follower import FollowedStore
 from agentloop.metrics import MetricsTally
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
@@ -77,6 +78,7 @@ class CoordinatorConfig:
     disk: str = ""  # the one that has the run
     num_endpoint_processes: int = 0  # over several hosts
     is_encrypted: bool = False  # private connections
+    follows: FollowedStore | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest unless the deadlines nest."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, HostDrain, UpdateReport
+from agentloop.api.coordinator import FrontPort, HostDrain, StoreStatus, UpdateReport
 from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
@@ -108,6 +108,7 @@ class AdminRoutes:
             ("/admin/pause", self.pause, PauseBody, PauseState, {}),
             ("/admin/resume", self.resume, None, PauseState, {}),
             ("/admin/weights", self.weights, WeightsBody, None, answered(UpdateReport)),
+            ("/admin/weights/follow", self.follow, None, StoreStatus, {}),
             ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
             ("/admin/users", self.users, None, UsersRead, {}),
@@ -141,6 +142,10 @@ class AdminRoutes:
         update = await asyncio.to_thread(self._located, update)
         report = await self._ask(self._coordinator.update_weights(update, body.policy, body.force))
         return json_response(codec.to_builtins(report))
+
+    async def follow(self) -> Response:
+        """Look at the store of published versions now, not at the next poll. Idempotent."""
+        return json_response(await self._ask(self._coordinator.look_at_store()))
 
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""

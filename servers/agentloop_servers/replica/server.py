@@ -29,7 +29,7 @@ from aiohttp import web
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
-from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
+from agentloop.engine import Engine, MemoryTag, Progress, StageReport, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
@@ -50,6 +50,9 @@ from agentloop_servers.replica.protocol import (
 )
 
 LOAD_AGE_S = 0.05  # of the load in an answer
+
+Located = Callable[[WeightUpdate], Awaitable[WeightUpdate]]
+"""A function that makes an update's published version a directory of this host, and leaves others as they are."""
 
 WORKER_PATHS = frozenset({"/generate", "/stream", "/abort", "/image_tokens"})
 
@@ -111,8 +114,16 @@ class DataPlaneServer(PrivateServer):
     num_cached_tokens: int  # of these
     refuses_paused: bool  # the engine is paused for so long that new requests are refused
 
-    def __init__(self, engine: Engine, replica_id: str, trust: Trust, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        replica_id: str,
+        trust: Trust,
+        host: str = "127.0.0.1",
+        located: Located | None = None,
+    ) -> None:
         self._engine = engine
+        self._located = located
         self._replica_id = replica_id
         self._fencing = FencingGuard()
         self.num_answered = self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -133,6 +144,9 @@ class DataPlaneServer(PrivateServer):
         async def pause(order: PauseOrder) -> None:
             await engine.pause(order.mode, order.kv_policy)
 
+        async def stage(update: WeightUpdate) -> StageReport:
+            return await engine.stage(update if self._located is None else await self._located(update))
+
         async def drain_pinned(asked: tuple[int, float]) -> None:
             await engine.drain_pinned(*asked)
 
@@ -144,7 +158,7 @@ class DataPlaneServer(PrivateServer):
             "/offer": _ControlCall(engine.offer),
             "/image_tokens": _ControlCall(engine.image_tokens, tuple[Image, ...]),
             "/drain_pinned": _ControlCall(drain_pinned, tuple[int, float]),
-            "/stage": _ControlCall(engine.stage, WeightUpdate, CommandKind.STAGE),
+            "/stage": _ControlCall(stage, WeightUpdate, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),
             "/commit": _ControlCall(engine.commit, int, CommandKind.FREEZE),
@@ -292,14 +306,15 @@ class Replica:
         *,
         config: ReplicaConfig = ReplicaConfig(),
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        located: Located | None = None,
     ) -> None:
-        """The engine starts within the context `starting()`, which bounds it."""
+        """The engine starts within the context `starting()`, which bounds it. `located`: of published versions."""
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
         self._config = config
         self._starting = starting
-        self._server = DataPlaneServer(engine, replica_id, trust, host)
+        self._server = DataPlaneServer(engine, replica_id, trust, host, located)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_known = False  # to the coordinator
         self._hung: str | None = None

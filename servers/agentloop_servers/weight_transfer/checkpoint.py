@@ -44,10 +44,21 @@ EXPONENTS = {
 """The bits that are all set in values that are not finite, and in no others."""
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One tensor in a file's header. Its bytes lie at `data_offsets` of what follows the header."""
+
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file's tensors in the order of their bytes, which begin at `data_at`, and its metadata."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ def inspect_checkpoint(directory: str) -> CheckpointInfo:
     tensors: dict[str, TensorInfo] = {}
     num_bytes = 0
     for path in files:
-        entries = _read_header(path)
+        entries = read_header(path).entries
         num_bytes += _check_layout(path, entries)
         for name, entry in entries.items():
             if name in tensors:
@@ -116,13 +127,12 @@ def read_through(checkpoint: CheckpointInfo) -> None:
     Raises CheckpointUnreadable for unreadable blocks, and for values that are NaN or infinite.
     """
     for path in checkpoint.files:
-        entries = _read_header(path)
+        header = read_header(path)
         try:
             with path.open("rb", buffering=0) as file:
-                start = 8 + int.from_bytes(file.read(8), "little")
-                for name, entry in entries.items():
+                for name, entry in header.entries.items():
                     first, end = entry.data_offsets
-                    file.seek(start + first)
+                    file.seek(header.data_at + first)
                     if not all(_are_finite(file, end - first, EXPONENTS[entry.dtype])):
                         raise _unreadable(path, not_finite(name))
         except OSError as error:
@@ -174,22 +184,24 @@ class ServedForm:
         self._offered = offered
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """Read the tensors of a file whose header was checked to be JSON and to fit the file."""
+def read_header(path: Path) -> Header:
+    """Read the header of a file that `check_checkpoint` has found to fit. Raises CheckpointUnreadable."""
     try:
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        fields.pop("__metadata__", None)
-        return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in fields.items()}
+        metadata = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in fields.items()}
+        in_order = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
+        return Header(in_order, metadata, 8 + len(header))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unreadable(path, f"not a safetensors header: {error}") from error
 
 
-def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
+def _check_layout(path: Path, entries: Mapping[str, Entry]) -> int:
     """Return the bytes of all tensors. Raises CheckpointUnreadable unless they are floats and lie end to end."""
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+    for name, entry in entries.items():
         if entry.dtype not in DTYPES:
             raise _unreadable(path, f"tensor {name} has dtype {entry.dtype}, not a float type")
         _, size = DTYPES[entry.dtype]

@@ -32,12 +32,13 @@ from torch.distributed.tensor import DTensor
 from agentloop.aio import in_daemon_thread, run_to_end
 from agentloop.api.coordinator import ServiceStatus, UpdateReport
 from agentloop.checks import is_loopback
+from agentloop.client.publish import TensorBytes
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.tcp import url_of
 from agentloop_servers.weight_transfer.broadcast import Outgoing
-from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
+from agentloop_servers.weight_transfer.layout import CAST_DTYPES, dtype_of, tensor_info
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.trainer_group import (
     RankPart,
@@ -95,6 +96,24 @@ def collect(weights: NamedTensors) -> list[NamedTensor]:
     if not found:
         raise _refusal("there is no tensor in the weights")
     return list(found.values())
+
+
+def as_bytes(weights: NamedTensors, dtype: str | None) -> list[TensorBytes]:
+    """List tensors to be published, each copied to this host as it is loaded. Raises InvalidRequest."""
+    wanted = None if dtype is None else parse_dtype(dtype)
+
+    def bytes_of(one: NamedTensor) -> TensorBytes:
+        if one.num_ranks > 1:
+            raise _refusal(f"{one.name!r} is sharded: gather it, one process publishes")
+        info = one.info(wanted)
+
+        def load() -> object:
+            whole = one.load().to("cpu", dtype_of(info)).contiguous()
+            return whole.view(-1).view(torch.uint8).numpy()
+
+        return TensorBytes(info.name, info.dtype, info.shape, load)
+
+    return [bytes_of(one) for one in collect(weights)]
 
 
 def checkpoint_name(name: str) -> str:

@@ -24,6 +24,7 @@ from agentloop.rollout.worker import Worker
 from agentloop_servers.app import (
     IngressProcess,
     engine_traces,
+    followed_store,
     ingress_gauges,
     run_gauges,
     tool_names,
@@ -114,6 +115,7 @@ async def whole_site(
                 num_endpoint_processes=num_hosts,
                 balancer=balancer_config(config),
                 read_users=lambda: user_table(config),
+                follows=followed_store(config, run_dir),
             ),
             RealClock(),
             probe=clients.probe,
@@ -141,7 +143,9 @@ async def whole_site(
         for index, entry in enumerate(kinds):
             engine = build(config) if config.engines is None else build_engine(config, entry)
             name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
-            replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds)
+            versions = followed_store(config, run_dir)  # each process has its own
+            located = None if versions is None else versions.located
+            replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds, located=located)
             closing.push_async_callback(replica.close)
             await replica.start()
             report(name, MetricsTally(), replica.gauges)

@@ -1,0 +1,97 @@
+"""When a follower of a store updates the fleet, when it leaves it alone, and what it then says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import structlog
+
+from agentloop.engine import PublishedSource, WeightUpdate
+from agentloop.errors import ChecksumMismatch, InvariantBroken, StoreUnreachable
+from agentloop.fleet.store_follower import MAX_BACKOFF_S, FollowedStore, StoreFollower
+
+SOURCE = PublishedSource("/store", "run-1")
+
+
+class Site:
+    """A store and a fleet: what they have, and what was asked of the fleet."""
+
+    def __init__(self, poll_s: float = 5.0) -> None:
+        self.latest: int | Exception = 0
+        self.served: int | None = 0
+        self.is_asleep = False
+        self.failure: Exception | None = None
+        self.asked: list[int] = []
+        store = FollowedStore(SOURCE, self._read, self._located, poll_s)
+        log = structlog.get_logger()
+        self.follower = StoreFollower(store, lambda: self.served, lambda: self.is_asleep, self._update, log)
+
+    async def _read(self) -> int:
+        if isinstance(self.latest, Exception):
+            raise self.latest
+        return self.latest
+
+    async def _located(self, update: WeightUpdate) -> WeightUpdate:
+        raise AssertionError("a follower stages nothing")
+
+    async def _update(self, update: WeightUpdate) -> None:
+        assert update.published == SOURCE
+        self.asked.append(update.version)
+        if self.failure is not None:
+            raise self.failure
+        self.served = update.version
+
+
+async def test_it_follows_the_pointer_forward_and_says_that_it_went_back() -> None:
+    site = Site()
+    site.latest = 3
+    await site.follower.look()
+    await site.follower.look()
+    assert (site.asked, site.follower.status.error) == ([3], "")
+    site.latest = 2
+    await site.follower.look()
+    assert site.follower.status.error.startswith("pointer_went_back")
+    site.latest = 3
+    site.served = 1  # the operator has gone back by hand
+    await site.follower.look()
+    assert (site.asked, site.follower.status.error) == ([3], ""), "which holds until the next version"
+
+
+async def test_a_sleeping_fleet_is_left_asleep() -> None:
+    site = Site()
+    site.latest, site.is_asleep = 3, True
+    await site.follower.look()
+    assert (site.asked, site.follower.status.state) == ([], "asleep")
+    site.is_asleep = False
+    await site.follower.look()
+    assert site.served == 3
+
+
+async def test_a_version_that_fails_is_tried_ever_later_and_the_next_one_at_once() -> None:
+    site = Site()
+    site.latest, site.failure = 3, ChecksumMismatch("tensor w")
+    waits = [await site.follower.look() for _ in range(6)]
+    assert waits == [5.0, 10.0, 20.0, 40.0, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    assert site.follower.status.error == "checksum_mismatch: tensor w"
+    site.latest, site.failure = 4, None
+    assert await site.follower.look() == 5.0
+    assert (site.served, site.follower.status.error) == (4, "")
+    site.latest = StoreUnreachable("no route")
+    assert await site.follower.look() == 5.0, "a look costs nothing"
+    assert site.follower.status.latest == 4
+
+
+async def test_it_looks_when_it_is_woken_and_a_bug_ends_it() -> None:
+    site = Site(poll_s=3600.0)
+    running = asyncio.create_task(site.follower.run())
+    async with asyncio.timeout(5):
+        await asyncio.sleep(0)
+        site.latest = 3
+        site.follower.wake()
+        while site.served != 3:
+            await asyncio.sleep(0)
+        site.latest, site.failure = 4, InvariantBroken("a bug")
+        site.follower.wake()
+        with pytest.raises(InvariantBroken):
+            await running
