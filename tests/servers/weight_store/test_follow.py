@@ -1,0 +1,170 @@
+"""A service that follows a store of versions: real bytes by HTTP and files, simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+pytest.importorskip("zstandard", reason="the extra `store` is not installed")
+
+from agentloop.api.coordinator import ServiceStatus
+from agentloop.client.client import RolloutClient
+from agentloop.client.publish import PublishReport
+from agentloop.errors import LayoutMismatch, PointerWentBack
+from agentloop.types import Message, RolloutTask
+from agentloop_servers.config import ServiceConfig
+from tests.support.service.whole_service import simulated_config, whole_service
+from tests.support.versions import RUN, Tensors, bytes_of, held, policy, train
+
+TASK = RolloutTask("t", (Message("user", "What is 2 + 3?"),))
+
+
+def following(tmp_path: Path, **changed: object) -> ServiceConfig:
+    weights = {"store": str(tmp_path / "store"), "run": RUN, "poll_s": 0.1}
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return simulated_config(mode="standalone", weights=weights, **changed)
+
+
+async def publish(client: RolloutClient, tmp_path: Path, weights: Tensors, version: int) -> PublishReport:
+    torch = pytest.importorskip("torch")
+    bits = {name: torch.from_numpy(value.view(np.int16)) for name, value in weights.items()}
+    store, cache = str(tmp_path / "store"), str(tmp_path / "cache")
+    tensors = {name: value.view(torch.bfloat16) for name, value in bits.items()}
+    return await client.publish(tensors, version=version, store=store, run=RUN, cache=cache)
+
+
+async def until(client: RolloutClient, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
+    async with asyncio.timeout(20):
+        while not holds(status := await client.status()):
+            await asyncio.sleep(0.02)
+    return status
+
+
+def is_at(version: int) -> Callable[[ServiceStatus], bool]:
+    return lambda status: (
+        status.weight_version == version
+        and len(status.replicas) == 2
+        and all(one.weight_version == version and one.state == "ready" for one in status.replicas)
+    )
+
+
+async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_last_one(
+    tmp_path: Path,
+) -> None:
+    weights, rng = policy(), np.random.default_rng(1)
+    made = tmp_path / "run" / "weights"
+    config = following(tmp_path)
+    async with whole_service(config, tmp_path / "run") as url, RolloutClient(url) as client:
+        status = await until(client, lambda status: bool(status.store and status.store.error))
+        assert status.store is not None
+        assert status.store.error.startswith("pointer_missing")
+        assert any(status.store.error in one for one in status.degraded)
+        for version in range(1, 4):
+            train(weights, rng)
+            report = await publish(client, tmp_path, weights, version)
+            await until(client, is_at(version))
+            assert held(made / f"weight_v{version:06d}") == bytes_of(weights)
+        assert report.base_version == 2
+        records = [record async for record in await client.submit([TASK])]
+        assert records[0].is_complete
+        with pytest.raises(PointerWentBack):
+            await publish(client, tmp_path, weights, 3)
+        with pytest.raises(LayoutMismatch):
+            await publish(client, tmp_path, policy(rows=8), 4)
+    train(weights, rng)
+    async with RolloutClient("http://127.0.0.1:1") as alone:
+        await publish(alone, tmp_path, weights, 4)  # the service polls
+    shutil.rmtree(made)  # as on a new host
+    async with whole_service(config, tmp_path / "run") as url, RolloutClient(url) as client:
+        await until(client, is_at(4))
+        assert held(made / "weight_v000004") == bytes_of(weights)
+        assert (await client.status()).updates[-1].version == 4
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[RolloutClient, Tensors]]:
+    """A service at version 2 of a run."""
+    weights, rng = policy(), np.random.default_rng(2)
+    async with whole_service(following(tmp_path), tmp_path / "run") as url, RolloutClient(url) as client:
+        for version in (1, 2):
+            train(weights, rng)
+            await publish(client, tmp_path, weights, version)
+        await until(client, is_at(2))
+        yield client, weights
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 8] ^= 1
+    path.write_bytes(data)
+
+
+async def test_the_fleet_serves_on_whatever_the_store_has_and_why_says_it(
+    tmp_path: Path, served: tuple[RolloutClient, Tensors]
+) -> None:
+    client, weights = served
+    run = tmp_path / "store" / RUN
+    pointer = run / "latest"
+
+    async def fails_as(code: str) -> None:
+        status = await until(client, lambda status: bool(status.store and status.store.error.startswith(code)))
+        assert is_at(2)(status), "nothing is activated, and no replica left traffic"
+        assert any(code in finding.text for finding in await client.why())
+
+    pointer.write_text(f"{RUN}/weight_v000001")
+    await fails_as("pointer_went_back")
+    pointer.write_text(f"{RUN}/weight_v000009")
+    await fails_as("version_missing")
+    pointer.write_text(f"{RUN}/weight_v000002")
+    await until(client, lambda status: status.store is not None and not status.store.error)
+    os.rename(tmp_path / "store", tmp_path / "away")
+    await fails_as("pointer_missing")
+    os.rename(tmp_path / "away", tmp_path / "store")
+    await until(client, lambda status: status.store is not None and not status.store.error)
+    train(weights, np.random.default_rng(3))
+    await publish(client, tmp_path, weights, 3)
+    await until(client, is_at(3))
+    for path in (run / "weight_v000003").glob("*.safetensors"):
+        _flip(path)
+    train(weights, np.random.default_rng(4))
+    await publish(client, tmp_path, weights, 4)  # both have 3, and do not read it again
+    await until(client, is_at(4))
+    assert held(tmp_path / "run" / "weights" / "weight_v000004") == bytes_of(weights)
+
+
+async def test_a_service_without_a_store_refuses_to_look_at_one(tmp_path: Path) -> None:
+    async with whole_service(simulated_config(), tmp_path) as url, RolloutClient(url) as client:
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/admin/weights/follow") as answer:
+            assert answer.status == 409
+            assert "follows no store" in await answer.text()
+        assert (await client.status()).store is None
+
+
+async def test_a_folder_is_published_by_the_command_line(
+    tmp_path: Path, served: tuple[RolloutClient, Tensors]
+) -> None:
+    client, weights = served
+    folder = tmp_path / "run" / "weights" / "weight_v000002"
+    arguments = ["weights", "publish", str(folder), "--store", str(tmp_path / "store"), "--run", RUN]
+    output = await _command(*arguments, "--version", "3", "--url", client.url, "--encoding", "overwrite")
+    assert "version 3 published: a delta to 2" in output
+    await until(client, is_at(3))
+    assert held(tmp_path / "run" / "weights" / "weight_v000003") == bytes_of(weights)
+    assert "a pointer moves forward only" in await _command(*arguments, "--version", "3", "--url", client.url)
+
+
+async def _command(*arguments: str) -> str:
+    command = [sys.executable, "-m", "agentloop_servers.cli", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    return " ".join(output.decode().split())

@@ -1,0 +1,330 @@
+"""Versions through a store: byte for byte over every format, each fault its own error, and kills anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zstandard", reason="the extra `store` is not installed")
+
+from agentloop.client.publish import PublishOptions, PublishReport
+from agentloop.errors import (
+    AgentLoopError,
+    CheckpointUnreadable,
+    ChecksumMismatch,
+    InvalidRequest,
+    LayoutMismatch,
+    PointerMissing,
+    PointerWentBack,
+    StorageFull,
+    StoreUnreachable,
+    VersionDamaged,
+    VersionMissing,
+    WrongBase,
+    WrongRun,
+)
+from agentloop_servers.weight_store.local_versions import LocalVersions
+from agentloop_servers.weight_store.publisher import VersionPublisher
+from agentloop_servers.weight_store.store import VersionStore
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from tests.support.versions import HASHES, RUN, Tensors, bytes_of, given, held, policy, publish_plainly, train
+
+INDEX = "model.safetensors.index.json"
+ENCODINGS = ("xor", "overwrite")
+
+
+def publisher(tmp_path: Path, **options: object) -> VersionPublisher:
+    known = {"cache": str(tmp_path / "cache"), **options}
+    return VersionPublisher(PublishOptions(str(tmp_path / "store"), RUN, **known))  # type: ignore[arg-type]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def store_in(tmp_path: Path) -> VersionStore:
+    return VersionStore(str(tmp_path / "store"), RUN)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("checksum", HASHES)
+def test_ours_is_read_back_byte_for_byte_and_a_late_host_takes_the_full_version_and_the_deltas(
+    tmp_path: Path, encoding: str, checksum: str
+) -> None:
+    weights, rng = policy(), np.random.default_rng(1)
+    publishing = publisher(tmp_path, encoding=encoding, checksum=checksum, full_every=4)
+    follower, reports = LocalVersions(tmp_path / "host"), list[PublishReport]()
+    for version in range(7):
+        train(weights, rng)
+        reports.append(publishing.publish(given(weights), version))
+        if version in (1, 2, 4, 6):  # 4 is full; 3 and 5 are passed over
+            folder = follower.folder(store_in(tmp_path), version)
+            assert held(folder) == bytes_of(weights)
+            inspect_checkpoint(str(folder))
+    late = LocalVersions(tmp_path / "late").folder(store_in(tmp_path), 6)
+    assert held(late) == bytes_of(weights)
+    assert [report.base_version for report in reports] == [None, 0, 1, 2, None, 4, 5]
+    assert reports[1].num_changed == 3
+    assert reports[1].num_bytes < 0.25 * reports[0].num_bytes
+    assert sorted(path.name for path in (tmp_path / "host").iterdir()) == [
+        "lock",
+        "weight_v000004",
+        "weight_v000006",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("checksum", HASHES)
+def test_a_version_of_another_publisher_is_read_by_the_page_of_its_format(
+    tmp_path: Path, encoding: str, checksum: str
+) -> None:
+    weights, rng = policy(), np.random.default_rng(2)
+    old: Tensors | None = None
+    for version in range(3):
+        publish_plainly(tmp_path / "store", version, weights, old, encoding, checksum)
+        old = {name: value.copy() for name, value in weights.items()}
+        train(weights, rng)
+    assert old is not None
+    assert store_in(tmp_path).latest() == 2
+    assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(old)
+    assert publisher(tmp_path).publish(given(weights), 3).base_version == 2, "and ours goes on from it"
+    assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 3)) == bytes_of(weights)
+
+
+def test_a_publisher_that_begins_anew_goes_on_with_deltas_to_what_the_store_has(tmp_path: Path) -> None:
+    weights, rng = policy(), np.random.default_rng(3)
+    for version in range(3):
+        train(weights, rng)
+        one = publisher(tmp_path, cache=None)
+        report = one.publish(given(weights), version)
+        one.close()
+        assert report.base_version == (version - 1 if version else None)
+    assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(weights)
+
+
+def test_a_folder_is_published_and_one_run_does_not_take_another_for_its_own(tmp_path: Path) -> None:
+    first, second = policy(1), policy(2)
+    publisher(tmp_path).publish(given(first), 1)
+    made = LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
+    (tmp_path / "store").rename(tmp_path / "gone")
+    (tmp_path / "cache").rename(tmp_path / "gone-cache")
+    publisher(tmp_path).publish(given(second), 1)
+    again = LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
+    assert held(again) == bytes_of(second), "the same number of a run that began anew"
+    publisher(tmp_path).publish(made, 2)
+    assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(second)
+
+
+# --- faults ---
+
+
+def _edited(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 4] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _file(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def _swap_base(folder: Path) -> None:
+    """Another version 1, as well-formed as the one that 2 is a delta to."""
+    _edited(folder.parent / "weight_v000001" / INDEX, lambda index: index["metadata"].update(content="other"))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], type[AgentLoopError]]] = {
+    "torn file": (lambda folder: _cut(_file(folder)), VersionDamaged),
+    "flipped bit": (lambda folder: _flip(_file(folder)), CheckpointUnreadable),  # in the frame, or its checksum
+    "torn index": (lambda folder: _cut(folder / INDEX), VersionDamaged),
+    "no file": (lambda folder: _file(folder).unlink(), VersionMissing),
+    "no index": (lambda folder: (folder / INDEX).unlink(), VersionMissing),
+    "gap": (lambda folder: (folder.parent / "weight_v000001" / INDEX).unlink(), VersionMissing),
+    "another base": (_swap_base, WrongBase),
+    "base after it": (
+        lambda folder: _edited(folder / INDEX, lambda index: index["metadata"].update(base_version="000002")),
+        WrongBase,
+    ),
+    "another number": (
+        lambda folder: _edited(folder / INDEX, lambda index: index["metadata"].update(version="000009")),
+        VersionDamaged,
+    ),
+    "path in a name": (
+        lambda folder: _edited(folder / INDEX, lambda index: index["weight_map"].update(x="../../x.safetensors")),
+        VersionDamaged,
+    ),
+    "absolute path": (
+        lambda folder: _edited(folder / INDEX, lambda index: index["weight_map"].update(x="/etc/x.safetensors")),
+        VersionDamaged,
+    ),
+    "unknown encoding": (
+        lambda folder: _edited(folder / INDEX, lambda index: index["metadata"].update(delta_encoding="sum")),
+        VersionDamaged,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_an_error_of_its_own_and_nothing_is_activated(tmp_path: Path, fault: str) -> None:
+    weights, rng = policy(), np.random.default_rng(4)
+    publishing, host = publisher(tmp_path), LocalVersions(tmp_path / "host")
+    for version in range(3):
+        train(weights, rng)
+        publishing.publish(given(weights), version)
+        if version == 0:
+            before = held(host.folder(store_in(tmp_path), 0))
+    spoil, expected = FAULTS[fault]
+    folder = tmp_path / "store" / RUN / "weight_v000002"
+    spoil(folder)
+    with pytest.raises(expected) as raised:
+        host.folder(store_in(tmp_path), 2)
+    assert "\n" not in raised.value.message
+    assert names_in(tmp_path / "host") == ["lock", "weight_v000000"]
+    assert held(tmp_path / "host" / "weight_v000000") == before
+
+
+def test_a_delta_that_is_not_its_bases_is_told_by_its_checksum_or_its_layout(tmp_path: Path) -> None:
+    weights, larger = policy(), policy(rows=301)
+    cases: dict[str, tuple[Tensors, Tensors, type[AgentLoopError]]] = {
+        "other bytes": (flipped(weights, 257), flipped(weights, 256), ChecksumMismatch),
+        "larger": (flipped(larger, 1), larger, LayoutMismatch),
+        "another name": ({"more": weights["layer.1"] ^ 1}, {"more": weights["layer.1"]}, LayoutMismatch),
+    }
+    for encoding in ENCODINGS:
+        for name, (new, base, expected) in cases.items():
+            store = tmp_path / encoding / name
+            publish_plainly(store, 1, weights, None)
+            publish_plainly(store, 2, new, base, encoding)
+            with pytest.raises(expected):
+                LocalVersions(tmp_path / "host").folder(VersionStore(str(store), RUN), 2)
+
+
+def flipped(weights: Tensors, bit: int) -> Tensors:
+    return {name: value ^ bit for name, value in weights.items()}
+
+
+def test_the_pointer_and_the_store_have_their_own_errors(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    with pytest.raises(PointerMissing):
+        store.latest()
+    publisher(tmp_path).publish(given(policy()), 3)
+    with pytest.raises(WrongRun, match=RUN):
+        VersionStore(str(tmp_path / "store"), "run-2").latest()
+    with pytest.raises(PointerWentBack):
+        publisher(tmp_path).publish(given(policy()), 3)
+    with pytest.raises(LayoutMismatch, match=r"layer\.0"):
+        publisher(tmp_path).publish(given(policy(rows=8)), 4)
+    assert store.latest() == 3
+    pointer = tmp_path / "store" / RUN / "latest"
+    pointer.write_text("run-2/weight_v000004")
+    with pytest.raises(WrongRun):
+        store.latest()
+    for text in ("", "weight_v", f"{RUN}/../weight_v000003", "x" * 300):
+        pointer.write_text(text)
+        with pytest.raises(VersionDamaged):
+            store.latest()
+    pointer.unlink()
+    pointer.mkdir()
+    with pytest.raises(StoreUnreachable):
+        store.latest()
+    for url, run in (("nothing://x", RUN), (str(tmp_path), "../up"), (str(tmp_path), "")):
+        with pytest.raises(InvalidRequest):
+            VersionStore(url, run)
+
+
+def test_a_frame_that_unpacks_to_more_than_the_tensor_takes_no_memory(tmp_path: Path) -> None:
+    weights = policy()
+    publish_plainly(tmp_path / "store", 1, weights, None)
+    bomb = np.zeros(1 << 26, np.uint16)
+    publish_plainly(tmp_path / "store", 2, {"layer.0": bomb + 1}, {"layer.0": bomb})
+    with pytest.raises(LayoutMismatch, match="larger"):
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)
+
+
+def test_a_host_without_room_says_so(tmp_path: Path) -> None:
+    publisher(tmp_path).publish(given(policy()), 1)
+    (tmp_path / "host").write_text("a file is no folder")
+    with pytest.raises(StorageFull):
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
+
+
+def test_work_that_is_given_up_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    publisher(tmp_path).publish(given(policy()), 1)
+    with pytest.raises(CheckpointUnreadable, match="given up"):
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1, lambda: True)
+    assert names_in(tmp_path / "host") == ["lock"]
+
+
+# --- kills ---
+
+STEPS = """
+import sys
+from pathlib import Path
+import numpy as np
+from agentloop_servers.weight_store.local_versions import LocalVersions
+from tests.servers.weight_store.test_versions import publisher, store_in
+from tests.support.versions import given, policy, train
+folder, what, version = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if what == "publish":
+    weights, rng = policy(), np.random.default_rng(9)
+    for _ in range(version):
+        train(weights, rng)
+    one = publisher(folder)
+    print("begun", flush=True)
+    one.publish(given(weights), version)
+else:
+    print("begun", flush=True)
+    LocalVersions(folder / "host").folder(store_in(folder), version)
+"""
+
+
+def _begun(folder: Path, what: str, version: int) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", STEPS, str(folder), what, str(version)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
+    weights, rng, delays = policy(), np.random.default_rng(9), np.random.default_rng(5)
+    for version in range(1, 9):
+        train(weights, rng)
+        for what in ("publish", "follow"):
+            process = _begun(tmp_path, what, version)
+            time.sleep(float(delays.uniform(0, 0.03)))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            store = store_in(tmp_path)
+            if what == "publish":
+                is_there = (tmp_path / "store" / RUN / "latest").exists() and store.latest() == version
+                if not is_there:
+                    publisher(tmp_path).publish(given(weights), version)
+                assert store.latest() == version
+            elif (tmp_path / "host" / f"weight_v{version:06d}").exists():
+                assert held(tmp_path / "host" / f"weight_v{version:06d}") == bytes_of(weights), (
+                    "complete, or not there"
+                )
+        assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), version)) == bytes_of(weights)
