@@ -151,6 +151,12 @@ def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
     return lambda run: (cpu if run.device == "cpu" else gpu)(run)
 
 
+def delta_updates(run: Run) -> list[str]:
+    """Published deltas, of 4B; on CPU of a tiny shape."""
+    small = ("--shape", "tiny", "--at-once", "4", "--max-tokens", "32", "--eager") if run.device == "cpu" else ()
+    return module("tests.gpu.deltas", "--engine", "{lane}", "--device", "{device}", *small, out="deltas")(run)
+
+
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +220,16 @@ def cycled(run: Run, part: str) -> str:
     return (
         f"{len(cycles)} cycles, {sum(one['num_lost'] for one in cycles)} lost, update up to {max(updates):.0f} ms"
     )
+
+
+def followed(run: Run, part: str) -> str:
+    """Of each share of changed bytes the size, the preparation and the pause, and those of a directory push."""
+    rows = results_of(run, part)
+    return "; ".join(
+        f"{row['share']:.1%}: {row['size']:.1%}, prepared {row['prepare_s']:.1f} s"
+        f" (push {row['push_prepare_s']:.1f}), pause {row['pause_ms']:.0f} ms (push {row['push_pause_ms']:.0f})"
+        for row in rows
+    ) or last_line(run, part)
 
 
 def prepared(run: Run, part: str) -> str:
@@ -320,6 +336,15 @@ PARTS = (
         ),
         300,
         cycled,
+    ),
+    Part(
+        "deltas",
+        "a store of published versions is followed under load: preparation, pause and size beside directory pushes",
+        delta_updates,
+        480,
+        followed,
+        is_alone=True,
+        is_default=False,
     ),
     Part(
         "throughput",

@@ -304,11 +304,11 @@ def _apply_overwrite(frame: Any, tensor: Bytes, state: Hasher) -> None:
     if num > len(tensor):
         raise LayoutMismatch("a delta changes more bytes than the base's tensor has")
     places = _filled(frame, np.empty(4 * num, np.uint8)).view(_POSITIONS)
-    if num and int(places.max()) >= len(tensor):
-        raise LayoutMismatch("a delta changes bytes beyond the base's tensor")
     piece = np.empty(min(_SCATTER, num), np.uint8)
     for start in range(0, num, _SCATTER):
         part = places[start : start + _SCATTER]
+        if int(part.max()) >= len(tensor):
+            raise LayoutMismatch("a delta changes bytes beyond the base's tensor")
         tensor[part] = _filled(frame, piece[: len(part)])
     state.update(tensor)
 

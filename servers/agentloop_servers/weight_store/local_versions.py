@@ -6,7 +6,8 @@ tensor (`overwrite`: five bytes for each changed one beside it) and of a buffer.
 
 Ownership: the process that holds the folder's lock; the others wait, and find the version. A version is renamed to
 its name once it is complete and synced: a kill leaves it there or not. Each folder keeps the index that it was made
-of, so that another run under the same name is not taken for it. The two newest versions stay.
+of, so that another run under the same name is not taken for it. Two versions at most are here: the new one
+and its base, or the newest before it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, Heade
 MADE_OF = "made_of.json"
 _LOCK = "lock"
 _PART = "part"  # what is being made; it has no other owner than the lock's
-_NUM_KEPT = 2
 _LOCK_POLL_S = 0.05
 
 
@@ -66,14 +66,14 @@ class LocalVersions:
                     self._make_full(store, chain.pop(), is_given_up)
                 if chain and base is not None:
                     self._make_from(self._folder / folder_of(base), store, chain[::-1], is_given_up)
-                self._prune(version)
         except OSError as error:
             raise StorageFull(f"{self._folder}: {error}") from error
         return self._folder / folder_of(version)
 
     @contextmanager
-    def making(self, version: int) -> Iterator[Path]:
+    def making(self, version: int, base: int | None) -> Iterator[Path]:
         """Give an empty folder to make a version in, which gets its name at the end. For one process."""
+        self._prune(base)
         part, made = self._folder / _PART, self._folder / folder_of(version)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -110,7 +110,7 @@ class LocalVersions:
         return made_of.exists() and made_of.read_bytes() == index.raw
 
     def _make_full(self, store: VersionStore, index: Index, is_given_up: Callable[[], bool]) -> None:
-        with self.making(index.version) as part:
+        with self.making(index.version, None) as part:
             self.num_fetched_bytes += store.fetch(index, part)
             headers = read_files(part, index)
             try:
@@ -127,7 +127,7 @@ class LocalVersions:
     ) -> None:
         """Make the last of `deltas`, oldest first, each being to the one before it and the first to `base`."""
         last = deltas[-1].version
-        with ExitStack() as closing, self.making(last) as part:
+        with ExitStack() as closing, self.making(last, deltas[0].base_version) as part:
             opened = []
             for index in deltas:
                 fetched = part / folder_of(index.version)
@@ -139,11 +139,10 @@ class LocalVersions:
                 shutil.rmtree(part / folder_of(index.version))
             self.keep(part, deltas[-1].raw)
 
-    def _prune(self, version: int) -> None:
-        """Remove all versions but `version` and the newest others."""
+    def _prune(self, base: int | None) -> None:
+        """Remove all versions but the base of the next one; without a base, all but the newest."""
         found = {int(one.name.removeprefix("weight_v")): one for one in self._folder.glob("weight_v*")}
-        kept = {version, *sorted(found.keys() - {version})[-(_NUM_KEPT - 1) :]}
-        for number in found.keys() - kept:
+        for number in found.keys() - {max(found, default=0) if base is None else base}:
             shutil.rmtree(found[number], ignore_errors=True)
 
 

@@ -72,7 +72,7 @@ class VersionPublisher:
         that has, InvalidRequest, CheckpointUnreadable, StoreUnreachable, StoreRefused or StorageFull.
         """
         started_at = time.monotonic()
-        given = _of_folder(tensors) if isinstance(tensors, Path) else list(tensors)
+        given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
         forms = [TensorForm(one.name, _code_of(one), one.shape) for one in given]
         base_version = self._base_version(version)
         index = Index(version, {}, self._options.checksum, base_version, self._encoding)
@@ -81,7 +81,7 @@ class VersionPublisher:
             index = replace(index, base_index=digest(self._store.index(base_version).raw))
             base = _tensors_in(self._local.folder(self._store, base_version))
             _check_layout(forms, base, base_version)
-        with self._local.making(version) as part:
+        with self._local.making(version, base_version) as part:
             files, checksums = self._write(part, given, forms, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
@@ -202,7 +202,7 @@ def _tensors_in(folder: Path) -> dict[str, _Base]:
     return found
 
 
-def _of_folder(folder: Path) -> list[TensorBytes]:
+def tensors_of(folder: Path) -> list[TensorBytes]:
     """Return the tensors of a checkpoint. Raises CheckpointUnreadable."""
     inspect_checkpoint(str(folder))
 
