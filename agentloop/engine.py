@@ -151,7 +151,7 @@ class StageReport:
     """The result of a stage. `transfer_ms`: from the first byte to the last, 0 if the commit transfers."""
 
     held_in: HeldIn
-    transport: str  # "directory", "nccl", "ipc", "shm", "adapter"
+    transport: str  # "directory", "published", "nccl", "ipc", "shm", "adapter"
     num_bytes: int = 0
     transfer_ms: float = 0.0
 

@@ -145,7 +145,9 @@ class DataPlaneServer(PrivateServer):
             await engine.pause(order.mode, order.kv_policy)
 
         async def stage(update: WeightUpdate) -> StageReport:
-            return await engine.stage(update if self._located is None else await self._located(update))
+            if update.published is None or self._located is None:
+                return await engine.stage(update)
+            return replace(await engine.stage(await self._located(update)), transport="published")
 
         async def drain_pinned(asked: tuple[int, float]) -> None:
             await engine.drain_pinned(*asked)

@@ -38,7 +38,7 @@ from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, Entry
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"
-ZSTD_LEVEL = 1  # higher ones gain a few per cent of size, and take two to ten times as long
+ZSTD_LEVEL = 1  # 3 gains nothing, 6 a tenth of the size in four times the time
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _MOST = 1 << 62  # as wide as an offset can be
 _POSITIONS = np.dtype("<u4")

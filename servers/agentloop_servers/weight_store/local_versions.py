@@ -48,7 +48,6 @@ class LocalVersions:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.num_fetched_bytes = 0
 
     def folder(self, store: VersionStore, version: int, is_given_up: Callable[[], bool] = lambda: False) -> Path:
         """Return the folder of a version, which is made first if it is not here.
@@ -111,7 +110,7 @@ class LocalVersions:
 
     def _make_full(self, store: VersionStore, index: Index, is_given_up: Callable[[], bool]) -> None:
         with self.making(index.version, None) as part:
-            self.num_fetched_bytes += store.fetch(index, part)
+            store.fetch(index, part)
             headers = read_files(part, index)
             try:
                 inspect_checkpoint(str(part))
@@ -132,7 +131,7 @@ class LocalVersions:
             for index in deltas:
                 fetched = part / folder_of(index.version)
                 fetched.mkdir()
-                self.num_fetched_bytes += store.fetch(index, fetched)
+                store.fetch(index, fetched)
                 opened.append(OpenDelta(fetched, index, closing))
             apply(base, opened, part, is_given_up)
             for index in deltas:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes
-from agentloop.errors import InvalidRequest, LayoutMismatch, PointerMissing, PointerWentBack, WrongRun
+from agentloop.errors import InvalidRequest, LayoutMismatch
 from agentloop_servers.weight_store.format import (
     CHECKSUMS,
     Bytes,
@@ -103,14 +103,9 @@ class VersionPublisher:
 
     def _base_version(self, version: int) -> int | None:
         """Return the version that the next one is a delta to; None: it is a full one."""
-        try:
-            latest = self._store.latest()
-        except (PointerMissing, WrongRun):
+        latest = self._store.latest_before(version)
+        if latest is None:
             return None
-        if version <= latest:
-            raise PointerWentBack(
-                f"version {version} after {latest}: a pointer moves forward only", param="version"
-            )
         return latest if len(chain_of(self._store, latest)) < self._options.full_every else None
 
     def _write(

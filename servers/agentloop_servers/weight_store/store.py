@@ -95,8 +95,8 @@ class VersionStore:
             raise VersionMissing(f"version {version} of run {self.run} is not in the store")
         return read_index(data, version)
 
-    def fetch(self, index: Index, target: Path) -> int:
-        """Copy a version's files into a folder; returns their bytes. Raises VersionMissing, StorageFull."""
+    def fetch(self, index: Index, target: Path) -> None:
+        """Copy a version's files into a folder. Raises VersionMissing, StorageFull."""
         names = sorted(set(index.files.values()))
         places = [f"{self._folder}/{folder_of(index.version)}/{name}" for name in names]
         with self._asked(f"version {index.version}", VersionMissing):
@@ -104,9 +104,19 @@ class VersionStore:
             if num_bytes + MIN_FREE_BYTES > shutil.disk_usage(target).free:
                 raise StorageFull(f"no room for the {num_bytes >> 20} MiB of version {index.version} in {target}")
             self._fs.get(places, [str(target / name) for name in names])
-        return num_bytes
 
     # --- for the publisher ---
+
+    def latest_before(self, version: int) -> int | None:
+        """Return the latest version, None before the first. Raises PointerWentBack if `version` is not beyond."""
+        try:
+            latest = self.latest()
+        except (PointerMissing, WrongRun):
+            return None
+        if version <= latest:
+            back = f"version {version} after {latest}: a pointer moves forward only"
+            raise PointerWentBack(back, param="version")
+        return latest
 
     def put(self, index: Index, files: Sequence[Path]) -> int:
         """Store a version's files, and its index last; returns their bytes."""
@@ -115,40 +125,28 @@ class VersionStore:
         with self._asked(f"version {index.version}", StoreUnreachable):
             self._fs.makedirs(folder, exist_ok=True)
             for path in files:
-                self._put_file(path, f"{folder}/{path.name}")
-            self._put_bytes(data, f"{folder}/{INDEX_NAME}")
+                self._put(path, f"{folder}/{path.name}")
+            self._put(data, f"{folder}/{INDEX_NAME}")
         return len(data) + sum(path.stat().st_size for path in files)
 
     def advance(self, version: int) -> None:
         """Move the pointer to a version. Raises PointerWentBack unless it is beyond the one that is there."""
-        try:
-            latest = self.latest()
-        except (PointerMissing, WrongRun):
-            latest = -1
-        if version <= latest:
-            raise PointerWentBack(
-                f"version {version} after {latest}: a pointer moves forward only", param="version"
-            )
+        self.latest_before(version)
         with self._asked("the pointer", StoreUnreachable):
-            self._put_bytes(f"{self.run}/{folder_of(version)}\n".encode(), f"{self._folder}/{POINTER}")
+            self._put(f"{self.run}/{folder_of(version)}\n".encode(), f"{self._folder}/{POINTER}")
 
     # --- inside ---
 
-    def _put_bytes(self, data: bytes, place: str) -> None:
+    def _put(self, data: bytes | Path, place: str) -> None:
+        """Write an object, or a file that a kill or a power cut leaves whole, or not there."""
         if not self._is_local:
-            self._fs.pipe_file(place, data)
+            _ = self._fs.pipe_file(place, data) if isinstance(data, bytes) else self._fs.put_file(str(data), place)
             return
         made = Path(f"{place}.part")
-        made.write_bytes(data)
-        _moved(made, Path(place))
-
-    def _put_file(self, path: Path, place: str) -> None:
-        if not self._is_local:
-            self._fs.put_file(str(path), place)
-            return
-        made = Path(f"{place}.part")
-        shutil.copyfile(path, made)
-        _moved(made, Path(place))
+        _ = made.write_bytes(data) if isinstance(data, bytes) else shutil.copyfile(data, made)
+        sync_path(made)
+        os.replace(made, place)
+        sync_path(made.parent)
 
     def _read(self, place: str, most: int) -> bytes | None:
         """Return an object; None if there is none. Raises VersionDamaged for one that is too large."""
@@ -185,13 +183,6 @@ class VersionStore:
             said = f"{self.url}, {what}: {error_line(error)}"
             is_refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS
             raise (StoreRefused if is_refused else StoreUnreachable)(said, param="store") from error
-
-
-def _moved(made: Path, place: Path) -> None:
-    """Give a written file its name, so that a kill or a power cut leaves all of it there, or nothing."""
-    sync_path(made)
-    os.replace(made, place)
-    sync_path(place.parent)
 
 
 def sync_path(path: Path) -> None:

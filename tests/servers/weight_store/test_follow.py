@@ -87,6 +87,7 @@ async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_la
         await until(client, is_at(4))
         assert held(made / "weight_v000004") == bytes_of(weights)
         assert (await client.status()).updates[-1].version == 4
+        assert {one.transport for one in (await client.status()).updates[-1].replicas} == {"published"}
 
 
 @pytest.fixture
