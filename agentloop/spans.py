@@ -55,8 +55,8 @@ class SpanMaker:
         self._run = run
         self._model = model
         self._content = content
-        about: About = {"service.name": "agentloop", "service.version": __version__, "agentloop.run": run}
-        self._resource = Resource(attributes=_attributes(about))
+        about = {"service.name": "agentloop", "service.version": __version__, "agentloop.run": run}
+        self._resource = Resource(attributes=[KeyValue(key=key, value=_any(value)) for key, value in about.items()])
 
     def is_sampled(self, record: Trajectory, share: float) -> bool:
         """Tell if it is of this `share` of all, or its caller's trace is recorded."""
@@ -204,8 +204,9 @@ class _Trace:
             kind=Span.SPAN_KIND_CLIENT if operation == "chat" else Span.SPAN_KIND_INTERNAL,
             start_time_unix_nano=self.began_ns + 1000 * begun_us,
             end_time_unix_nano=self.began_ns + 1000 * ended_us,
-            attributes=_attributes(ids | about),
         )
+        given = [_attribute(key, value) for key, value in (ids | about).items() if value is not None]
+        span.MergeFromString(b"".join(given))
         if about.get("error.type"):
             span.status.code = Status.STATUS_CODE_ERROR
         self.spans.append(span)
@@ -270,14 +271,11 @@ def _parts(message: Message) -> dict[str, Any]:
     return {"role": message.role, "parts": parts}
 
 
-def _attributes(about: About) -> list[KeyValue]:
-    """Return those that have a value."""
-    return [_attribute(key, value) for key, value in about.items() if value is not None]
-
-
-@lru_cache(maxsize=4096, typed=True)  # most of a turn's were the one before's: half of a span's time
-def _attribute(key: str, value: Value) -> KeyValue:
-    return KeyValue(key=key, value=_any(value))
+@lru_cache(maxsize=4096, typed=True)  # most of a turn's were the one before's, and messages would be copied
+def _attribute(key: str, value: Value) -> bytes:
+    """Encode a span of this attribute alone, which another one merges."""
+    encoded: bytes = Span(attributes=[KeyValue(key=key, value=_any(value))]).SerializeToString()
+    return encoded
 
 
 def _any(value: Value) -> AnyValue:

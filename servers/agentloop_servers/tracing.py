@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import queue
 import threading
 import time
 import urllib.request
@@ -51,7 +50,8 @@ class Tracing:
         self._spans = SpanMaker(run, model, content=settings.content)
         self._seconds: deque[float] = deque(maxlen=_NUM_RECENT)  # of recent trajectories
         self._sorted: list[float] = []  # the same
-        self._waiting: queue.SimpleQueue[tuple[Trajectory | UpdateReport, int] | None] = queue.SimpleQueue()
+        self._waiting: deque[tuple[Trajectory | UpdateReport, int]] = deque()
+        self._closing = threading.Event()
         self._num_given = self._num_taken = 0  # tokens; the second is the thread's
         self._num_dropped = 0
         self._quiet_until = 0.0
@@ -69,11 +69,11 @@ class Tracing:
             self._num_dropped += 1
         else:
             self._num_given += size
-            self._waiting.put((ended, size))
+            self._waiting.append((ended, size))
 
     def close(self) -> None:
         """Send what waits, as far as a moment allows. Blocks."""
-        self._waiting.put(None)
+        self._closing.set()
         self._thread.join(_CLOSE_S)
 
     def _is_kept(self, record: Trajectory) -> bool:
@@ -112,17 +112,13 @@ class Tracing:
 
     def _traces(self) -> Iterator[bytes]:
         """Yield the traces of what is given, and an empty one whenever a batch is due, until the end."""
-        while True:
-            due_at = time.monotonic() + _SEND_EVERY_S
-            while (left_s := due_at - time.monotonic()) > 0:
-                try:
-                    taken = self._waiting.get(timeout=left_s)
-                except queue.Empty:
-                    break
-                if taken is None:
-                    return
-                self._num_taken += taken[1]
-                yield self._spans.encoded(taken[0])
+        is_closing = False
+        while not is_closing:
+            is_closing = self._closing.wait(_SEND_EVERY_S)  # to wake for each would cost as much as its spans
+            while self._waiting:
+                ended, size = self._waiting.popleft()
+                self._num_taken += size
+                yield self._spans.encoded(ended)
             yield b""
 
 
