@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import msgspec
 
 from agentloop.capabilities import SAMPLING, Capabilities, Feature, bits_of
 from agentloop.errors import InvalidRequest
@@ -100,6 +102,58 @@ class PushSource:
     is_optional: bool = False  # the receiver of this value is one of those
 
 
+class GroupBackend(StrEnum):
+    """The way in which tensors of a trainer's own group reach the workers."""
+
+    VLLM = "vllm"  # NCCL, as vLLM's trainer helper sets it up; gloo where the engine has no GPU
+    NCCL = "nccl"  # NCCL, as a process group of torch.distributed sets it up
+    GLOO = "gloo"
+    IPC = "ipc"  # no group: each part has handles of memory on the workers' own GPUs
+
+
+class Packing(StrEnum):
+    """The broadcasts of a part's tensors, which lie in their order, without gaps."""
+
+    PLAIN = "plain"  # one for each tensor
+    PACKED = "packed"  # vLLM's: one for each run of tensors that first exceeds `buffer_bytes`
+    FLAT = "flat"  # one for all: SGLang's flattened bucket
+
+
+class GroupInit(msgspec.Struct, frozen=True, tag=True):
+    """A trainer's broadcast group: rank 0 is the trainer, and workers have the ranks from `rank_offset` on."""
+
+    name: str
+    backend: GroupBackend
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 1
+    world_size: int = 0
+    packing: Packing = Packing.PLAIN  # of parts that do not say, as `buffer_bytes`
+    buffer_bytes: int = 0
+
+
+class TransferPart(msgspec.Struct, frozen=True, tag=True):
+    """Tensors that rank 0 of a group broadcasts, or that `handles` name, which are IPC's as vLLM pickles them."""
+
+    group: str
+    tensors: tuple[TensorInfo, ...]
+    packing: Packing | None = None  # None: the group's
+    buffer_bytes: int = 0
+    handles: bytes = b""
+    version: int | None = None  # that the transfer becomes, if its end does not say
+    transfer_id: str = ""  # filled in by the coordinator
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
+    """The end of a group and of its transfer."""
+
+    name: str
+
+
+TrainerOrder: TypeAlias = GroupInit | TransferPart | LeaveGroup
+"""An order to an engine's workers about a trainer's group."""
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
     """A run's published versions in a store: a directory, or what fsspec knows by its URL (docs/contracts.md)."""
@@ -114,27 +168,30 @@ class WeightUpdate:
 
     `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
     directory with a LoRA adapter in the PEFT format, for the served base weights. `published` becomes a directory
-    of the replica's host before an engine stages it. `is_forced` weights are served even if they sample noise.
-    Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
+    of the replica's host before an engine stages it. `transfer` identifies parts of a trainer's group that the engine
+    has received. `is_forced` weights are served even if they sample noise. Raises InvalidRequest for no or several
+    sources, and a version beyond 63 bits.
     """
 
     version: int
     directory: str | None = None
     push: PushSource | None = None
     adapter: str | None = None
+    transfer: str | None = None
     is_forced: bool = False
     published: PublishedSource | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 63:
             raise InvalidRequest(f"a version is in [0, 2^63): {self.version}", param="version")
-        if sum(source is not None for source in (self.directory, self.push, self.adapter, self.published)) != 1:
+        sources = (self.directory, self.push, self.adapter, self.transfer, self.published)
+        if sum(source is not None for source in sources) != 1:
             raise InvalidRequest("an update has one source: a directory, a push or an adapter", param="directory")
 
     @property
     def is_repeatable(self) -> bool:
-        """True if an engine can still stage the update later: any but a push."""
-        return self.push is None
+        """True if an engine can still stage the update later: any but a push and a trainer's transfer."""
+        return self.push is None and self.transfer is None
 
 
 class HeldIn(StrEnum):
@@ -247,7 +304,18 @@ class TokenEngine(Protocol):
         """Return the load now. Never blocks."""
 
 
-class EngineControl(Protocol):
+class TrainerFollower(Protocol):
+    """An engine as a trainer's own broadcast group uses it."""
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        """Join a trainer's group, receive a part of its transfer while decoding goes on, or leave the group.
+
+        The first part of a transfer drops what was staged before; `stage` then takes all parts. Raises
+        CheckpointUnreadable (the part does not fit, or does not arrive) and what `stage` raises.
+        """
+
+
+class EngineControl(TrainerFollower, Protocol):
     """An engine as the weight controller uses it: pauses, weight updates and sleep."""
 
     @property

@@ -22,7 +22,7 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
-from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
+from agentloop.engine import EngineInfo, GroupInit, HeldIn, MemoryTag, TransferPart, WeightUpdate
 from agentloop.errors import AgentLoopError, InvalidRequest, from_wire
 from agentloop.images import Image
 from agentloop.metrics import MetricsPage, MetricsReport
@@ -378,6 +378,7 @@ class ServiceStatus:
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
     degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each, by `findings`
     update: UpdateProgress | None = None  # the one under way
+    transfer: str = ""  # the group whose transfer is open
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
     public_urls: tuple[str, ...] = ()  # of each host with an ingress process; of several hosts alone
@@ -590,6 +591,40 @@ class LeasePort(Protocol):
         """Report the leases, turns and ends of a process, which renews its leases."""
 
 
+class TrainerPort(Protocol):
+    """The fleet in a trainer's own broadcast group, for one transfer of weights at a time."""
+
+    async def init_group(self, group: GroupInit) -> None:
+        """Have all workers join a group. Ranks follow the order of the replicas' ids.
+
+        Raises Conflict (the name exists), InvalidRequest (another world size), NoHealthyReplica or
+        WeightUpdateFailed.
+        """
+
+    async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
+        """Begin a transfer; with `is_repeatable` also if this group's is open, which goes on.
+
+        Raises NotFound, and Conflict if another transfer is open or a replica of the group was lost.
+        """
+
+    async def receive_part(self, part: TransferPart) -> None:
+        """Receive tensors on all replicas while they decode. After a failure on all of them the group is gone.
+
+        Raises Conflict without an open transfer, CheckpointUnreadable, WeightUpdateFailed.
+        """
+
+    async def end_transfer(
+        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
+    ) -> UpdateReport:
+        """Bring the fleet to the weights that came, as `update_weights` does.
+
+        Without a `version` it is that of the parts, else the next one. Raises Conflict without an open transfer.
+        """
+
+    async def destroy_group(self, name: str) -> None:
+        """Leave a group, and drop its open transfer. Idempotent."""
+
+
 class FleetPort(Protocol):
     """The fleet as operators and trainers command it."""
 
@@ -650,7 +685,7 @@ class SeeingPort(RecordsPort, Protocol):
         """Return the rows after `since` (seconds since 1970) of the series named so, or of all without names."""
 
 
-class FrontPort(RolloutPort, LeasePort, FleetPort, SeeingPort, Protocol):
+class FrontPort(RolloutPort, LeasePort, FleetPort, TrainerPort, SeeingPort, Protocol):
     """The coordinator as an ingress process sees it."""
 
     async def drain(self) -> tuple[int, int]:

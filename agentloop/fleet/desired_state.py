@@ -88,7 +88,8 @@ class UpdateSource:
         """Make the value with its digest, which is equal for a repeat of the same update."""
         token = "" if update.push is None else update.push.token
         published = "" if update.published is None else f"{update.published.store} {update.published.run}"
-        names = (str(update.version), update.directory or published, update.adapter or "", token)
+        source = update.directory or update.transfer or published
+        names = (str(update.version), source, update.adapter or "", token)
         return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
 
     def without_secret(self) -> UpdateSource:

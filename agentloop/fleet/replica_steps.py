@@ -16,9 +16,11 @@ from agentloop.engine import (
     ALL_MEMORY,
     CommitReport,
     EngineControl,
+    LeaveGroup,
     MemoryTag,
     PushSource,
     StageReport,
+    TrainerOrder,
     WeightUpdate,
 )
 from agentloop.errors import AgentLoopError
@@ -79,6 +81,11 @@ class ReplicaSteps:
         """Receive and check the weights of an update while decoding goes on."""
         timeout_s = self.config.stage_timeout_s if timeout_s is None else timeout_s
         return await within(timeout_s, self._engine(replica).stage(update))
+
+    async def follow_trainer(self, replica: ReplicaRecord, order: TrainerOrder) -> None:
+        """Join a trainer's group, receive a part of its transfer, or leave."""
+        timeout_s = self.config.offer_timeout_s if isinstance(order, LeaveGroup) else self.config.stage_timeout_s
+        await within(timeout_s, self._engine(replica).follow_trainer(order))
 
     async def drain_pinned(self, replica: ReplicaRecord, version: int) -> None:
         """Let requests end that do not accept the version to come. A replica that does not answer is left alone."""

@@ -110,7 +110,7 @@ class FleetUpdate:
         ones, for which the next update then does not wait.
         """
         started_at, config = self._clock.now(), self._config
-        is_push = self._source.update.push is not None  # all receive it at once
+        is_push = not self._source.update.is_repeatable  # all receive it at once
         updates = _addressed(self._source.update, [one.replica for one in self.replicas])
 
         async def stage(one: ReplicaProgress) -> None:

@@ -29,6 +29,8 @@ from agentloop.engine import (
     OnProgress,
     PushSource,
     StageReport,
+    TrainerOrder,
+    TransferPart,
     WeightUpdate,
 )
 from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
@@ -273,6 +275,11 @@ class SimulatedEngine:
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         await self._lifecycle.drain_pinned(version, grace_s)
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        if isinstance(order, TransferPart):
+            self._lifecycle.check_stage()
+        await self._weight_source.follow_trainer(order)
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()

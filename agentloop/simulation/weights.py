@@ -10,7 +10,15 @@ from typing import Protocol
 
 from agentloop.checks import check_checkpoint
 from agentloop.clock import Clock
-from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.engine import (
+    CommitReport,
+    HeldIn,
+    PushSource,
+    StageReport,
+    TrainerFollower,
+    TrainerOrder,
+    WeightUpdate,
+)
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -22,7 +30,7 @@ from agentloop.errors import (
 from agentloop.simulation.policy import Faults
 
 
-class WeightSource(Protocol):
+class WeightSource(TrainerFollower, Protocol):
     """The way one simulated engine gets pushed weights, and gives its own."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
@@ -37,6 +45,9 @@ class WeightSource(Protocol):
 
 class NoPushes:
     """A WeightSource for an engine that takes weights from directories only."""
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        raise InvalidRequest("a simulated engine takes weights from a directory")
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         raise InvalidRequest("a simulated engine takes weights from a directory", param="push")
@@ -75,7 +86,7 @@ class SimulatedWeights:
         if self._faults.num_failed_stages:
             self._faults.num_failed_stages -= 1
             raise CheckpointUnreadable("injected: the weights do not fit the model", param="directory")
-        report = await self._source.stage(update) if update.push is not None else _read_files(update)
+        report = _read_files(update) if update.is_repeatable else await self._source.stage(update)
         if number != self._num_stages:
             raise Conflict(f"another stage began before that of version {update.version} had ended")
         self._staged = (update, report)

@@ -35,6 +35,7 @@ from agentloop.fleet.replica_steps import Connect, WeightConfig
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.starts import Starts
 from agentloop.fleet.store_follower import FollowedStore
+from agentloop.fleet.trainer_groups import TrainerGroups
 from agentloop.metrics import MetricsTally
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.staleness_budget import FleetVersions
@@ -128,6 +129,7 @@ class Replicas:
         self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
         self._entry_of: dict[str, str] = {}  # of the replicas
         self._num_missing: Counter[str] = Counter()  # that left and were not replaced, by entry
+        self.groups = TrainerGroups(self.fleet, self.sync.steps, clock, self.update_weights)
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions of updates under way, for a moment also of refused ones.
         self._coming: list[int] = []

@@ -1,6 +1,7 @@
 """The coordinator's HTTP port: one route for each call of its ports, typed by their signatures.
 
     ReplicaPort, FleetPort                by `Replicas`     (replicas.py)
+    TrainerPort                           by `TrainerGroups` (agentloop/fleet/trainer_groups.py)
     WorkerPort, RolloutPort, LeasePort    by `Rollouts`     (rollouts.py): `take`, `finish`, `submit`, `lease`, ...
     MetricsPort, the rest of FrontPort    by `Coordinator`  (coordinator.py): `status`, `report_metrics`, ...
 
@@ -26,6 +27,7 @@ from agentloop.api.coordinator import (
     MetricsPort,
     ReplicaPort,
     RolloutPort,
+    TrainerPort,
     WorkerPort,
 )
 from agentloop.codec import decode
@@ -70,7 +72,8 @@ def calls_of(port: type) -> dict[str, CallType]:
     return found
 
 
-COMMANDS = frozenset(calls_of(FleetPort))
+COMMANDS = frozenset(calls_of(FleetPort) | calls_of(TrainerPort))
+STAGES = frozenset({"update_weights", *calls_of(TrainerPort)})
 
 
 class CoordinatorServer(PrivateServer):
@@ -79,8 +82,8 @@ class CoordinatorServer(PrivateServer):
     def __init__(self, coordinator: Coordinator, trust: Trust, host: str = "127.0.0.1") -> None:
         self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # by the caller's epoch
         replicas, rollouts = coordinator.replicas, coordinator.rollouts
-        ports: tuple[ReplicaPort, FleetPort, WorkerPort, RolloutPort, LeasePort, Coordinator] = (
-            *(replicas, replicas),
+        ports: tuple[ReplicaPort, FleetPort, TrainerPort, WorkerPort, RolloutPort, LeasePort, Coordinator] = (
+            *(replicas, replicas, replicas.groups),
             *(rollouts, rollouts, rollouts),
             coordinator,
         )
@@ -101,7 +104,7 @@ class CoordinatorServer(PrivateServer):
             arguments = decode(await body_of(request), call.arguments)
             if call.name in COMMANDS:
                 token = token_of(request)
-                kind = CommandKind.STAGE if call.name == "update_weights" else CommandKind.FREEZE
+                kind = CommandKind.STAGE if call.name in STAGES else CommandKind.FREEZE
                 self._fencing[token.epoch].admit(kind, token)
             return answer(await method(*arguments))
 

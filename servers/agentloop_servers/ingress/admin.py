@@ -16,7 +16,7 @@ from starlette.responses import Response
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, HostDrain, StoreStatus, UpdateReport
 from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
-from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.engine import GroupInit, MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -48,7 +48,7 @@ class ModeRules:
         """Raises InvalidRequest for a source that the mode does not take."""
         if not self.allows_weights:
             raise InvalidRequest(f"in mode {self.mode} weights never change", param="version")
-        if update.push is not None and not self.allows_push:
+        if (update.push is not None or update.transfer is not None) and not self.allows_push:
             raise InvalidRequest(f"in mode {self.mode} nobody pushes tensors; give a directory", param="push")
         if update.adapter is not None and not self.allows_adapters:
             raise InvalidRequest(
@@ -122,17 +122,17 @@ class AdminRoutes:
         """Read the users' file again, in this process at once and in all others within a second or two."""
         if self._users is None or not self._users.has_file:
             raise Conflict("this service has no file of users: its config names none", param="users")
-        await self._ask(self._users.read_again())
+        await self.ask(self._users.read_again())
         return json_response(UsersRead(self._users.num_users))
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""
-        await self._ask(self._coordinator.pause(PauseMode(body.mode), body.reason))
+        await self.ask(self._coordinator.pause(PauseMode(body.mode), body.reason))
         return json_response(PauseState(is_paused=True))
 
     async def resume(self) -> Response:
         """Go on after a pause. Idempotent."""
-        await self._ask(self._coordinator.resume())
+        await self.ask(self._coordinator.resume())
         return json_response(PauseState(is_paused=False))
 
     async def weights(self, body: Weights) -> Response:
@@ -140,31 +140,36 @@ class AdminRoutes:
         update = body.to_update()
         self._rules.check_source(update)
         update = await asyncio.to_thread(self._located, update)
-        report = await self._ask(self._coordinator.update_weights(update, body.policy, body.force))
+        report = await self.ask(self._coordinator.update_weights(update, body.policy, body.force))
         return json_response(codec.to_builtins(report))
 
     async def follow(self) -> Response:
         """Look at the store of published versions now, not at the next poll. Idempotent."""
-        return json_response(await self._ask(self._coordinator.look_at_store()))
+        return json_response(await self.ask(self._coordinator.look_at_store()))
+
+    async def init_group(self, group: GroupInit) -> None:
+        """Have all replicas join a trainer's broadcast group. No route: dialects have verbs for it."""
+        self._rules.check_source(WeightUpdate(0, transfer=group.name))
+        await self.ask(self._coordinator.init_group(group))
 
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""
         self._rules.check_sleep()
-        await self._ask(self._coordinator.sleep(body.level, body.reason))
+        await self.ask(self._coordinator.sleep(body.level, body.reason))
         return await self._memory()
 
     async def wake(self, body: Wake) -> Response:
         """Take memory back; once all of it is, generation goes on. Idempotent."""
         self._rules.check_sleep()
-        await self._ask(self._coordinator.wake(body.memory))
+        await self.ask(self._coordinator.wake(body.memory))
         return await self._memory()
 
     async def drain(self, body: Drain) -> Response:
         """Give a host of several no more work, or end that; the answer is what it still has. Idempotent."""
-        return json_response(await self._ask(self._coordinator.drain_host(body.host, body.undo)))
+        return json_response(await self.ask(self._coordinator.drain_host(body.host, body.undo)))
 
     async def _memory(self) -> Response:
-        status = await self._ask(self._coordinator.status())
+        status = await self.ask(self._coordinator.status())
         return json_response(SleepState(status.asleep))
 
     def _located(self, update: WeightUpdate) -> WeightUpdate:
@@ -182,7 +187,8 @@ class AdminRoutes:
             raise InvalidRequest(f"not there on {', '.join(missing)}: every host reads it", param=param)
         return directory
 
-    async def _ask(self, question: Awaitable[T]) -> T:
+    async def ask(self, question: Awaitable[T]) -> T:
+        """Await an answer of the fleet, for as long as an update may take."""
         message = "the fleet did not answer in time; ask for its status"
         return await in_time(question, self._limits.update_timeout_s, message)
 

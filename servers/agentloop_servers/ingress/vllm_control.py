@@ -4,12 +4,13 @@ The paths, parameters and answers are those of vLLM 0.32 (`entrypoints/rl/online
 prime-rl's `/update_weights {weight_dir}`. Each does what the admin route of the same purpose does, on the whole
 fleet, and needs the admin key as that does. `docs/vllm-dialect.md` says what differs.
 
-Verbs by which vLLM's workers would take tensors from a trainer's NCCL group are refused: this service's receivers
-have a protocol of their own, with checksums, deadlines and retries, which the Python client speaks.
+The native weight transfer (`/init_weight_transfer_engine` to `/finish_weight_update`) is one of a group over all
+replicas (`agentloop/fleet/trainer_groups.py`), by NCCL or by CUDA IPC handles.
 """
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import orjson
@@ -17,8 +18,10 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from agentloop import codec
 from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody, parse_body
+from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -28,22 +31,20 @@ from agentloop_servers.http.openapi import add_route, errors
 from agentloop_servers.http.responses import in_time, json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
-_NCCL = (
-    "tensors of a trainer's NCCL group are not taken; push them with `RolloutClient.update_weights`, or write a "
-    "directory and call `/update_weights` with its `weight_dir`"
+GROUP = "vllm"
+"""The name of the one group that vLLM's verbs speak of."""
+
+_NO_BROADCAST = (
+    "prime-rl's own broadcast is not taken; write a directory, and call `/update_weights` with its `weight_dir`"
 )
 REFUSED = {
     "/abort_requests": "requests are aborted by closing their connections",
     "/fetch_weights": "deltas are not taken; call `/update_weights` with the `weight_dir` of a whole checkpoint",
-    "/finish_weight_update": _NCCL,
-    "/init_broadcaster": _NCCL,
-    "/init_weight_transfer_engine": _NCCL,
-    "/shutdown_weight_transfer_engine": _NCCL,
-    "/start_draft_weight_update": _NCCL,
-    "/start_weight_update": _NCCL,
-    "/update_weight_version": "a version is given with its weights: `/update_weights` takes it as `version`",
+    "/init_broadcaster": _NO_BROADCAST,
+    "/start_draft_weight_update": "there is no draft model whose weights are updated",
+    "/update_weight_version": "a version is given with its weights: `/finish_weight_update` takes `weight_version`",
     "/v1/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
     "/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
     "/collective_rpc": "engines' workers are not called from outside",
@@ -55,6 +56,8 @@ _RAW_MODE = "raw_logprobs"
 _OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
+BufferBytes = Annotated[int, Field(ge=1, le=1 << 40)]
+TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
 SleepLevel = Annotated[int, Query(ge=1, le=2)]
 Tags = Annotated[list[Literal["weights", "kv_cache"]] | None, Query(max_length=2)]
@@ -67,26 +70,104 @@ class UnsupportedVerb(InvalidRequest):
     code = "unsupported_verb"
 
 
-class UpdateWeightsBody(Body):
-    """The body of `POST /update_weights`: a directory of weights, and the version they become.
+class InitInfo(Body):
+    """vLLM's `init_info` of its NCCL engine, or of its IPC engine, which has no address."""
 
-    Without a `version` it is the next one after what is served. `update_info`, which describes tensors of an NCCL
-    group, is refused.
+    master_address: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    master_port: Annotated[int, Field(ge=1, lt=1 << 16)] = 0
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2)] = 2
+    packed: bool = False
+    packed_buffer_size_bytes: BufferBytes = 1 << 30
+    packed_num_buffers: Annotated[int, Field(ge=1)] = 2
+
+    def to_group(self) -> GroupInit:
+        """Return the group. An engine of IPC has no ranks."""
+        is_ipc = self.master_address is None
+        return GroupInit(
+            GROUP,
+            GroupBackend.IPC if is_ipc else GroupBackend.VLLM,
+            self.master_address or "",
+            self.master_port,
+            self.rank_offset,
+            self.world_size,
+            Packing.PACKED if self.packed else Packing.PLAIN,
+            self.packed_buffer_size_bytes,
+        )
+
+
+class InitBody(Body):
+    """The body of `POST /init_weight_transfer_engine`."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(Body):
+    """vLLM's `update_info`: the tensors of one part, in the order in which they come.
+
+    `packed` and its sizes are those of the `init_info` where they are not given. IPC's handles come pickled.
     """
 
-    weight_dir: Path
+    names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
+    dtype_names: list[Annotated[str, Field(max_length=32)]]
+    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: BufferBytes | None = None
+    packed_num_buffers: Annotated[int, Field(ge=1)] | None = None
+    ipc_handles: None = None
+    ipc_handles_pickled: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]+$")] | None = None
+    tensor_sizes: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _is_aligned(self) -> UpdateInfo:
+        for name in ("dtype_names", "shapes"):
+            if len(getattr(self, name)) != len(self.names):
+                counts = f"{len(getattr(self, name))} {name} for {len(self.names)} names"
+                raise InvalidRequest(counts, param=f"update_info.{name}")
+        return self
+
+    def to_part(self) -> TransferPart:
+        """Return the part. Its lists were found to be of one length."""
+        described = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        return TransferPart(
+            GROUP,
+            tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described),
+            None if self.packed is None else Packing.PACKED if self.packed else Packing.PLAIN,
+            self.packed_buffer_size_bytes or 0,
+            base64.b64decode(self.ipc_handles_pickled or ""),
+        )
+
+
+class UpdateWeightsBody(Body):
+    """The body of `POST /update_weights`: a part of a transfer, or a directory and the version that it becomes.
+
+    Without a `version` it is the next one after what is served.
+    """
+
+    update_info: UpdateInfo | None = None
+    weight_dir: Path | None = None
     version: int | None = Field(default=None, ge=0, lt=1 << 63)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_directory(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if value.get("update_info") is not None:
-            raise UnsupportedParameter(_NCCL, param="update_info")
-        if "weight_dir" in value and value["weight_dir"] is None:  # prime-rl's, where its trainer broadcasts
-            raise UnsupportedParameter(_NCCL, param="weight_dir")
-        return {name: item for name, item in value.items() if name != "update_info"}
+    @model_validator(mode="after")
+    def _has_one_source(self) -> UpdateWeightsBody:
+        if self.update_info is None and self.weight_dir is None and "weight_dir" in self.model_fields_set:
+            raise UnsupportedParameter(
+                _NO_BROADCAST, param="weight_dir"
+            )  # prime-rl's, where its trainer broadcasts
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise InvalidRequest("an update is a `weight_dir` or an `update_info`", param="weight_dir")
+        return self
+
+
+class FinishUpdateBody(Body):
+    """The body of `POST /finish_weight_update`, which may be left out: the version is the next one then."""
+
+    weight_version: Annotated[str, Field(pattern=r"^\d{1,18}$")] | None = None
+
+
+def _parsed_or_empty(data: bytes, kind: type[B]) -> B:
+    """Read a body that may be left out."""
+    return parse_body(data or b"{}", kind)
 
 
 class LoadAdapterBody(Body):
@@ -101,6 +182,8 @@ class LoadAdapterBody(Body):
     is_3d_lora_weight: bool | None = None
 
 
+Init = Annotated[InitBody, Depends(json_body(InitBody))]
+Finish = Annotated[FinishUpdateBody, Depends(json_body(FinishUpdateBody, _parsed_or_empty))]
 UpdateWeights = Annotated[UpdateWeightsBody, Depends(json_body(UpdateWeightsBody))]
 LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 
@@ -123,7 +206,11 @@ class VllmControlRoutes:
             ("POST", "/pause", self.pause, None),
             ("POST", "/resume", self.resume, None),
             ("GET", "/is_paused", self.is_paused, None),
+            ("POST", "/init_weight_transfer_engine", self.init_transfer, InitBody),
+            ("POST", "/start_weight_update", self.start_update, None),
             ("POST", "/update_weights", self.update_weights, UpdateWeightsBody),
+            ("POST", "/finish_weight_update", self.finish_update, FinishUpdateBody),
+            ("POST", "/shutdown_weight_transfer_engine", self.shutdown_transfer, None),
             ("GET", "/weight_info", self.weight_info, None),
             ("POST", "/load_lora_adapter", self.load_adapter, LoadAdapterBody),
             ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterBody),
@@ -160,14 +247,41 @@ class VllmControlRoutes:
         """Tell if an operator's or a trainer's pause holds."""
         return json_response({"is_paused": (await self._status()).is_paused})
 
-    async def update_weights(self, body: UpdateWeights) -> Response:
-        """Bring every replica to the weights of a directory, staged beside decoding, and answer the report.
+    async def init_transfer(self, body: Init) -> Response:
+        """Have the workers of all replicas join the trainer's group, in place of an earlier one."""
+        await self._admin.ask(self._coordinator.destroy_group(GROUP))
+        await self._admin.init_group(body.init_info.to_group())
+        return json_response({"message": "Weight transfer initialized"})
 
-        The directory is under the service's weight roots, and has safetensors files in checkpoint names. A pause
-        that holds before it holds after it.
+    async def start_update(self) -> Response:
+        """Begin a transfer. Nothing is paused for it."""
+        await self._admin.ask(self._coordinator.begin_transfer(GROUP))
+        return json_response({"message": "Weight update started"})
+
+    async def update_weights(self, body: UpdateWeights) -> Response:
+        """Receive a part of the transfer, or bring every replica to the weights of a directory.
+
+        A part is staged beside the served weights, and answered once all replicas have it. A directory is under the
+        service's weight roots, and has safetensors files in checkpoint names. A pause that holds before it holds
+        after it.
         """
+        if body.update_info is not None:
+            await self._admin.ask(self._coordinator.receive_part(body.update_info.to_part()))
+            return json_response({"message": "Weights updated"})
         version = await self._next_version() if body.version is None else body.version
         return await self._update(WeightsBody(version=version, directory=body.weight_dir), "weight_dir")
+
+    async def finish_update(self, body: Finish) -> Response:
+        """Bring every replica to the weights that came, and answer the report."""
+        version = None if body.weight_version is None else int(body.weight_version)
+        report = await self._admin.ask(self._coordinator.end_transfer(GROUP, version))
+        answer = {"message": "Weight update finished", "weight_version": str(report.version)}
+        return json_response({**answer, "report": codec.to_builtins(report)})
+
+    async def shutdown_transfer(self) -> Response:
+        """Leave the trainer's group; an open transfer is dropped."""
+        await self._admin.ask(self._coordinator.destroy_group(GROUP))
+        return json_response({"message": "Weight transfer shut down"})
 
     async def weight_info(self) -> Response:
         """Return the version of the weights that are served, as text; null while there is none."""
@@ -222,7 +336,7 @@ class VllmControlRoutes:
                 "data_parallel_size": len(status.replicas),
             },
             "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
-            "weight_transfer_config": None,
+            "weight_transfer_config": {"backend": "nccl"},
         }
         shown = config if config_format == "json" else orjson.dumps(config).decode()
         return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": {}})
@@ -252,7 +366,7 @@ class VllmControlRoutes:
 
 
 def _num_workers(status: ServiceStatus) -> int:
-    return sum(one.num_workers for one in status.replicas)
+    return sum(one.num_workers for one in status.replicas if one.state != "quarantined")
 
 
 def _largest_replica(status: ServiceStatus) -> int:

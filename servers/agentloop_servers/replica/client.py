@@ -27,6 +27,7 @@ from agentloop.engine import (
     Progress,
     PushSource,
     StageReport,
+    TrainerOrder,
     WeightUpdate,
 )
 from agentloop.errors import DeadlineExceeded, EngineLost, EngineUnreachable, InvariantBroken, from_wire
@@ -157,6 +158,9 @@ class RemoteEngine:
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         await self._control("/drain_pinned", ControlAnswer[None], (version, grace_s))
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        await self._control("/follow_trainer", ControlAnswer[None], order, timeout_s=ORDER_TIMEOUT_S)
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order("/stage", ControlAnswer[StageReport], update)

@@ -29,7 +29,7 @@ from aiohttp import web
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
-from agentloop.engine import Engine, MemoryTag, Progress, StageReport, WeightUpdate
+from agentloop.engine import Engine, MemoryTag, Progress, StageReport, TrainerOrder, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
@@ -160,6 +160,7 @@ class DataPlaneServer(PrivateServer):
             "/offer": _ControlCall(engine.offer),
             "/image_tokens": _ControlCall(engine.image_tokens, tuple[Image, ...]),
             "/drain_pinned": _ControlCall(drain_pinned, tuple[int, float]),
+            "/follow_trainer": _ControlCall(engine.follow_trainer, TrainerOrder),
             "/stage": _ControlCall(stage, WeightUpdate, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),

@@ -33,6 +33,7 @@ DTYPES = {
     "F8_E5M2": ("float8_e5m2", 1),
 }
 """The floats of safetensors: torch's name, bytes."""
+_FLOATS = frozenset(name for name, _ in DTYPES.values())
 EXPONENTS = {
     "F64": np.uint64(0x7FF0_0000_0000_0000),
     "F32": np.uint32(0x7F80_0000),
@@ -97,6 +98,12 @@ def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo
             f"the checkpoint lacks {len(missing)} tensors of the served model, {missing[0]} first",
             param="directory",
         )
+    check_known(update, served, is_tied=is_tied)
+
+
+def check_known(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo], *, is_tied: bool) -> None:
+    """Raise CheckpointUnreadable if a tensor of `update` is none of the served model, or of another shape."""
+    optional = {TIED_NAME} if is_tied else set()
     unknown = sorted(update.keys() - served.keys() - optional)
     if unknown:
         raise CheckpointUnreadable(
@@ -173,6 +180,20 @@ class ServedForm:
         if len(by_name) < len(tensors):
             raise CheckpointUnreadable("the push names a tensor twice", param="push")
         self._check(by_name)
+
+    def check_part(self, tensors: Sequence[TensorInfo], earlier: Mapping[str, TensorInfo]) -> None:
+        """Check tensors of a transfer that follow `earlier` ones. Raises CheckpointUnreadable."""
+        seen = set(earlier)
+        for tensor in tensors:
+            if tensor.name in seen:
+                raise CheckpointUnreadable(f"tensor {tensor.name} comes twice", param="names")
+            if tensor.dtype not in _FLOATS or min(tensor.shape, default=0) < 0:
+                raise CheckpointUnreadable(
+                    f"tensor {tensor.name} has dtype {tensor.dtype!r} and shape {tensor.shape}", param="dtype_names"
+                )
+            seen.add(tensor.name)
+        if self._served is not None:
+            check_known({one.name: one for one in tensors}, self._served, is_tied=self._is_tied)
 
     def confirm(self) -> None:
         """Take the update that was checked last as the served form, if there is none yet."""

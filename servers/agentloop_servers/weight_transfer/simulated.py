@@ -13,8 +13,18 @@ from typing import TypeVar
 import torch
 
 from agentloop.aio import in_daemon_thread
-from agentloop.engine import HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.engine import (
+    GroupInit,
+    HeldIn,
+    LeaveGroup,
+    PushSource,
+    StageReport,
+    TrainerOrder,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.group_member import GroupMember
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 
 T = TypeVar("T")
@@ -60,11 +70,38 @@ class ReceivedWeights:
         self._can_hold = can_hold
         self._timeout_s = timeout_s
         self._waiting: list[_SimulatedWorker] = []  # one phase: opened by a stage, for the transfer
+        self._members: dict[str, list[GroupMember]] = {}
+        self._received: tuple[str, int] | None = None  # a transfer, and the bytes of its parts in all workers
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        """Do as the engine port says. A part that breaks off leaves nothing of its transfer."""
+        match order:
+            case GroupInit():
+                ranks = range(self._num_workers)
+                members = [GroupMember(order, rank, torch.device("cpu"), self._timeout_s) for rank in ranks]
+                self._members[order.name] = members
+                await asyncio.gather(*(in_daemon_thread(one.join) for one in members))
+                if failed := [one.error for one in members if one.error]:
+                    raise CheckpointUnreadable(failed[0], param="master_address")
+            case TransferPart():
+                self._received, num_bytes = None, self._bytes_of(order.transfer_id)
+                members = self._members.get(order.group, [])
+                num_bytes += sum(await asyncio.gather(*(in_daemon_thread(_drain, one, order) for one in members)))
+                self._received = order.transfer_id, num_bytes
+            case LeaveGroup():
+                for one in self._members.pop(order.name, []):
+                    one.leave()
+
+    def _bytes_of(self, transfer_id: str) -> int:
+        return self._received[1] if self._received is not None and self._received[0] == transfer_id else 0
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        push = update.push
-        assert push is not None, "asked for pushes only"
+        push, received, self._received = update.push, self._received, None
         self._drop()
+        if push is None:
+            if received is None or received[0] != update.transfer:
+                raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
+            return StageReport(HeldIn.HOST, "gloo", received[1] // self._num_workers)
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
@@ -85,6 +122,11 @@ class ReceivedWeights:
         for worker in self._waiting:
             worker.leave()
         self._waiting = []
+
+
+def _drain(member: GroupMember, part: TransferPart) -> int:
+    """Receive a part, and drop it. Returns its size in bytes."""
+    return sum(tensor.nbytes for _, tensor in member.receive(part, lambda: None))
 
 
 async def _on_all(workers: list[_SimulatedWorker], step: Callable[[_SimulatedWorker], T]) -> list[T]:

@@ -120,9 +120,10 @@ class ShadowParameters:
 class StagedCheckpoint:
     """The update's tensors as they arrived. `tensors` has memory of the right dtype and shape for each name."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], held_in: HeldIn) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], held_in: HeldIn) -> None:
         self.held_in = held_in
-        self.loaded = self.tensors = tensors
+        self.tensors = tensors
+        self.loaded: Mapping[str, torch.Tensor] = tensors
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor, on the current stream."""

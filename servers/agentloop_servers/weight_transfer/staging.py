@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,22 @@ import structlog
 import torch
 
 from agentloop import codec
-from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames
+from agentloop.engine import (
+    CommitReport,
+    GroupInit,
+    HeldIn,
+    PushSource,
+    StageReport,
+    TensorInfo,
+    TensorNames,
+    TransferPart,
+)
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
+from agentloop_servers.weight_transfer.group_member import GroupMember, mapped
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
@@ -59,6 +71,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
 OFFER_TIMEOUT_S = 300.0
 RESERVE_BYTES = 2**30
 HOST_SHARE = 2 / 3
+PART_POLL_S = 0.05  # between two looks of a stage, which waits for a part, at its drop
 THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end, which it checks every 50 ms
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -78,6 +91,22 @@ class _Stage:
     incoming: Incoming | None = None
     is_dropped: bool = False
     thread: threading.Thread | None = None
+    parts: queue.SimpleQueue[TransferPart | None] = field(default_factory=queue.SimpleQueue)  # None: that was all
+    num_parts: int = 0  # received
+
+    def check(self) -> None:
+        if self.is_dropped:
+            raise CheckpointUnreadable("it was dropped", param="update_info")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts that follow by `WeightStager.part`, of these tensors; none: that is not known."""
+
+    tensors: tuple[TensorInfo, ...]
+
+
+_Source = PushSource | CheckedFolder | _Parts
 
 
 @dataclass(slots=True)
@@ -116,6 +145,8 @@ class WeightStager:
         self._timeout_s = timeout_s
         self._memory = StagingMemory(device, policy)
         self._receiver = Receiver(device, rank)
+        self._rank = rank
+        self._groups: dict[str, GroupMember] = {}
         self._stream: torch.cuda.Stream | None = None
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
@@ -163,8 +194,8 @@ class WeightStager:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, number: int, source: PushSource | CheckedFolder) -> None:
-        """Begin to receive from a push or a folder. The update that was staged before is dropped."""
+    def stage(self, number: int, source: _Source) -> None:
+        """Begin to receive from a source. The update that was staged before is dropped."""
         if self._stage is not None:
             self.drop(self._stage.number)
         stage = self._stage = _Stage(number)
@@ -173,6 +204,9 @@ class WeightStager:
         else:
             known = self._plan_for(source.tensors)
             plan = known.plan if known is not None and known.is_checked else None
+        if plan is None and self._served is not None:  # its memory is staged into
+            self._end_offer()
+            self._served = None
         stage.thread = threading.Thread(
             target=self._run, args=(stage, source, plan), name=f"stage-{number}", daemon=True
         )
@@ -183,7 +217,12 @@ class WeightStager:
         stage = self._stage
         if stage is None or stage.number != number:
             return StageProgress(StageState.FAILED, "it was dropped")
-        return StageProgress(stage.state, stage.error, stage.report)
+        return StageProgress(stage.state, stage.error, stage.report, stage.num_parts)
+
+    def part(self, number: int, part: TransferPart | None) -> None:
+        """Have stage `number` receive a part; None: that was all."""
+        if self._stage is not None and self._stage.number == number:
+            self._stage.parts.put(part)
 
     def drop(self, number: int) -> None:
         """End a stage, and wait for its thread. No-op for another number than the present stage's."""
@@ -211,11 +250,13 @@ class WeightStager:
         self._memory.release()
         self._receiver.close()
 
-    def _run(self, stage: _Stage, source: PushSource | CheckedFolder, plan: CopyPlan | None) -> None:
+    def _run(self, stage: _Stage, source: _Source, plan: CopyPlan | None) -> None:
         try:
             with self._side_stream():
                 if isinstance(source, PushSource):
                     self._receive_push(stage, source, plan)
+                elif isinstance(source, _Parts):
+                    self._receive_parts(stage, plan)
                 else:
                     self._read_folder(stage, source.directory, plan)
         except AgentLoopError as error:
@@ -251,6 +292,68 @@ class WeightStager:
         stage.report = StageReport(
             stage.staged.held_in, incoming.transport, incoming.layout.num_bytes, incoming.transfer_ms
         )
+
+    def _receive_parts(self, stage: _Stage, plan: CopyPlan | None) -> None:
+        """Receive parts until the last one, into shadows by the plan, else as they come."""
+        staged: StagedCheckpoint | ShadowParameters | None = None
+        transport, num_bytes, transfer_s = "", 0, 0.0
+        while (part := self._next_part(stage)) is not None:
+            started_at, form = time.monotonic(), _form(part.tensors)
+            if staged is None:
+                staged = self._place_of_parts(plan, form)
+            if isinstance(staged, StagedCheckpoint):
+                staged.tensors |= self._memory.extend(form, staged.held_in)
+            member = self._groups.get(part.group)
+            for name, tensor in mapped(part, self._device) if member is None else member.receive(part, stage.check):
+                if plan is None or name in plan.shapes:  # it has no place for a tied head that is stored nowhere
+                    staged.accept(name, tensor)
+            self._synchronize()  # a mapped tensor is the trainer's again after this
+            transport = "ipc" if member is None else member.transport
+            num_bytes, transfer_s = num_bytes + _num_bytes(form), transfer_s + time.monotonic() - started_at
+            stage.num_parts += 1
+        if staged is None:
+            raise CheckpointUnreadable("no tensor came", param="update_info")
+        self._finish_staging(staged)
+        stage.staged = staged
+        stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0)
+
+    def _next_part(self, stage: _Stage) -> TransferPart | None:
+        """Wait for a part. Raises CheckpointUnreadable for a silent trainer."""
+        silent_at = time.monotonic() + self._timeout_s
+        while time.monotonic() < silent_at:
+            stage.check()
+            with contextlib.suppress(queue.Empty):
+                return stage.parts.get(timeout=PART_POLL_S)
+        raise CheckpointUnreadable(f"the trainer has sent nothing for {self._timeout_s:g} s", param="update_info")
+
+    def _place_of_parts(self, plan: CopyPlan | None, form: Form) -> StagedCheckpoint | ShadowParameters:
+        wanted = form if plan is None else self._parameter_form()
+        held_in = self._memory.choose(wanted, 2 * _num_bytes(form))
+        if held_in is HeldIn.NOWHERE:
+            raise CheckpointUnreadable(
+                "a trainer's group needs memory beside the served weights, and there is none: "
+                "set `weight_staging: host`, or call `/update_weights` with a `weight_dir`",
+                param="update_info",
+            )
+        return StagedCheckpoint({}, held_in) if plan is None else self._place_for(plan, wanted, held_in)
+
+    # --- a trainer's groups -------------------------------------------------------------------------------
+
+    def join_group(self, init: GroupInit) -> None:
+        """Begin to join a group, in place of an earlier one of its name."""
+        self.leave_group(init.name)
+        self._groups[init.name] = GroupMember(init, self._rank, self._device, self._timeout_s)
+
+    def poll_group(self, name: str) -> StageProgress:
+        """Return how far a group is joined: HELD once it is."""
+        member = self._groups.get(name)
+        return StageProgress(StageState.FAILED, "it was left") if member is None else member.progress
+
+    def leave_group(self, name: str) -> None:
+        """Leave a group, in the middle of a broadcast too. Idempotent."""
+        member = self._groups.pop(name, None)
+        if member is not None:
+            member.leave()
 
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
         files = StagedFiles(directory)
@@ -413,10 +516,26 @@ class StagingCalls:
     def weights_stage(self, order: bytes) -> None:
         """Begin to receive the update of a `StageOrder`."""
         wanted = codec.decode(order, StageOrder)
-        source = wanted.push or wanted.folder
+        source = wanted.push or wanted.folder or (None if wanted.transfer is None else _Parts(wanted.transfer))
         if source is None:
             raise ValueError("a stage without a source")
         self._stager.stage(wanted.number, source)
+
+    def weights_part(self, number: int, part: bytes) -> None:
+        """Have a stage receive a `TransferPart`; empty: that was all."""
+        self._stager.part(number, codec.decode(part, TransferPart) if part else None)
+
+    def weights_join_group(self, init: bytes) -> None:
+        """Begin to join the trainer's group of a `GroupInit`."""
+        self._stager.join_group(codec.decode(init, GroupInit))
+
+    def weights_poll_group(self, name: str) -> bytes:
+        """Return a group's `StageProgress`."""
+        return codec.encode(self._stager.poll_group(name))
+
+    def weights_leave_group(self, name: str) -> None:
+        """Leave a trainer's group."""
+        self._stager.leave_group(name)
 
     def weights_poll(self, number: int) -> bytes:
         """Return a stage's `StageProgress`."""
@@ -468,7 +587,7 @@ class StagingMemory:
         self._policy = policy
         self._held_in = HeldIn.NOWHERE
         self._form: Form = ()
-        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
         """Choose where to hold tensors of this form; arrival takes `buffer_bytes` more of device memory."""
@@ -486,13 +605,25 @@ class StagingMemory:
             return HeldIn.HOST
         return HeldIn.NOWHERE
 
-    def take(self, form: Form, held_in: HeldIn) -> Mapping[str, torch.Tensor]:
+    def take(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
         """Return tensors of this form. Their values are undefined."""
         if not self._tensors or form != self._form or held_in is not self._held_in:
             self.release()
             self._tensors = {name: self._empty(dtype, shape, held_in) for name, dtype, shape in form}
             self._form, self._held_in = form, held_in
         return self._tensors
+
+    def extend(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
+        """Return tensors of this form, and keep those of other names. Their values are undefined."""
+        if held_in is not self._held_in:
+            self.release()
+        self._held_in = held_in
+        for name, dtype, shape in form:
+            held = self._tensors.get(name)
+            if held is None or (held.dtype, tuple(held.shape)) != (dtype, shape):
+                self._tensors[name] = self._empty(dtype, shape, held_in)
+        self._form = [(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
+        return {name: self._tensors[name] for name, _, _ in form}
 
     def release(self) -> None:
         """Free the memory. Its tensors must not be in use any more."""

@@ -38,6 +38,10 @@ class WorkerMethod(StrEnum):
     COMMIT = "weights_commit"
     OFFER = "weights_offer"
     RELEASE = "weights_release"
+    JOIN_GROUP = "weights_join_group"  # this and the next three: of it too, about a trainer's groups
+    POLL_GROUP = "weights_poll_group"
+    LEAVE_GROUP = "weights_leave_group"
+    PART = "weights_part"
     EXTEND_SCHEDULER = "scheduler_extend"  # this and the next five: of SGLang's `SchedulerExtension`
     PAUSE_REQUESTS = "requests_pause"
     RESUME_REQUESTS = "requests_resume"
@@ -100,11 +104,15 @@ class StagingSetup:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to receive one update, from a push or from a folder. `number` identifies it until its commit."""
+    """An order to receive one update, from one source. `number` identifies it until its commit.
+
+    `transfer`: parts of a trainer's group follow, of these tensors as far as they are known.
+    """
 
     number: int
     push: PushSource | None = None
     folder: CheckedFolder | None = None
+    transfer: tuple[TensorInfo, ...] | None = None
 
 
 class StageState(StrEnum):
@@ -122,6 +130,7 @@ class StageProgress:
     state: StageState
     error: str = ""
     report: StageReport | None = None
+    num_parts: int = 0  # of a transfer, that have come
 
 
 def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:

@@ -17,6 +17,8 @@ from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 POSTS = ["/pause", "/resume", "/update_weights", "/load_lora_adapter", "/sleep", "/wake_up", "/reset_prefix_cache"]
+POSTS += ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"]
+POSTS += ["/shutdown_weight_transfer_engine"]
 GETS = ["/is_paused", "/weight_info", "/is_sleeping", "/server_info", "/get_world_size"]
 
 
@@ -72,8 +74,11 @@ async def test_weights_that_are_refused(service: ChatService, tmp_path: Path) ->
     none = {"weight_dir": None}
     assert await refused(service, "/update_weights", json=none) == (400, "unsupported_parameter", "weight_dir")
     assert await refused(service, "/update_weights", json={}) == (400, "invalid_request", "weight_dir")
-    nccl = {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}}
-    assert await refused(service, "/update_weights", json=nccl) == (400, "unsupported_parameter", "update_info")
+    both = {
+        "weight_dir": str(tmp_path),
+        "update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]},
+    }
+    assert await refused(service, "/update_weights", json=both) == (400, "invalid_request", "weight_dir")
     service.coordinator.update_error = Conflict("version 1 is under way")
     known = {"weight_dir": str(tmp_path / "weights" / "step_8")}
     assert (await refused(service, "/update_weights", json=known))[:2] == (409, "conflict")
@@ -111,7 +116,7 @@ async def test_what_trainers_read_of_the_server(service: ChatService) -> None:
     assert config["model_config"]["dtype"] == "torch.bfloat16"
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert (config["model_config"]["max_model_len"], config["lora_config"]) == (4096, None)
-    assert config["weight_transfer_config"] is None
+    assert config["weight_transfer_config"] == {"backend": "nccl"}
     assert isinstance((await done(service, "GET", "/server_info"))["vllm_config"], str)
     assert await done(service, "GET", "/get_world_size") == {"world_size": 2}
     assert await done(service, "GET", "/get_world_size", params={"include_dp": "false"}) == {"world_size": 1}

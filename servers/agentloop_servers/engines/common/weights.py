@@ -8,16 +8,29 @@ generation is paused. One stage at a time; a new one drops the update that the l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import structlog
 
 from agentloop import codec
-from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
+from agentloop.engine import (
+    CommitReport,
+    GroupInit,
+    HeldIn,
+    LeaveGroup,
+    PushSource,
+    StageReport,
+    TensorInfo,
+    TensorNames,
+    TrainerOrder,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.weight_transfer.checkpoint import ServedForm
@@ -74,6 +87,16 @@ async def no_label(version: int) -> None:
     """Do nothing, in engines that keep no label of their weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class _IncomingTransfer:
+    """The transfer of a trainer's group that is received as stage `number`, and its tensors so far."""
+
+    transfer_id: str
+    number: int
+    num_parts: int = 0
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+
+
 class EngineWeights:
     """The updates of one engine. `label` is called with each new version, while nothing is sampled."""
 
@@ -93,6 +116,7 @@ class EngineWeights:
         self._committed: int | None = None  # the latest version
         self._numbers = itertools.count(1)
         self._staged: Staged | None = None
+        self._transfer: _IncomingTransfer | None = None
         self._stage_lock = asyncio.Lock()
 
     async def check(self) -> None:
@@ -120,15 +144,31 @@ class EngineWeights:
     async def stage(self, update: WeightUpdate) -> StageReport:
         """Receive and check `update` in all workers. Raises CheckpointUnreadable or EngineError."""
         async with self._stage_lock:
-            self._staged = None
-            number = next(self._numbers)
-            if update.adapter is not None:
+            self._staged, transfer, self._transfer = None, self._transfer, None
+            if update.transfer is not None:
+                number, report = await self._end_transfer(update.transfer, transfer)
+            elif update.adapter is not None:
+                number = next(self._numbers)
                 report = await self._stage_adapter(update.adapter)
             else:
+                number = next(self._numbers)
                 order = await asyncio.to_thread(self._order, number, update)
                 report = await self._stage_tensors(order)
             self._staged = (number, update)
             return report
+
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        """Join a trainer's group, receive a part, or leave. Raises CheckpointUnreadable or EngineError."""
+        match order:
+            case GroupInit():
+                await self._workers.on_workers(WorkerMethod.JOIN_GROUP, codec.encode(order))
+                async with self._in_time("master_address"):
+                    await self._polled(WorkerMethod.POLL_GROUP, order.name, _is_held, "master_address")
+            case TransferPart():
+                async with self._stage_lock:
+                    await self._receive_part(order)
+            case LeaveGroup():
+                await self._workers.on_workers(WorkerMethod.LEAVE_GROUP, order.name)
 
     @property
     def staged_version(self) -> int | None:
@@ -175,7 +215,7 @@ class EngineWeights:
     async def release(self) -> None:
         """Free the memory of staged weights and of transfer buffers."""
         async with self._stage_lock:
-            self._staged = None
+            self._staged = self._transfer = None
             await self._workers.on_workers(WorkerMethod.RELEASE)
 
     # --- inside ---
@@ -200,26 +240,73 @@ class EngineWeights:
         return StageOrder(number, push=update.push)
 
     async def _stage_tensors(self, order: StageOrder) -> StageReport:
-        is_held, param = False, "directory" if order.push is None else "push"
+        param = "directory" if order.push is None else "push"
+        async with self._dropping(order.number), self._in_time(param):
+            await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
+            return _merged(await self._polled(WorkerMethod.POLL, order.number, _is_held, param))
+
+    async def _receive_part(self, part: TransferPart) -> None:
+        """Check and receive a part; the first one begins the stage."""
+        transfer = self._transfer
+        if transfer is None or transfer.transfer_id != part.transfer_id:
+            transfer = _IncomingTransfer(part.transfer_id, next(self._numbers))
+            self._staged = self._transfer = None
+            if self._adapter is not None:
+                raise CheckpointUnreadable("this engine serves adapters, and takes no weights of a trainer's group")
+            order = StageOrder(transfer.number, transfer=self._served_form().tensors or part.tensors)
+            await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
+        self._transfer, num_parts = None, transfer.num_parts + 1
+        async with self._dropping(transfer.number), self._in_time("update_info"):
+            self._served_form().check_part(part.tensors, transfer.tensors)
+            await self._workers.on_workers(WorkerMethod.PART, transfer.number, codec.encode(part))
+            await self._polled(
+                WorkerMethod.POLL, transfer.number, lambda stage: stage.num_parts == num_parts, "update_info"
+            )
+        transfer.tensors.update((tensor.name, tensor) for tensor in part.tensors)
+        self._transfer = replace(transfer, num_parts=num_parts)
+
+    async def _end_transfer(self, transfer_id: str, transfer: _IncomingTransfer | None) -> tuple[int, StageReport]:
+        """Check that all tensors have come, and finish the stage of a transfer."""
+        if transfer is None or transfer.transfer_id != transfer_id:
+            raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
+        async with self._dropping(transfer.number), self._in_time("update_info"):
+            self._served_form().check_push(tuple(transfer.tensors.values()))
+            await self._workers.on_workers(WorkerMethod.PART, transfer.number, b"")
+            held = await self._polled(WorkerMethod.POLL, transfer.number, _is_held, "update_info")
+        return transfer.number, _merged(held)
+
+    async def _polled(
+        self, method: WorkerMethod, of: int | str, is_reached: Callable[[StageProgress], bool], param: str
+    ) -> list[StageProgress]:
+        """Poll all workers until each has reached it. Raises CheckpointUnreadable for one that has failed."""
+        while True:
+            answers = await self._workers.on_workers(method, of)
+            stages = [codec.decode(answer, StageProgress) for answer in answers]
+            failed = next((stage for stage in stages if stage.state is StageState.FAILED), None)
+            if failed is not None:
+                raise CheckpointUnreadable(failed.error, param=param)
+            if all(map(is_reached, stages)):
+                return stages
+            await asyncio.sleep(STAGE_POLL_S)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, param: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._config.stage_timeout_s):
-                await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
-                while True:
-                    answers = await self._workers.on_workers(WorkerMethod.POLL, order.number)
-                    stages = [codec.decode(answer, StageProgress) for answer in answers]
-                    failed = next((stage for stage in stages if stage.state is StageState.FAILED), None)
-                    if failed is not None:
-                        raise CheckpointUnreadable(failed.error, param=param)
-                    if all(stage.state is StageState.HELD for stage in stages):
-                        is_held = True
-                        return merge_stage_reports([stage.report for stage in stages if stage.report is not None])
-                    await asyncio.sleep(STAGE_POLL_S)
+                yield
         except TimeoutError as error:
             waited = f"not received within {self._config.stage_timeout_s:g} s"
             raise CheckpointUnreadable(waited, param=param) from error
-        finally:
-            if not is_held and self._workers.is_up:
-                await asyncio.shield(self._drop(order.number))
+
+    @contextlib.asynccontextmanager
+    async def _dropping(self, number: int) -> AsyncIterator[None]:
+        """Drop stage `number` in all workers if the block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._workers.is_up:
+                await asyncio.shield(self._drop(number))
+            raise
 
     async def _drop(self, number: int) -> None:
         """Drop a stage in all workers. The deadline is short, because a hung engine must not keep the lock."""
@@ -240,3 +327,11 @@ class EngineWeights:
             return await self._adapter.commit(update.adapter)
         answers = await self._workers.on_workers(WorkerMethod.COMMIT, number)
         return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])
+
+
+def _is_held(stage: StageProgress) -> bool:
+    return stage.state is StageState.HELD
+
+
+def _merged(stages: Sequence[StageProgress]) -> StageReport:
+    return merge_stage_reports([stage.report for stage in stages if stage.report is not None])

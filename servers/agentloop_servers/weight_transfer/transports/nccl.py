@@ -33,7 +33,8 @@ from agentloop_servers.weight_transfer.transports.base import Buffer
 NCCL_POLL_S = 0.0005
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-_UINT8 = 1
+_UINT8, _FLOAT32 = 1, 7
+_SUM = 0
 _MAGIC = 0xCAFEBEEF
 _LAYOUT_VERSION = 21801  # 2.18.1, whose fields end with split_share
 _UNDEFINED = -(2**31)
@@ -74,6 +75,15 @@ _SIGNATURES: dict[str, list[type]] = {
     "ncclCommGetAsyncError": [_COMM, ctypes.POINTER(ctypes.c_int)],
     "ncclCommAbort": [_COMM],
     "ncclBroadcast": [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        _COMM,
+        ctypes.c_void_p,
+    ],
+    "ncclAllReduce": [
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_size_t,
@@ -153,6 +163,13 @@ class Communicator:
             raise NcclFailed("the communicator was ended")
         result = _library().ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
         self._finish_call("broadcast", result, deadline_at, check)
+
+    def sum(self, address: int, *, stream: int, deadline_at: float, check: Callable[[], None]) -> None:
+        """Enqueue the sum of one float32 of all ranks, in place."""
+        if self._handle is None:
+            raise NcclFailed("the communicator was ended")
+        result = _library().ncclAllReduce(address, address, 1, _FLOAT32, _SUM, self._handle, stream)
+        self._finish_call("sum", result, deadline_at, check)
 
     def wait(self, is_done: Callable[[], bool], *, deadline_at: float, check: Callable[[], None]) -> None:
         """Poll `is_done` (a CUDA event's query) until it is true. Raises NcclFailed if the group breaks."""

@@ -22,11 +22,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from agentloop.engine import CommitReport, Delta, HeldIn, StageReport, TensorInfo, WeightUpdate
+from agentloop.engine import (
+    CommitReport,
+    Delta,
+    GroupBackend,
+    GroupInit,
+    HeldIn,
+    LeaveGroup,
+    Packing,
+    StageReport,
+    TensorInfo,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -39,9 +52,11 @@ from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, Sa
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import tensor_info
 from agentloop_servers.weight_transfer.receiver import Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
 from tests.benchmarks.shapes import SHAPES, make_tensors, write_checkpoint, write_model_folder
+from tests.servers.weight_transfer.group_trainer import free_port, joined, runs
 
 pytestmark = pytest.mark.engine
 
@@ -348,11 +363,9 @@ async def test_a_trainer_that_gives_up_changes_nothing(tied_engine: VllmEngine, 
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
-async def test_weights_that_came_by_a_push_can_be_given_on(tied_engine: VllmEngine, sender: WeightSender) -> None:
-    version = tied_engine.weight_version
-    assert version is not None
-    await push(tied_engine, version + 1, POLICY / "v1", sender)
-    offer = await tied_engine.offer()
+async def assert_offers(engine: VllmEngine, sent: dict[str, torch.Tensor]) -> None:
+    """The engine gives these tensors on, to the byte."""
+    offer = await engine.offer()
     assert offer is not None
     received: dict[str, torch.Tensor] = {}
 
@@ -363,9 +376,15 @@ async def test_weights_that_came_by_a_push_can_be_given_on(tied_engine: VllmEngi
         receive(incoming, lambda name, tensor: received.update({name: tensor.clone()}))
 
     await asyncio.to_thread(take)
-    sent = stored(POLICY / "v1")
     assert received.keys() == sent.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+
+
+async def test_weights_that_came_by_a_push_can_be_given_on(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    await push(tied_engine, version + 1, POLICY / "v1", sender)
+    await assert_offers(tied_engine, stored(POLICY / "v1"))
 
 
 async def test_without_memory_for_staging_the_commit_receives(
@@ -520,3 +539,45 @@ async def test_forced_noise_is_served(tied_engine: VllmEngine, tmp_path: Path) -
     assert noise.logprobs == pytest.approx([-math.log(tied_engine.info.vocab_size)] * 4, abs=1e-4)
     await update(tied_engine, version + 2, POLICY / "v0")
     await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+# --- a trainer's own group --------------------------------------------------------------------------------
+
+
+async def test_a_trainers_group_brings_weights_beside_the_served_ones(tied_engine: VllmEngine) -> None:
+    """In two parts, the second packed; a part that does not fit and a transfer that lacks one change nothing."""
+    tensors = stored(POLICY / "v1")
+    infos = [tensor_info(name, tensor) for name, tensor in tensors.items()]
+    port, half = free_port(), len(infos) // 2
+    version = (tied_engine.weight_version or 0) + 1
+    join = GroupInit("g", GroupBackend.VLLM, "127.0.0.1", port, 1, 2)
+    joining = asyncio.create_task(tied_engine.follow_trainer(join))
+    group = await asyncio.to_thread(joined, "g", port, 2)
+    await joining
+
+    async def sent(transfer_id: str, part: Sequence[TensorInfo], packed_bytes: int) -> None:
+        packing = Packing.PACKED if packed_bytes else Packing.PLAIN
+        order = TransferPart("g", tuple(part), packing, packed_bytes, transfer_id=transfer_id)
+        receiving = asyncio.create_task(tied_engine.follow_trainer(order))
+        for data in runs([tensors[one.name] for one in part], packed_bytes):
+            await asyncio.to_thread(dist.broadcast, data, 0, group)
+        await receiving
+
+    before = tied_engine.weight_version
+    await sent("lacking", infos[:half], 0)
+    with pytest.raises(CheckpointUnreadable, match="lacks"):
+        await tied_engine.stage(WeightUpdate(version, transfer="lacking"))
+    wrong = TransferPart("g", (replace(infos[0], shape=(3, 3)),), Packing.PLAIN, transfer_id="wrong")
+    with pytest.raises(CheckpointUnreadable, match="has shape"):
+        await tied_engine.follow_trainer(wrong)
+    assert tied_engine.weight_version == before
+    await sent("whole", infos[:half], 0)
+    await sent("whole", infos[half:], 100_000)
+    report = await tied_engine.stage(WeightUpdate(version, transfer="whole"))
+    assert (report.held_in, report.transport) == (HeldIn.HOST, "gloo")
+    await tied_engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+    await tied_engine.commit(version)
+    await tied_engine.resume()
+    await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
+    await assert_offers(tied_engine, tensors)
+    await tied_engine.follow_trainer(LeaveGroup("g"))

@@ -1,0 +1,211 @@
+"""Trainers' own broadcast groups over all replicas, as the verbs of vLLM and SGLang use them.
+
+    no group ─► group ─► transfer ─► part, part, ... ─► end: an update of the fleet ─► group
+                           └ a part that no replica got, a lost replica, a silent trainer ─► no group
+
+The members receive the parts beside the weights that they serve, and decode meanwhile. The end is an ordinary
+update, whose stage only checks that all tensors came. So a replica that failed in a part fails in the stage, leaves
+traffic, and gets the weights from another replica.
+
+Ownership: one object in the coordinator's event loop. Groups are not stored: after a restart the trainer makes its
+group again. Workers give a transfer up by themselves once their trainer is silent, so no task watches here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agentloop.api.coordinator import UpdateReport
+from agentloop.clock import Clock
+from agentloop.engine import GroupBackend, GroupInit, LeaveGroup, TrainerOrder, TransferPart, WeightUpdate
+from agentloop.errors import (
+    AgentLoopError,
+    CheckpointUnreadable,
+    Conflict,
+    InvalidRequest,
+    NoHealthyReplica,
+    NotFound,
+    WeightUpdateFailed,
+)
+from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
+from agentloop.fleet.replica_steps import ReplicaSteps
+from agentloop.types import KVPolicy
+
+Update = Callable[[WeightUpdate, KVPolicy | None], Awaitable[UpdateReport]]
+
+
+@dataclass(slots=True)
+class _Group:
+    init: GroupInit
+    members: tuple[ReplicaRecord, ...]  # as they joined
+
+
+@dataclass(slots=True)
+class _OpenTransfer:
+    group: _Group
+    ends_at: float  # unless another part comes
+    transfer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    failed: dict[str, Exception] = field(default_factory=dict)  # by replica
+    version: int | None = None
+    num_parts: int = 0
+
+
+class TrainerGroups:
+    """A TrainerPort. `update` brings the fleet to what a transfer brought."""
+
+    def __init__(self, fleet: Fleet, steps: ReplicaSteps, clock: Clock, update: Update) -> None:
+        self._fleet = fleet
+        self._steps = steps
+        self._clock = clock
+        self._update = update
+        self._groups: dict[str, _Group] = {}
+        self._transfer: _OpenTransfer | None = None
+
+    @property
+    def open_transfer(self) -> str:
+        """The group whose transfer is open; empty if there is none."""
+        transfer = self._transfer
+        return "" if transfer is None or self._is_silent(transfer) else transfer.group.init.name
+
+    async def init_group(self, group: GroupInit) -> None:
+        await self._end_silent()
+        if group.name in self._groups:
+            raise Conflict(f"group {group.name!r} exists", param="group_name")
+        members = self._members()
+        num_workers = sum(one.registration.info.num_workers for one in members)
+        if group.backend is not GroupBackend.IPC and group.world_size != group.rank_offset + num_workers:
+            raise InvalidRequest(
+                f"world_size is {group.world_size}, but {num_workers} workers follow from rank {group.rank_offset}",
+                param="world_size",
+            )
+        made = self._groups[group.name] = _Group(group, members)
+        if group.backend is GroupBackend.IPC:
+            return
+        failed = await self._on_members(members, _ranked(group, members))
+        if failed:
+            await self._leave(made)
+            raise WeightUpdateFailed(f"group {group.name!r} was not joined: {_text(failed)}")
+
+    async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
+        await self._end_silent()
+        if self._transfer is not None:
+            name = self._transfer.group.init.name
+            if is_repeatable and name == group:
+                return
+            raise Conflict(f"a transfer of group {name!r} is open: end it, or destroy the group")
+        known = self._groups.get(group)
+        if known is None:
+            raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
+        lost = [one.replica_id for one in known.members if not self._is_same(one)]
+        if lost:
+            await self._leave(known)
+            raise Conflict(f"group {group!r} has lost {', '.join(lost)}: make it again", param="group_name")
+        self._transfer = _OpenTransfer(known, self._silent_at())
+
+    async def receive_part(self, part: TransferPart) -> None:
+        await self._end_silent()
+        transfer = self._opened(part.group)
+        init = transfer.group.init
+        order = msgspec.structs.replace(
+            part,
+            packing=init.packing if part.packing is None else part.packing,
+            buffer_bytes=part.buffer_bytes or init.buffer_bytes,
+            transfer_id=transfer.transfer_id,
+        )
+        transfer.version = transfer.version if part.version is None else part.version
+        transfer.num_parts += 1
+        transfer.ends_at = self._silent_at()
+        members = [one for one in transfer.group.members if one.replica_id not in transfer.failed]
+        failed = await self._on_members(members, [order] * len(members))
+        transfer.ends_at = self._silent_at()
+        transfer.failed |= failed
+        if len(failed) < len(members):
+            return
+        await self._leave(transfer.group)
+        is_unfit = all(isinstance(one, CheckpointUnreadable) for one in failed.values())
+        raise (CheckpointUnreadable if is_unfit else WeightUpdateFailed)(f"nothing has changed: {_text(failed)}")
+
+    async def end_transfer(
+        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
+    ) -> UpdateReport:
+        await self._end_silent()
+        transfer = self._opened(group)
+        self._transfer = None
+        if not transfer.num_parts:
+            raise InvalidRequest("the transfer ends without a tensor")
+        version = transfer.version if version is None else version
+        if version is None:
+            version = 0 if self._fleet.weight_version is None else self._fleet.weight_version + 1
+        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id), kv_policy)
+
+    async def destroy_group(self, name: str) -> None:
+        group = self._groups.get(name)
+        if group is not None:
+            await self._leave(group)
+
+    # --- inside ---
+
+    def _members(self) -> tuple[ReplicaRecord, ...]:
+        sound = [one for one in self._fleet.replicas if one.state is not ReplicaState.QUARANTINED]
+        if not sound:
+            raise NoHealthyReplica("no replica can join a group now")
+        return tuple(sorted(sound, key=lambda one: one.replica_id))
+
+    def _opened(self, group: str) -> _OpenTransfer:
+        if self._transfer is None or self._transfer.group.init.name != group:
+            raise Conflict(f"no transfer of group {group!r} is open: start one first")
+        return self._transfer
+
+    def _is_same(self, member: ReplicaRecord) -> bool:
+        now = self._fleet.get(member.replica_id)
+        return now is not None and now.incarnation == member.incarnation
+
+    def _silent_at(self) -> float:
+        return self._clock.now() + self._steps.config.stage_timeout_s
+
+    def _is_silent(self, transfer: _OpenTransfer) -> bool:
+        return self._clock.now() > transfer.ends_at
+
+    async def _end_silent(self) -> None:
+        """Leave the group of an open transfer whose trainer has vanished."""
+        if self._transfer is not None and self._is_silent(self._transfer):
+            await self._leave(self._transfer.group)
+
+    async def _leave(self, group: _Group) -> None:
+        self._groups.pop(group.init.name, None)
+        if self._transfer is not None and self._transfer.group is group:
+            self._transfer = None
+        there = [one for one in group.members if self._is_same(one)]
+        await self._on_members(there, [LeaveGroup(group.init.name)] * len(there))
+
+    async def _on_members(
+        self, members: Sequence[ReplicaRecord], orders: Sequence[TrainerOrder]
+    ) -> dict[str, Exception]:
+        """Give each member its order. Returns the failures by replica."""
+        calls = [self._steps.follow_trainer(*pair) for pair in zip(members, orders, strict=True)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed: dict[str, Exception] = {}
+        for one, answer in zip(members, answers, strict=True):
+            if isinstance(answer, AgentLoopError | TimeoutError | OSError):
+                failed[one.replica_id] = answer
+            elif answer is not None:
+                raise answer
+        return failed
+
+
+def _ranked(group: GroupInit, members: Sequence[ReplicaRecord]) -> list[GroupInit]:
+    """Return each member's order to join: its first worker has the rank after the last member's."""
+    orders, rank = [], group.rank_offset
+    for one in members:
+        orders.append(msgspec.structs.replace(group, rank_offset=rank))
+        rank += one.registration.info.num_workers
+    return orders
+
+
+def _text(failed: dict[str, Exception]) -> str:
+    return "; ".join(f"{name}: {error or type(error).__name__}" for name, error in failed.items())
