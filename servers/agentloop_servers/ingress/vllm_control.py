@@ -11,16 +11,16 @@ replicas (`agentloop/fleet/trainer_groups.py`), by NCCL or by CUDA IPC handles.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody, parse_body
+from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
@@ -30,8 +30,6 @@ from agentloop_servers.http.guard import HttpLimits, json_body
 from agentloop_servers.http.openapi import add_route, errors
 from agentloop_servers.http.responses import in_time, json_response
 from agentloop_servers.ingress.admin import AdminRoutes
-
-B = TypeVar("B", bound=Body)
 
 GROUP = "vllm"
 """The name of the one group that vLLM's verbs speak of."""
@@ -165,9 +163,12 @@ class FinishUpdateBody(Body):
     weight_version: Annotated[str, Field(pattern=r"^\d{1,18}$")] | None = None
 
 
-def _parsed_or_empty(data: bytes, kind: type[B]) -> B:
+async def _finish_body(request: Request) -> FinishUpdateBody:
     """Read a body that may be left out."""
-    return parse_body(data or b"{}", kind)
+    return await _READ_FINISH(request) if await request.body() else FinishUpdateBody()
+
+
+_READ_FINISH = json_body(FinishUpdateBody)
 
 
 class LoadAdapterBody(Body):
@@ -183,7 +184,7 @@ class LoadAdapterBody(Body):
 
 
 Init = Annotated[InitBody, Depends(json_body(InitBody))]
-Finish = Annotated[FinishUpdateBody, Depends(json_body(FinishUpdateBody, _parsed_or_empty))]
+Finish = Annotated[FinishUpdateBody, Depends(_finish_body)]
 UpdateWeights = Annotated[UpdateWeightsBody, Depends(json_body(UpdateWeightsBody))]
 LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 

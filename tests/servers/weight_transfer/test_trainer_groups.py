@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
@@ -49,3 +51,53 @@ async def test_a_trainer_broadcasts_to_all_replicas(site: ServiceSite, packed: i
             assert (replica["error"], replica["held_in"], replica["transport"]) == (None, "host", "gloo")
             assert NUM_BYTES - 10_000 < replica["num_bytes"] < NUM_BYTES
     assert [one.weight_version for one in (await site.coordinator.status()).replicas] == [2, 2]
+
+
+async def test_a_trainer_that_is_killed_changes_nothing_and_the_next_one_begins_anew(site: ServiceSite) -> None:
+    code, answers, _ = await trained(site, parts=2, dies_after=5)
+    assert (code, answers) == (-signal.SIGKILL, [])
+    code, answers, complaint = await trained(site)
+    assert (code, [answer["weight_version"] for answer in answers]) == (0, ["1"]), complaint
+    status = await site.coordinator.status()
+    assert [(one.state, one.weight_version) for one in status.replicas] == [("ready", 1), ("ready", 1)]
+
+
+async def test_a_trainers_own_pause_holds_until_it_resumes(site: ServiceSite) -> None:
+    async with aiohttp.ClientSession(site.urls[0]) as http:
+        await http.post("/pause", params={"mode": "keep"})
+        code, answers, complaint = await trained(site, version=8)
+        assert (code, [answer["weight_version"] for answer in answers]) == (0, ["8"]), complaint
+        assert (await site.coordinator.status()).is_paused
+        await http.post("/resume")
+        body = {"token_ids": [5], "sampling_params": {"max_tokens": 3}}
+        async with http.post("/inference/v1/generate", json=body) as answer:
+            [choice] = (await answer.json())["choices"]
+    assert {span["version"] for span in choice["weight_versions"]} == {"8"}
+
+
+async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 4}
+    tensors = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+    by_id = {"init_info": {**info, "nccl_unique_id_b64": "A"}}
+    uneven = {"update_info": {**tensors, "shapes": []}}
+    ipc = {"init_info": {"packed": False}}  # it has no ranks
+    named = "init_info.nccl_unique_id_b64"
+    calls: list[tuple[str, Any, tuple[int, str, str | None]]] = [
+        ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
+        ("init_weight_transfer_engine", by_id, (400, "invalid_request", named)),
+        ("start_weight_update", None, (404, "not_found", "group_name")),
+        ("update_weights", {"update_info": tensors}, (409, "conflict", None)),
+        ("update_weights", uneven, (400, "invalid_request", "update_info.shapes")),
+        ("finish_weight_update", None, (409, "conflict", None)),
+        ("finish_weight_update", {"weight_version": "seven"}, (400, "invalid_request", "weight_version")),
+        ("init_weight_transfer_engine", ipc, (200, "", None)),
+        ("start_weight_update", None, (200, "", None)),
+        ("start_weight_update", None, (409, "conflict", None)),
+        ("finish_weight_update", None, (400, "invalid_request", None)),
+        ("shutdown_weight_transfer_engine", None, (200, "", None)),
+    ]
+    async with aiohttp.ClientSession(site.urls[0]) as http:
+        for path, body, expected in calls:
+            async with http.post(f"/{path}", json=body) as answer:
+                error = (await answer.json()).get("error", {"code": "", "param": None})
+                assert (answer.status, error["code"], error["param"]) == expected, (path, body, error)

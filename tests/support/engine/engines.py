@@ -18,6 +18,7 @@ from agentloop.engine import (
     PushSource,
     StageReport,
     TokenEngine,
+    TrainerOrder,
     WeightUpdate,
 )
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, WeightUpdateFailed
@@ -53,6 +54,7 @@ class FakeEngine:
         self.unreadable: set[str] = set()  # directories
         self.on_commit: Callable[[], None] = lambda: None
         self.updates: list[WeightUpdate] = []
+        self.orders: list[TrainerOrder] = []  # that were followed
         self.is_paused = False
         self.is_usable = version is not None
         self.staged: int | None = None
@@ -77,6 +79,10 @@ class FakeEngine:
         load = Load(weight_version=self.weight_version)
         return ReplicaReport(load, self.is_usable, self.is_paused, self.asleep)
 
+    async def follow_trainer(self, order: TrainerOrder) -> None:
+        await self._called("follow")
+        self.orders.append(order)
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         if MemoryTag.WEIGHTS in self.asleep:
             raise Conflict("asleep")
@@ -84,6 +90,8 @@ class FakeEngine:
         await self._called("stage")
         if update.directory in self.unreadable:
             raise CheckpointUnreadable(f"no such directory: {update.directory}", param="directory")
+        if update.transfer is not None and self.failures.get("follow") is not None:
+            raise CheckpointUnreadable("a part has not come")
         self.staged = update.version
         is_one_phase = self.held_in is HeldIn.NOWHERE
         return StageReport(self.held_in, "nccl", 1000, transfer_ms=0.0 if is_one_phase else 30.0)

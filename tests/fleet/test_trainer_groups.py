@@ -1,0 +1,143 @@
+"""Trainers' groups over a fleet: ranks, states, and who fails."""
+
+from dataclasses import replace
+
+import pytest
+
+from agentloop.engine import GroupBackend, GroupInit, LeaveGroup, TensorInfo, TransferPart
+from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound, WeightUpdateFailed
+from agentloop.fleet.registry import ReplicaState
+from agentloop.fleet.trainer_groups import TrainerGroups
+from agentloop.types import KVPolicy
+from tests.support.engine.engines import INFO
+from tests.support.fleet.weights import CONFIG, FleetSite, push_source, virtual
+
+PAIR = replace(INFO, num_workers=2)
+PART = TransferPart("g", (TensorInfo("w", "bfloat16", (2, 3)),))
+
+
+def group(world_size=5, name="g"):
+    return GroupInit(name, GroupBackend.NCCL, "10.0.0.1", 4000, rank_offset=1, world_size=world_size)
+
+
+def groups_of(site):
+    async def update(update, kv_policy):
+        return await site.sync.update_weights(update, kv_policy or KVPolicy.RECOMPUTE)
+
+    return TrainerGroups(site.fleet, site.sync.steps, site.clock, update)
+
+
+def orders(site, kind):
+    return {name: [one for one in engine.orders if isinstance(one, kind)] for name, engine in site.engines.items()}
+
+
+@virtual
+async def test_ranks_count_over_all_workers_and_parts_become_the_next_version(clock):
+    site = FleetSite(clock, "b", "a", info=PAIR)
+    groups = groups_of(site)
+    with pytest.raises(InvalidRequest, match="4 workers follow from rank 1") as error:
+        await groups.init_group(group(world_size=3))
+    assert error.value.param == "world_size"
+    await groups.init_group(group())
+    assert {name: one.rank_offset for name, [one] in orders(site, GroupInit).items()} == {"a": 1, "b": 3}
+    await groups.begin_transfer("g")
+    await groups.receive_part(PART)
+    await groups.begin_transfer("g", is_repeatable=True)
+    await groups.receive_part(PART)
+    assert site.engines["a"].weight_version == 0
+    report = await groups.end_transfer("g")
+    assert (report.version, site.fleet.weight_version, groups.open_transfer) == (1, 1, "")
+    transfers = {one.transfer_id for parts in orders(site, TransferPart).values() for one in parts}
+    assert transfers == {site.engines["a"].updates[-1].transfer}
+    await groups.begin_transfer("g")
+    await groups.receive_part(replace_version(PART, 7))
+    assert (await groups.end_transfer("g")).version == 7
+
+
+def replace_version(part, version):
+    return TransferPart(part.group, part.tensors, version=version)
+
+
+@virtual
+async def test_a_replica_that_fails_in_a_part_leaves_traffic_and_gets_the_weights_from_another(clock):
+    site = FleetSite(clock, "a", "b")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    await groups.begin_transfer("g")
+    await groups.receive_part(PART)
+    site.engines["b"].fail("follow", times=1)
+    await groups.receive_part(PART)
+    await groups.receive_part(PART)
+    assert {name: len(parts) for name, parts in orders(site, TransferPart).items()} == {"a": 3, "b": 1}
+    report = await groups.end_transfer("g", 4)
+    assert [one.error is None for one in report.replicas] == [True, False]
+    assert (site.placeable(), site.state("b")) == (["a"], ReplicaState.QUARANTINED)
+    site.engines["a"].offered = push_source()
+    assert await site.late.bring_up("b")
+    assert (site.engines["b"].weight_version, site.placeable()) == (4, ["a", "b"])
+
+
+@virtual
+async def test_a_trainer_that_vanishes_changes_nothing(clock):
+    site = FleetSite(clock, "a")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=2))
+    await groups.begin_transfer("g")
+    await groups.receive_part(PART)
+    await clock.sleep(CONFIG.stage_timeout_s - 1.0)
+    assert groups.open_transfer == "g"
+    await clock.sleep(2.0)
+    assert groups.open_transfer == ""
+    with pytest.raises(Conflict):
+        await groups.end_transfer("g")
+    assert orders(site, LeaveGroup) == {"a": [LeaveGroup("g")]}
+    assert (site.placeable(), site.engines["a"].weight_version) == (["a"], 0)
+    await groups.init_group(group(world_size=2))  # the next one begins anew
+
+
+@virtual
+async def test_a_group_that_has_lost_a_replica_is_made_again(clock):
+    site = FleetSite(clock, "a", "b")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    site.fleet.deregister("b")
+    with pytest.raises(Conflict, match="has lost b"):
+        await groups.begin_transfer("g")
+    with pytest.raises(NotFound):
+        await groups.begin_transfer("g")
+    await groups.init_group(group(world_size=2))
+    await groups.begin_transfer("g")
+
+
+@virtual
+async def test_what_comes_out_of_turn_is_refused_and_what_fails_everywhere_ends_the_group(clock):
+    site = FleetSite(clock, "a", "b")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    with pytest.raises(Conflict) as error:
+        await groups.init_group(group(world_size=3))
+    assert error.value.param == "group_name"
+    with pytest.raises(Conflict, match="no transfer"):
+        await groups.receive_part(PART)
+    await groups.begin_transfer("g")
+    with pytest.raises(Conflict, match="is open"):
+        await groups.begin_transfer("g")
+    with pytest.raises(InvalidRequest, match="without a tensor"):
+        await groups.end_transfer("g")
+    for kind, raised in (
+        (CheckpointUnreadable("no such tensor"), CheckpointUnreadable),
+        (OSError(), WeightUpdateFailed),
+    ):
+        await groups.destroy_group("g")
+        await groups.init_group(group(world_size=3))
+        await groups.begin_transfer("g")
+        for engine in site.engines.values():
+            engine.failures, engine.num_failures = {"follow": kind}, 1
+        with pytest.raises(raised):
+            await groups.receive_part(PART)
+        with pytest.raises(NotFound):
+            await groups.begin_transfer("g")
+    site.engines["b"].fail("follow", times=1)
+    with pytest.raises(WeightUpdateFailed, match="b: "):
+        await groups.init_group(group(world_size=3))
+    assert site.placeable() == ["a", "b"]
