@@ -4,7 +4,9 @@
     python -m tests.gpu.continuation --transport ipc      # both on GPU 0
     python -m tests.gpu.continuation --transport auto --replicas 2 --more 5   # GPUs 0 and 1, the trainer on GPU 0
     python -m tests.gpu.continuation --transport auto --tp 2 --expert-parallel --shape small-moe
+    python -m tests.gpu.continuation --transport native-ipc --replicas 2 --one-gpu    # by vLLM's own trainer helper
     python -m tests.gpu.continuation --device cpu --shape tiny     # over shared memory
+    python -m tests.gpu.continuation --device cpu --shape tiny --transport native-gloo
 
 Greedy requests are in flight when `client.update_weights(tensors)` comes, policy RECOMPUTE. Then a fresh engine on
 the new weights, given prompt + the tokens of version 0, must sample exactly the tokens of version 1, for every
@@ -110,6 +112,20 @@ async def run_service(
         while sum(one.state == "ready" for one in (await client.status()).replicas) < options.replicas:
             await asyncio.sleep(0.5)
         say("the service is ready")
+        native = None
+        if options.transport.startswith("native-"):
+            from tests.gpu.native_trainer import native_trainer  # noqa: PLC0415 - vLLM is slow to import
+
+            native = await asyncio.to_thread(native_trainer, url, options.transport, tensors)
+
+        async def update(version: int, kv_policy: KVPolicy | None = None) -> UpdateReport:
+            if native is None:
+                return await client.update_weights(
+                    tensors.items(), version=version, kv_policy=kv_policy, transport=options.transport
+                )
+            await asyncio.to_thread(native.send_weights)  # the service's own policy is to recompute
+            return (await client.status()).updates[-1]
+
         await answer_all(8)  # the first calls warm up, of each replica
         began_at = time.perf_counter()
         undisturbed = await answer_all()
@@ -118,18 +134,14 @@ async def run_service(
         async with asyncio.TaskGroup() as group:
             answering = group.create_task(answer_all())
             await asyncio.sleep(UPDATE_AT * duration_s)
-            report = await client.update_weights(
-                tensors.items(), version=1, kv_policy=KVPolicy.RECOMPUTE, transport=options.transport
-            )
+            report = await update(1, KVPolicy.RECOMPUTE)
         say("updated and answered")
         reports = [report]
         load = asyncio.create_task(answer_all())
         for version in range(2, 2 + options.more):
             await asyncio.sleep(SPACING_S)
             set_version(shape, tensors, version)
-            reports.append(
-                await client.update_weights(tensors.items(), version=version, transport=options.transport)
-            )
+            reports.append(await update(version))
         await load
         return Run(prompts, undisturbed, answering.result(), reports)
 
@@ -179,7 +191,8 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Seque
         torch.cuda.device_count()  # remembered from here on; the variable is for the service
         mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = mine.split(",") if mine else [str(number) for number in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[: options.tp * options.dp * options.replicas])
+        num_gpus = 1 if options.one_gpu else options.tp * options.dp * options.replicas
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_gpus])
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     old = write_policy(shape, tensors, work / "v0", **facts)
     set_version(shape, tensors, 1)
@@ -195,6 +208,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Seque
         data_parallel_size=options.dp,
         expert_parallel=options.expert_parallel,
         replicas=options.replicas,
+        gpu_share=1.0 / options.replicas if options.one_gpu else 1.0,
         kind=options.engine,
         batch_invariant=options.batch_invariant,
     )
@@ -247,11 +261,13 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto"))
+    native = ("native-ipc", "native-nccl", "native-gloo")  # vLLM's own trainer helper
+    parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto", *native))
     parser.add_argument("--tp", type=int, default=1, help="the replica's tensor-parallel size; transport auto")
     parser.add_argument("--dp", type=int, default=1, help="its data-parallel size; transport auto")
     parser.add_argument("--expert-parallel", action="store_true", help="of a shape with experts")
     parser.add_argument("--replicas", type=int, default=1, help="transport auto: the first one shares the GPU")
+    parser.add_argument("--one-gpu", action="store_true", help="all replicas share the GPU")
     parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, help="default on a GPU")
     parser.add_argument("--more", type=int, default=0, help="further updates, for their times")
     parser.add_argument("--prompts", type=int, default=32)
@@ -262,7 +278,7 @@ def main() -> None:
     is_cpu = options.device == "cpu"
     options.transport = options.transport or ("shm" if is_cpu else "nccl")
     options.dtype = "float32" if is_cpu else "bfloat16"
-    options.trainer_device = "cuda:1" if options.transport == "nccl" else "cuda:0"
+    options.trainer_device = "cuda:1" if options.transport.endswith("nccl") else "cuda:0"
     if options.batch_invariant is None:
         options.batch_invariant = not is_cpu
     if options.batch_invariant:

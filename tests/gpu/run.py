@@ -308,6 +308,31 @@ PARTS = (
         min_gpus=2,
     ),
     Part(
+        "native-ipc",
+        "the same by vLLM's own trainer helper over CUDA IPC, 4B into two engines on one GPU",
+        module(
+            "tests.gpu.continuation",
+            *(*CONTINUATION, "--transport", "native-ipc", "--shape", "qwen3-4b", "--replicas", "2", "--one-gpu"),
+            out="native-ipc",
+        ),
+        400,
+        continued,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
+        "native-nccl",
+        "the same over NCCL, from another GPU",
+        module("tests.gpu.continuation", *CONTINUATION, "--transport", "native-nccl", out="native-nccl"),
+        300,
+        continued,
+        min_gpus=2,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
         "continuation-moe",
         "the same of a model with experts, on one GPU",
         module(

@@ -199,10 +199,11 @@ class _GlooRank:
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
         store = _torch_store(init, rank, "cpu", timeout_s)
         self._group = dist.ProcessGroupGloo(store, rank, init.world_size, timedelta(seconds=timeout_s))
+        self._work: Any = None
 
     def receive(self, data: torch.Tensor, deadline_at: float, check: Check) -> None:
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
-        work = self._group.broadcast(host, 0)
+        work = self._work = self._group.broadcast(host, 0)
         while not work.is_completed():
             check()
             if time.monotonic() > deadline_at:
@@ -215,7 +216,14 @@ class _GlooRank:
         """Every broadcast was waited for."""
 
     def abort(self) -> None:
-        self._group.abort()
+        threading.Thread(target=_end_gloo, args=(self._group, self._work), daemon=True).start()
+
+
+def _end_gloo(group: Any, work: Any) -> None:
+    """Keep a group while its last work runs: the destructor waits for that, and `abort` does not end it."""
+    group.abort()
+    while work is not None and not work.is_completed():
+        time.sleep(1.0)
 
 
 class _NcclRank:

@@ -1,0 +1,76 @@
+"""vLLM's own trainer helper as the trainer of a service: by CUDA IPC, by NCCL, and by gloo where there is no GPU.
+
+`continuation.py --transport native-ipc` (or `native-nccl`, `native-gloo`) updates by it. Everything but gloo's
+broadcast is vLLM's: the order of the verbs, their bodies, the packing and the handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+)
+
+from tests.servers.weight_transfer.group_trainer import GROUP, free_port, joined
+
+PACKED_BYTES = 1 << 30
+
+
+class Tensors(WeightSource):
+    """Tensors by name; they may change between two updates."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+class GlooTrainer(NCCLTrainerWeightTransferEngine):
+    """vLLM's NCCL engine with a gloo group in the place of its communicator."""
+
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainer:
+        engine = cls(client=client, source=source, packed=False)
+        address, port, world_size = init_info.master_address, init_info.master_port, init_info.world_size
+        info = NCCLWeightTransferInitInfo(
+            master_address=address, master_port=port, rank_offset=1, world_size=world_size
+        )
+        with ThreadPoolExecutor(1) as calls:
+            joining = calls.submit(client.init_weight_transfer_engine, worker_init_payload(info))
+            engine.model_update_group = joined(GROUP, port, world_size)
+            joining.result()
+        return engine
+
+    def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
+        for _, tensor in self._checked_iter(source, meta):
+            dist.broadcast(tensor.contiguous(), src=0, group=self.model_update_group)
+
+
+def native_trainer(url: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Have vLLM's trainer engine join the service. Its `send_weights()` is one whole update."""
+    client, source = HTTPVLLMWeightSyncClient(url), Tensors(tensors)
+    if kind == "native-ipc":
+        by_ipc = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=PACKED_BYTES)
+        return WeightTransferTrainerFactory.trainer_init(by_ipc, client=client, source=source)
+    world_size = 1 + requests.get(f"{url}/get_world_size", timeout=30).json()["world_size"]
+    init = NCCLTrainerInitInfo("127.0.0.1", free_port(), world_size, rank=0)
+    if kind == "native-gloo":
+        return GlooTrainer.trainer_init(init, client=client, source=source)
+    return WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
