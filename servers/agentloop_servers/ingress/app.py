@@ -24,6 +24,7 @@ from agentloop.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
@@ -70,14 +71,15 @@ def create_app(
     that speak to vLLM's server; its sessions are the caller's to start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
-    tally = MetricsTally() if endpoint is None else endpoint.sessions.parts.tally
     if endpoint is None:
-        reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
+        tally, reporter = MetricsTally(), LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
     else:
-        reporter = endpoint.sessions.reporter  # theirs to close
+        tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # theirs to close
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
-    images = tuple(image_roots)
-    rollouts = RolloutRoutes(coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports)
+    images, sglang = tuple(image_roots), _sglang_calls(endpoint, leases)
+    rollouts = RolloutRoutes(
+        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang
+    )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without)
 
     @asynccontextmanager
@@ -95,9 +97,8 @@ def create_app(
     app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
     app.state.in_flight = scopes
     add_error_handlers(app, limits)
-    if endpoint is not None:
-        # First: most requests are its.
-        _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
+    if endpoint is not None and sglang is not None:
+        _include_endpoint(app, endpoint, keys, sglang)
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
     viewer = viewer_routers(coordinator, labels, keys)
@@ -107,8 +108,15 @@ def create_app(
     return app
 
 
-def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> None:
-    """Add the routes for agents. A handler that raises HeldElsewhere is answered by the process that it names."""
+def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls | None:
+    return None if endpoint is None else SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases))
+
+
+def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls) -> None:
+    """Add the routes for agents, first: most requests are theirs.
+
+    A handler that raises HeldElsewhere is answered by the process that it names.
+    """
 
     async def forward(request: Request, error: Exception) -> Response:
         assert isinstance(error, HeldElsewhere)
@@ -116,5 +124,5 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls:
         return await endpoint.shards.forward(request, error.rank)
 
     app.add_exception_handler(HeldElsewhere, forward)
-    app.include_router(routes_calls.router(endpoint, keys, token_calls))
+    app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
     app.include_router(routes_sessions.router(endpoint, keys))

@@ -93,7 +93,7 @@ def check_answer(status: int, headers: dict[str, str], data: bytes) -> None:
             assert set(body["error"]) >= {"type", "message"}
         else:
             assert set(body) == {"error"}
-            assert set(body["error"]) - {"details"} == {"message", "type", "param", "code"}
+            assert set(body["error"]) - {"details", "retryable"} == {"message", "type", "param", "code"}
             assert isinstance(body["error"]["code"], str)
 
 
