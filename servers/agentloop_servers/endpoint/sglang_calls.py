@@ -1,4 +1,4 @@
-"""Calls of SGLang's dialect: `POST /generate` with its fields, and `/abort_request`, which ends them early.
+"""Calls of SGLang's dialect: `POST /generate` with its fields, and the routes that count them and end them early.
 
 Ownership: the table of this process's open calls. They are unrecorded, as those of vLLM's token route, and run
 under the same leases: the header `X-SMG-Routing-Key` names calls that share one. What an abort or an engine's pause
@@ -13,17 +13,21 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
-from fastapi import Request
+import orjson
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from agentloop.aio import side_by_side
+from agentloop.api.requests import Body
 from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
+from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.sglang import SglangBody, SglangWriter, ShownChoice
-from agentloop.errors import AgentLoopError, UnsupportedParameter, first_cause
+from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter, first_cause
 from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.renderer import off_loop
@@ -31,12 +35,15 @@ from agentloop.trajectory.node import Reply
 from agentloop_servers.endpoint.calls import affinity_of, bounded, demanding, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import Show, TokenCalls
-from agentloop_servers.http.auth import caller_of
-from agentloop_servers.http.guard import envelope_of, error_response
-from agentloop_servers.http.responses import unless_client_leaves, unread_response
+from agentloop_servers.http.auth import Keys, caller_of
+from agentloop_servers.http.guard import envelope_of, error_response, json_body, speaks
+from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
 ROUTING_HEADER = "x-smg-routing-key"
+
+_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +66,23 @@ class _OpenCall:
 
 _Shown: TypeAlias = tuple[int, int, TurnPiece | Reply]
 """The places of a prompt and of its choice, and what is next of it."""
+
+
+class AbortBody(Body):
+    """The body of `POST /abort_request`: the name of a request, or all of the caller's."""
+
+    rid: str | None = Field(default=None, max_length=MAX_RID_CHARS)
+    abort_all: bool = False
+    abort_message: Ignored = None
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if not (self.rid or self.abort_all):
+            raise InvalidRequest("give a rid, or abort_all", param="rid")
+        return self
+
+
+Abort = Annotated[AbortBody, Depends(json_body(AbortBody, read_body))]
 
 
 class SglangCalls:
@@ -111,6 +135,64 @@ class SglangCalls:
             return answers if body.is_batch or len(answers) > 1 else answers[0]
 
         return await json_of_replies(replies, render)
+
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
+        router = APIRouter(
+            dependencies=[Depends(keys.require_user), Depends(speaks(sglang.error_body))],
+            responses={**errors(), **_OBJECT},
+            tags=["sglang"],
+        )
+
+        async def abort_request(request: Request, body: Abort) -> Response:
+            """End running calls with the tokens that they have, in every process."""
+            rid = None if body.abort_all else body.rid
+            return json_response({"num_aborted": await self.abort(request, keys.sees(request), rid)})
+
+        async def loads(request: Request) -> Response:
+            """Count the open calls of the dialect, for each process: trainers abort until there is none."""
+            return json_response({"loads": await self._loads(request, keys.sees(request))})
+
+        async def workers(request: Request) -> Response:
+            """List the servers behind this one, as SGLang's router does: it is the one that there is to call."""
+            url = self._endpoint.public_url or str(request.base_url).rstrip("/")
+            return json_response(
+                {"workers": [{"id": url, "url": url, "worker_type": "regular", "is_healthy": True}]}
+            )
+
+        add_route(router, "POST", "/abort_request", abort_request, AbortBody)
+        add_route(router, "GET", "/v1/loads", loads)
+        add_route(router, "GET", "/workers", workers)
+        return router
+
+    async def abort(self, request: Request, names: Sequence[str] | None, rid: str | None) -> int:
+        """End what these users (None: all) have open under a name (None: any), also in the other processes.
+
+        The name is that of a body, of a prompt in its batch, or of a choice. Returns how many choices ended here.
+        Raises ServiceUnavailable for a process that does not answer.
+        """
+        found = [
+            switch
+            for name, switch in self._choices(names)
+            if rid is None or name == rid or name.startswith(f"{rid}_")
+        ]
+        await asyncio.gather(*(switch.throw() for switch in found))
+        await self._ask_others(request)
+        return len(found)
+
+    async def _loads(self, request: Request, names: Sequence[str] | None) -> list[dict[str, int]]:
+        rank = 0 if self._endpoint.shards is None else self._endpoint.shards.rank
+        num_open = len(self._choices(names))
+        own = {"dp_rank": rank, "num_running_reqs": num_open, "num_waiting_reqs": 0, "num_total_reqs": num_open}
+        return [own, *(load for other in await self._ask_others(request) for load in orjson.loads(other)["loads"])]
+
+    async def _ask_others(self, request: Request) -> list[bytes]:
+        shards = self._endpoint.shards
+        return [] if shards is None else await shards.ask_others(request)
+
+    def _choices(self, names: Sequence[str] | None) -> list[tuple[str, AbortSwitch]]:
+        mine = [call for call in self._open if names is None or call.owner in names]
+        return [(call.name(index), switch) for call in mine for index, switch in enumerate(call.switches)]
 
     async def _sample(
         self,

@@ -125,4 +125,5 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: Sgla
 
     app.add_exception_handler(HeldElsewhere, forward)
     app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
+    app.include_router(sglang.router(keys))
     app.include_router(routes_sessions.router(endpoint, keys))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from agentloop.types import PauseMode
 from agentloop_servers.http.auth import Keys
 from tests.support.endpoint.chat_service import RENDERER, ChatService, chat_service
 from tests.support.engine.policies import ScriptedPolicy
@@ -196,3 +198,65 @@ async def test_a_version_that_is_not_served(service: ChatService) -> None:
         True,
     )
     assert "retry-after" in headers
+
+
+# --- aborts ---
+
+
+async def test_an_abort_keeps_the_tokens(tmp_path: Path) -> None:
+    """By name or all at once, of the caller's own calls alone; what is put back goes on from its tokens."""
+    async with chat_service(tmp_path, keys=Keys.of(["user-1", "user-2"], "admin-1"), decode_s=0.01) as service:
+        mine, other, admin = ({"authorization": f"Bearer {key}"} for key in ("user-1", "user-2", "admin-1"))
+        body = asked(5, 6, max_new_tokens=1000, logit_bias=NEVER, n=2)
+        calls = [
+            asyncio.create_task(generated(service, {**body, "rid": rid}, **headers))
+            for rid, headers in (("a", mine), ("b", mine), ("c", other))
+        ]
+        await running(service, 6)
+        await asyncio.sleep(0.1)
+        abort = partial(service.call, "POST", "/abort_request")
+        assert (await abort(json={"rid": "b"}, headers=other))[1] == {"num_aborted": 0}
+        assert (await abort(json={"rid": "b_0"}, headers=mine))[1] == {"num_aborted": 1}
+        assert (await abort(json={"rid": "b"}, headers=mine))[1] == {"num_aborted": 2}
+        [ended, one_more] = await calls[1]
+        assert len(ended["output_ids"]) <= len(one_more["output_ids"])
+        [load] = (await service.call("GET", "/v1/loads?include=core", headers=admin))[1]["loads"]
+        assert load["num_total_reqs"] == 4
+        assert (await abort(json={"abort_all": True}, headers=admin))[1] == {"num_aborted": 4}
+        for answer in (ended, one_more, *(await calls[0]), *(await calls[2])):
+            meta, ids = answer["meta_info"], answer["output_ids"]
+            assert meta["finish_reason"]["type"] == "abort"
+            assert 0 < len(ids) < 1000
+            assert [entry[1] for entry in meta["output_token_logprobs"]] == ids
+            assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": len(ids)}]
+        [load] = (await service.call("GET", "/v1/loads", headers=admin))[1]["loads"]
+        assert load["num_total_reqs"] == 0
+        status, answer, _ = await abort(json={}, headers=mine)
+        assert (status, answer["error"]["param"]) == (400, "rid")
+
+
+async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) -> None:
+    """Streamed and whole; a call that waits for a paused engine ends without any, under the served version."""
+    async with chat_service(tmp_path, decode_s=0.01) as service:
+        body = {**asked(5, 6, max_new_tokens=1000, logit_bias=NEVER), "rid": "a"}
+        whole = asyncio.create_task(generated(service, body))
+        streamed = asyncio.create_task(chunks_of(service, body))
+        await running(service, 2)
+        await asyncio.sleep(0.1)
+        await service.engine.pause(PauseMode.ABORT)
+        for answer in (await whole, (await streamed)[-1]):
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            assert 0 < len(answer["output_ids"]) < 1000
+        waiting = asyncio.create_task(generated(service, {**body, "rid": "w"}))
+        async with asyncio.timeout(10):
+            while not (await service.call("GET", "/v1/loads"))[1]["loads"][0]["num_total_reqs"]:
+                await asyncio.sleep(0.01)
+        await service.call("POST", "/abort_request", json={"abort_all": True})
+        answer = await waiting
+        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+        await service.engine.resume()
+
+
+async def test_workers_are_this_service(service: ChatService) -> None:
+    [worker] = (await service.call("GET", "/workers"))[1]["workers"]
+    assert worker["url"] == service.url
