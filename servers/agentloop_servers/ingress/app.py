@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -33,6 +33,7 @@ from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
+from agentloop_servers.ingress.sglang_control import SglangControlRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 from agentloop_servers.viewer.app import viewer_routers
 from agentloop_servers.viewer.records import TokenLabels
@@ -67,8 +68,8 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers
-    that speak to vLLM's server; its sessions are the caller's to start and close, and their parts have the tally.
+    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers that speak to
+    vLLM's or SGLang's server; its sessions are the caller's to start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -98,11 +99,11 @@ def create_app(
     app.state.in_flight = scopes
     add_error_handlers(app, limits)
     if endpoint is not None and sglang is not None:
-        _include_endpoint(app, endpoint, keys, sglang)
-        app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
+        vllm = VllmControlRoutes(coordinator, admin, endpoint, limits)
+        both = SglangControlRoutes(coordinator, admin, vllm, sglang, endpoint, limits)
+        _include_endpoint(app, endpoint, keys, sglang, (vllm.router(keys), both.router(keys)))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    viewer = viewer_routers(coordinator, labels, keys)
-    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
+    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
         app.include_router(router)
     describe(app)
     return app
@@ -112,8 +113,10 @@ def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls 
     return None if endpoint is None else SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases))
 
 
-def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls) -> None:
-    """Add the routes for agents, first: most requests are theirs.
+def _include_endpoint(
+    app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls, controls: Iterable[APIRouter]
+) -> None:
+    """Add the routes for agents and `controls`, first: most requests are theirs.
 
     A handler that raises HeldElsewhere is answered by the process that it names.
     """
@@ -125,5 +128,6 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: Sgla
 
     app.add_exception_handler(HeldElsewhere, forward)
     app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
-    app.include_router(sglang.router(keys))
+    for controlled in (sglang.router(keys), *controls):
+        app.include_router(controlled)
     app.include_router(routes_sessions.router(endpoint, keys))

@@ -139,7 +139,8 @@ class RolloutRoutes:
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
         router = APIRouter(tags=["health"])
-        router.add_api_route("/health", self.health, response_model=Health, responses={503: {"model": Health}})
+        for path in ("/health", "/health_generate"):  # the second is SGLang's
+            router.add_api_route(path, self.health, response_model=Health, responses={503: {"model": Health}})
         return router
 
     def generate_route(self) -> APIRouter:
