@@ -22,7 +22,6 @@ from agentloop_servers.engine_parts import build_engine
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
 WEIGHTS = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"
-NEVER = {"2": -100}  # the stop token
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Sample:
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)  # of the whole response
     status: str = "pending"
 
 
@@ -80,17 +79,20 @@ class SlimeLikeTrainer:
             "skip_special_tokens": False,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
-            "logit_bias": NEVER,
+            "ignore_eos": True,
         }
         body = {"input_ids": sample.prompt + sample.response, "sampling_params": params, "return_logprob": True}
         status, answer = await self.post("/generate", {**body, **asked}, **{"X-SMG-Routing-Key": sample.session_id})
         assert status == 200, answer
         meta = answer["meta_info"]
         entries = meta["output_token_logprobs"]
+        num_before = len(sample.response)
+        sample.spans += [
+            (one["version"], num_before + one["start"], num_before + one["end"]) for one in meta["weight_versions"]
+        ]
         sample.response += [entry[1] for entry in entries]
         sample.logprobs += [entry[0] for entry in entries]
         sample.versions.append(meta["weight_version"])
-        sample.spans += meta["weight_versions"]
         sample.status = {"length": "truncated", "abort": "aborted"}.get(meta["finish_reason"]["type"], "completed")
         assert answer["output_ids"] == [entry[1] for entry in entries]
         return sample
@@ -175,8 +177,9 @@ async def test_a_trainer_pauses_updates_from_disk_and_goes_on(tmp_path: Path) ->
         await first.control("/continue_generation")
         await running
         assert (sample.status, len(sample.response), sample.versions) == ("truncated", 700, ["1"])
-        assert [span["version"] for span in sample.spans] == ["0", "1"]
-        assert sample.spans[1]["start"] == sample.spans[0]["end"] > 0
+        [(_, start, end), (_, begin, last)] = sample.spans
+        assert ([span[0] for span in sample.spans], start, last) == (["0", "1"], 0, 700)
+        assert 0 < end == begin
 
         for body, code, param in (
             ({"model_path": str(WEIGHTS), "weight_version": "0"}, 400, "weight_version"),
