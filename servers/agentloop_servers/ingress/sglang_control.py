@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from agentloop.api.coordinator import FrontPort, ServiceStatus, UpdateProgress
+from agentloop.api.coordinator import FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
@@ -35,7 +35,7 @@ REFUSED = {
     "/destroy_weights_update_group": _NO_GROUP,
     "/end_weight_update": _NO_GROUP,
     "/init_weights_update_group": _NO_GROUP,
-    "/pull_weights": "call `/update_weights_from_disk` with a whole checkpoint",
+    "/pull_weights": "the service follows a store by itself: its config's `weights` names it",
     "/update_weights_from_distributed": _NO_GROUP,
     "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
 }
@@ -230,7 +230,7 @@ class SglangControlRoutes:
             "weight_version": _version_of(status),
             "ready": status.is_ready,
             "applied": status.weight_version,
-            "sync_state": _sync_state(status.update),
+            "sync_state": _sync_state(status),
             "reason": next(iter(status.degraded), ""),
         }
         return json_response({**of_vllm, **facts})
@@ -244,10 +244,12 @@ def _version_of(status: ServiceStatus) -> str | None:
     return None if status.weight_version is None else str(status.weight_version)
 
 
-def _sync_state(update: UpdateProgress | None) -> str:
-    if update is None:
-        return "IDLE"
-    return "STAGING" if update.state == "staging" else "COMMITTING"
+def _sync_state(status: ServiceStatus) -> str:
+    """Return how far the fleet is with the next weights, in the words of external rollout services."""
+    if status.update is not None:
+        return "STAGING" if status.update.state == "staging" else "COMMITTING"
+    store = "" if status.store is None else status.store.state
+    return {"updating": "FETCHING", "failed": "ERROR"}.get(store, "IDLE")
 
 
 def _failure(error: AgentLoopError) -> dict[str, Any]:
