@@ -34,7 +34,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
@@ -78,6 +78,9 @@ AbortRule: TypeAlias = Callable[[SampledTokens], bool]
 """Tells if a turn with these tokens is continued after an engine's abort."""
 
 MAX_ABORTS = 32  # in a row of a turn that engines' aborts keep cutting before it has a token more
+
+ABORT_GRACE_S = 5.0
+"""How long an engine has to tell the tokens of a turn that its caller aborts. Its reports come more often."""
 
 TURN_GRACE_S = 20.0
 """How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
@@ -159,6 +162,54 @@ class TurnClock:
         return TurnTimes(self.begun_us, self.first_token_us, self.stopwatch(), self.queue_us, self.standstill_us)
 
 
+class AbortSwitch:
+    """The order of a caller to end a turn early, with the tokens that it has. It is thrown once.
+
+    A turn with a switch also ends at an engine's own abort.
+    """
+
+    def __init__(self) -> None:
+        self.is_thrown = False
+        self.ends_at: float | None = None  # when a turn that has not ended by then is ended here
+        self._scope: asyncio.Timeout | None = None  # of the turn's work under way
+        self._round: tuple[TokenEngine, str] | None = None  # the engine's request under way
+
+    async def throw(self) -> None:
+        """End the turn: its engine tells all that was sampled, or `ABORT_GRACE_S` later what it has told counts."""
+        self.is_thrown = True
+        asked = self._round
+        self.ends_at = loop_time() + (0.0 if asked is None else ABORT_GRACE_S)
+        if self._scope is not None:
+            self._scope.reschedule(self.ends_at)
+        if asked is not None:
+            engine, request_id = asked
+            with suppress(AgentLoopError, TimeoutError):
+                async with asyncio.timeout_at(self.ends_at):
+                    await engine.abort(request_id)
+
+    @contextmanager
+    def guarding(self, scope: asyncio.Timeout) -> Iterator[None]:
+        """Within this context the switch ends `scope`."""
+        self._scope = scope
+        try:
+            yield
+        finally:
+            self._scope = None
+
+    @contextmanager
+    def asking(self, engine: TokenEngine, request_id: str) -> Iterator[None]:
+        """Within this context the switch aborts an engine's request."""
+        self._round = engine, request_id
+        try:
+            yield
+        finally:
+            self._round = None
+
+
+class _TurnAborted(Exception):
+    """The switch has ended the work on a turn."""
+
+
 class LeasedEngine:
     """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
 
@@ -215,15 +266,17 @@ class LeasedEngine:
         deadline: Deadline | None = None,
         continues_after_abort: AbortRule | None = None,
         clock: TurnClock | None = None,
+        switch: AbortSwitch | None = None,
     ) -> Generation:
         """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
         At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the
         call ends after `request.timeout_s`. `request.timeout_s` bounds each round. Tokens are added to `sampled`,
-        which is empty, and its times to `clock`. If `continues_after_abort` says no after an engine's abort, the
-        reply ends with FinishReason.ABORT. Raises the last round's error, or DeadlineExceeded.
+        which is empty, and its times to `clock`. If `continues_after_abort` says no after an engine's abort, or
+        `switch` is thrown, the reply ends with FinishReason.ABORT. Raises the last round's error, or
+        DeadlineExceeded.
         """
-        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort, clock)
+        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort, clock, switch)
         async with aclosing(self._rounds(turn)) as items:
             async for item in items:
                 if isinstance(item, Generation):
@@ -239,6 +292,7 @@ class LeasedEngine:
         is_shown: bool = True,
         continues_after_abort: AbortRule | None = None,
         clock: TurnClock | None = None,
+        switch: AbortSwitch | None = None,
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
@@ -251,6 +305,7 @@ class LeasedEngine:
             self._vocab_size,
             continues_after_abort,
             clock,
+            switch,
             is_streamed=True,
             is_shown=is_shown,
         )
@@ -276,6 +331,8 @@ class LeasedEngine:
                     is_begun = not isinstance(error, EnginePaused | EngineUnreachable | WeightVersionNotServed)
                     self.num_resampled += is_begun and not turn.sampled
             yield ended
+        except _TurnAborted:
+            yield (ended := turn.aborted())
         except WeightVersionNotServed as error:
             if turn.sampled and turn.request.keeps_late and (ended := turn.cut_short()) is not None:
                 yield ended
@@ -300,18 +357,19 @@ class LeasedEngine:
 
     async def _round(self, turn: _TurnRounds, asked: GenerateRequest, lease: Lease) -> AsyncGenerator[Delta, None]:
         """Yield a round's pieces, if the turn is streamed, and give the turn all of it."""
-        last = None
-        if not turn.is_streamed:
-            last = await self.connect(lease.url).generate(asked, turn.hear)
-        else:
-            stream = self.connect(lease.url).stream(asked, turn.hear)
-            async with aclosing(stream) as items:  # type: ignore[type-var] # engines write generators
-                async for item in items:
-                    if isinstance(item, Generation):
-                        last = item
-                        break
-                    turn.add(item)
-                    yield item
+        last, switch = None, turn.switch
+        with nullcontext() if switch is None else switch.asking(self.connect(lease.url), asked.request_id):
+            if not turn.is_streamed:
+                last = await self.connect(lease.url).generate(asked, turn.hear)
+            else:
+                stream = self.connect(lease.url).stream(asked, turn.hear)
+                async with aclosing(stream) as items:  # type: ignore[type-var] # engines write generators
+                    async for item in items:
+                        if isinstance(item, Generation):
+                            last = item
+                            break
+                        turn.add(item)
+                        yield item
         if last is None:
             raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
         check_generation(asked, last, self._vocab_size)
@@ -467,6 +525,7 @@ class _TurnRounds:
         vocab_size: int,
         continues_after_abort: AbortRule | None = None,
         clock: TurnClock | None = None,
+        switch: AbortSwitch | None = None,
         *,
         is_streamed: bool = False,
         is_shown: bool = False,
@@ -485,6 +544,7 @@ class _TurnRounds:
         self._vocab_size = vocab_size
         self._is_shown = is_shown
         self._continues_after_abort = continues_after_abort
+        self.switch = switch
         self._num_asked = 0
         self._num_idle = 0  # aborts in a row after which nothing more was kept
         self._asked = request
@@ -508,11 +568,13 @@ class _TurnRounds:
             return self._reply(FinishReason.STOP)
         if len(ids) >= sampling.max_tokens:
             return self._reply(FinishReason.LENGTH)
+        if self.switch is not None and self.switch.is_thrown:
+            return self.aborted()
         if last is None or last.finish_reason is FinishReason.REPLACED:
             return None
-        if self._continues_after_abort is None or self._continues_after_abort(self.sampled):
-            return None
-        return self._reply(FinishReason.ABORT)
+        rule = self._continues_after_abort
+        goes_on = self.switch is None if rule is None else rule(self.sampled)
+        return None if goes_on else self.aborted()
 
     def next_request(self) -> GenerateRequest:
         """Return what is still to be asked: the prompt with the ids so far, under an id of its own. Raises
@@ -611,7 +673,11 @@ class _TurnRounds:
 
     def cut_short(self) -> Generation | None:
         """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
-        return self._reply(FinishReason.ABORT) if self.sampled or self._last is not None else None
+        return self.aborted() if self.sampled or self._last is not None else None
+
+    def aborted(self) -> Generation:
+        """Return what there is, which may be nothing, as a reply that was aborted."""
+        return self._reply(FinishReason.ABORT)
 
     async def wait_for_version(self, error: WeightVersionNotServed) -> None:
         """Wait a moment for other weights. Raises `error` once the call has waited as long as it demands."""
@@ -635,16 +701,22 @@ class _TurnRounds:
         return WeightVersionNotServed(error.message, param=error.param, details=found)
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Await a part of the call. Raises DeadlineExceeded at a deadline that is enforced here."""
-        if self._ends_at is None:
+        """Await a part of the call. Raises DeadlineExceeded at a deadline enforced here, and _TurnAborted."""
+        switch, ends_at = self.switch, self._ends_at
+        if ends_at is None and switch is None:
             return await work
-        scope = asyncio.timeout_at(self._ends_at)
+        if switch is not None and switch.ends_at is not None:
+            ends_at = switch.ends_at
+        scope = asyncio.timeout_at(ends_at)
         try:
             async with scope:
-                return await work
+                with nullcontext() if switch is None else switch.guarding(scope):
+                    return await work
         except TimeoutError as error:
             if not scope.expired():
                 raise
+            if switch is not None and switch.is_thrown:
+                raise _TurnAborted from error
             raise DeadlineExceeded(f"no answer within {self.request.timeout_s:g} s", param="timeout_s") from error
 
     @property

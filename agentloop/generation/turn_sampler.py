@@ -21,7 +21,7 @@ import numpy as np
 from agentloop.clock import Stopwatch
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import AbortRule, LeasedEngine, TurnClock
+from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -55,6 +55,7 @@ class TurnRequest:
     choice_index: int = 0
     deadline: Deadline | None = None
     stopwatch: Stopwatch | None = None  # of the trajectory; None: the reply has no times
+    switch: AbortSwitch | None = None  # by which its caller may end it early
 
 
 async def sample_turn(
@@ -73,6 +74,7 @@ async def sample_turn(
             deadline=wanted.deadline,
             continues_after_abort=continues_after_abort,
             clock=turn.clock,
+            switch=wanted.switch,
         )
         return turn.finish(last)
     items = engine.stream(
@@ -82,6 +84,7 @@ async def sample_turn(
         is_shown=False,
         continues_after_abort=continues_after_abort,
         clock=turn.clock,
+        switch=wanted.switch,
     )
     async with aclosing(items):
         async for item in items:
@@ -102,7 +105,9 @@ async def stream_turn(
     grammar in its middle, and shown pieces cannot be taken back.
     """
     turn, last = TurnText(reader, wanted, engine.tally, is_streamed=True), None
-    stream = engine.stream(wanted.request, turn.sampled, deadline=wanted.deadline, clock=turn.clock)
+    stream = engine.stream(
+        wanted.request, turn.sampled, deadline=wanted.deadline, clock=turn.clock, switch=wanted.switch
+    )
     async with aclosing(stream) as items:
         async for item in items:
             if isinstance(item, Generation):

@@ -73,6 +73,10 @@ class TokenText(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn, the model's own first. Never empty."""
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that the tokenizer itself calls special, as `skip_special_tokens` means it."""
+
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens are spelled out; nothing is added."""
 

@@ -85,6 +85,10 @@ class ModelText:
     def vocab_size(self) -> int:
         return self._vocab_size
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self.tokens.special_ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokens.decode(ids)
 

@@ -47,6 +47,7 @@ class Tokens:
         added = tokenizer.get_added_tokens_decoder()
         self._literals = [t.content for t in added.values() if t.special or _MARKUP.fullmatch(t.content)]
         self._special = frozenset(t.content for t in added.values() if t.special or _BARRED.fullmatch(t.content))
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._index_of = {literal: index for index, literal in enumerate(self._literals)}
         self._control_ids = frozenset(i for i, t in added.items() if t.content in self._index_of)
         # Unguessable digits: no content can hold them, and no template's filter changes them.

@@ -50,7 +50,7 @@ class Reply:
     token_ids: IntArray
     logprobs: FloatArray
     weight_versions: tuple[WeightVersionSpan, ...]
-    finish_reason: FinishReason  # ABORT only where a rollout's turn was not to go on after one
+    finish_reason: FinishReason  # ABORT only where a turn was not to go on after one
     is_closed: bool
     stop_text: str = ""
     num_reasoning_tokens: int = 0

@@ -29,6 +29,7 @@ from agentloop_servers.config import MetricsSettings, ServiceConfig, TracingSett
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
 from tests.servers.recompute import POLICY, logprobs
+from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
 from tests.servers.test_tracing import Receiver, receiving
 from tests.test_spans import attributes_of
 
@@ -223,6 +224,50 @@ async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient)
     assert len(answers) + refused.total() == num_callers * num_calls
     assert worst <= 0.02
     assert (refused.total() > 0, wrongly) == (True, 0)
+
+
+async def test_a_trainer_of_sglangs_dialect(client: RolloutClient, url: str) -> None:
+    """Partial samples put back, and an update in the middle: logprobs are those of the weights that spans name."""
+    served = (await client.status()).weight_version
+    assert served is not None
+    folders = {str(served + 1): POLICY / "v1", str(served + 2): POLICY / "v0"}
+    async with aiohttp.ClientSession() as http:
+        trainer = SlimeLikeTrainer(http, url)
+        assert await trainer.attach() == 2
+
+        async def update(version: str) -> None:
+            await trainer.control("/pause_generation", mode="in_place")
+            folder = str(folders[version])
+            await trainer.control("/update_weights_from_disk", model_path=folder, weight_version=version)
+            await trainer.control("/continue_generation")
+
+        async def half_way(samples: list[Sample], num_tokens: int) -> list[asyncio.Task[Sample]]:
+            running = [asyncio.create_task(trainer.generate(sample, num_tokens)) for sample in samples]
+            await asyncio.sleep(1.5)
+            assert not any(one.done() for one in running)
+            return running
+
+        await update(str(served + 1))
+        samples = [Sample(f"s-{number}", [number + 5, *range(20, 31)]) for number in range(6)]
+        running = await half_way(samples, 1500)
+        await trainer.abort_until_idle()
+        await asyncio.gather(*running)
+        assert all(sample.status == "aborted" and len(sample.response) > 0 for sample in samples)
+        partial = [list(sample.response) for sample in samples]
+        running = await half_way(samples, 1500)
+        await update(str(served + 2))
+        await asyncio.sleep(1.0)
+        await trainer.abort_until_idle()
+        await asyncio.gather(*running)
+    worst = 0.0
+    for sample, before in zip(samples, partial, strict=True):
+        assert sample.response[: len(before)] == before
+        assert {version for version, _, _ in sample.spans} == {*folders}
+        for version, start, end in sample.spans:
+            whole = logprobs([*sample.prompt, *sample.response], folders[version])[len(sample.prompt) :]
+            worst = max(worst, np.abs(whole[start:end] - np.array(sample.logprobs[start:end])).max())
+    print(f"\n{sum(len(one.response) for one in samples)} tokens, worst difference {worst:.5f}")
+    assert worst <= 0.02
 
 
 async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_lost(client):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import blake2b
@@ -18,6 +18,7 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
+from agentloop.api.owners import own_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, InvalidRequest
@@ -41,6 +42,8 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 TURN_HEADER = "x-turn-id"
 VERSION_HEADER = "x-weight-version"
+
+MAX_AFFINITY_CHARS = 256
 
 LONG_ANSWER_TOKENS = 2048
 """Longer answers are written in a thread: with logprobs they are megabytes."""
@@ -129,6 +132,22 @@ def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
         ) from error
     demand = check_body(fields, VersionDemandBody).to_demand()
     return replace(chat_call, sampling=replace(chat_call.sampling, weight_version=demand))
+
+
+def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], param: str) -> str | None:
+    """Return what unrecorded calls of one caller that give one name share, in the process that holds it.
+
+    Raises InvalidRequest naming `param`, and HeldElsewhere where that is another process.
+    """
+    if not names:
+        return None
+    if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
+        raise InvalidRequest(f"one name of 1 to {MAX_AFFINITY_CHARS} characters", param=param)
+    owner = caller_of(request).owner
+    digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
+    affinity = own_id(owner, f"tokens-{digest}")
+    endpoint.check_is_here(affinity)
+    return affinity
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:

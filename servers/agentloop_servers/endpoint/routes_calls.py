@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -21,7 +19,6 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
-from agentloop.api.owners import own_id
 from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
 from agentloop.chat import openai as openai_chat
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
@@ -38,6 +35,8 @@ from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParamete
 from agentloop.rendering.renderer import off_loop
 from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.calls import (
+    MAX_AFFINITY_CHARS,
+    affinity_of,
     answer_call,
     bounded,
     check_model,
@@ -54,8 +53,6 @@ from agentloop_servers.http.guard import json_body, read_json_body, speaks
 from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, sse
-
-MAX_AFFINITY_CHARS = 256
 
 AskedCompletion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
 Tokenize = Annotated[TokenizeBody, Depends(json_body(TokenizeBody, read_body))]
@@ -326,7 +323,8 @@ class CallRoutes:
             )
         if body.model is not None:
             endpoint.check_model(body.model)
-        affinity = self._affinity(request, request.headers.getlist(SESSION_HEADER))
+        names = request.headers.getlist(SESSION_HEADER)
+        affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
         with endpoint.hold_call_place(caller.owner):
             sampling = self._token_calls.sample(bounded(request, demanding(request, call)), affinity, caller.owner)
             replies = await unless_client_leaves(request, sampling)
@@ -337,23 +335,8 @@ class CallRoutes:
 
         Nothing else ends by it: a recorded session is finished by its own route.
         """
-        affinity = self._affinity(request, [session_id])
+        affinity = affinity_of(request, self._endpoint, [session_id], SESSION_HEADER)
         return json_response({"finished": affinity is not None and self._token_calls.finish(affinity)})
-
-    def _affinity(self, request: Request, names: Sequence[str]) -> str | None:
-        """Return what calls of one caller that name one session share, in the process that holds it.
-
-        Raises InvalidRequest, and HeldElsewhere where that is another process.
-        """
-        if not names:
-            return None
-        if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
-            raise InvalidRequest(f"one name of 1 to {MAX_AFFINITY_CHARS} characters", param=SESSION_HEADER)
-        owner = caller_of(request).owner
-        digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
-        affinity = own_id(owner, f"tokens-{digest}")
-        self._endpoint.check_is_here(affinity)
-        return affinity
 
     # --- models and tokens ---
 

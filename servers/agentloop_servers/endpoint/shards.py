@@ -223,8 +223,8 @@ class ShardRouter:
             return []
         known = range(self._num_processes) if self._num_processes is not None else self._table.urls
         others = [rank for rank in known if rank != self._rank and rank not in self._table.lost]
-        found = []
-        for answer in await asyncio.gather(*(self._asked(request, rank, b"") for rank in others)):
+        body, found = await request.body(), []
+        for answer in await asyncio.gather(*(self._asked(request, rank, body) for rank in others)):
             async with answer:
                 if answer.status != 200:
                     raise ServiceUnavailable("a process of the endpoint does not answer")

@@ -13,20 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
-from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
+from agentloop.errors import DeadlineExceeded, InvalidRequest, InvariantBroken, Overloaded, first_cause
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import CallLeases, LeasedEngine
+from agentloop.generation.leased_engine import AbortSwitch, CallLeases, LeasedEngine
+from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import Reading
-from agentloop.generation.turn_sampler import TurnRequest, sample_turn
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply
 from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import GenerateRequest, KVPolicy
+
+Show: TypeAlias = Callable[[int, TurnPiece | Reply], None]
+"""Takes the pieces of a choice, by its index, as they come; the last one is the reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +70,30 @@ class TokenCalls:
         self._affinities: dict[str, _Affinity] = {}  # longest without a call first
         self._sweeping: asyncio.TimerHandle | None = None
 
-    async def sample(self, chat_call: ChatCall, affinity: str | None, owner: str = "") -> list[Reply]:
+    async def sample(
+        self,
+        chat_call: ChatCall,
+        affinity: str | None,
+        owner: str = "",
+        *,
+        prompt_param: str = "token_ids",
+        switches: Sequence[AbortSwitch] = (),
+        show: Show | None = None,
+    ) -> list[Reply]:
         """Sample all choices of a raw prompt side by side: all of them or none.
 
-        Raises ContextLengthExceeded and InvalidRequest (naming `token_ids`), Overloaded, DeadlineExceeded and what
-        the engine raises.
+        A choice with a switch may be ended early. With `show` the choices are streamed. Raises
+        ContextLengthExceeded and InvalidRequest (naming `prompt_param`), Overloaded, DeadlineExceeded and what the
+        engine raises.
         """
         name = affinity if affinity is not None else own_id(owner, f"direct-{uuid.uuid4().hex}")
         shared = self._taken(name)
         try:
-            return await self._sample(chat_call, name, shared)
+            return await self._sample(chat_call, name, shared, switches, show)
+        except InvalidRequest as error:
+            if error.param != "prompt":
+                raise
+            raise type(error)(error.message, param=prompt_param) from error
         finally:
             shared.num_open -= 1
             shared.used_at = asyncio.get_running_loop().time()
@@ -90,14 +111,18 @@ class TokenCalls:
         self._drop(affinity)
         return True
 
-    async def _sample(self, chat_call: ChatCall, name: str, shared: _Affinity) -> list[Reply]:
+    async def _sample(
+        self,
+        chat_call: ChatCall,
+        name: str,
+        shared: _Affinity,
+        switches: Sequence[AbortSwitch],
+        show: Show | None,
+    ) -> list[Reply]:
         parts, request_id = self._parts, uuid.uuid4().hex
-        try:
-            prepared = await prepare_call(chat_call, TurnGraph(), parts, shared.engine, request_id)
-        except InvalidRequest as error:
-            raise _of_token_ids(error) from error
+        prepared = await prepare_call(chat_call, TurnGraph(), parts, shared.engine, request_id)
         if prepared.overflow is not None:
-            raise _of_token_ids(prepared.overflow)
+            raise prepared.overflow
         keeps_kv = parts.kv_policy is KVPolicy.KEEP
         request = GenerateRequest(
             request_id=request_id,
@@ -109,11 +134,13 @@ class TokenCalls:
             keeps_kv=keeps_kv,
             traceparent=chat_call.traceparent,
         )
-        wanted = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat_call.stop)
+        whole = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat_call.stop)
+        choices = [
+            replace(whole, choice_index=index, switch=switches[index] if switches else None)
+            for index in range(chat_call.num_choices)
+        ]
         try:
-            replies = await side_by_side(
-                [self._choice(wanted, shared, index) for index in range(chat_call.num_choices)]
-            )
+            replies = await side_by_side([self._choice(wanted, shared, show) for wanted in choices])
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
         spans = replies[0].weight_versions
@@ -121,16 +148,26 @@ class TokenCalls:
             shared.first_version = spans[0].version
         return replies
 
-    async def _choice(self, wanted: TurnRequest, shared: _Affinity, index: int) -> Reply:
-        whole, timeout_s = wanted.request, wanted.request.timeout_s
+    async def _choice(self, wanted: TurnRequest, shared: _Affinity, show: Show | None) -> Reply:
+        whole, timeout_s, index = wanted.request, wanted.request.timeout_s, wanted.choice_index
         request_id, sampling = f"{whole.request_id}:{index}", whole.sampling.of_choice(index)
         request = replace(whole, request_id=request_id, sampling=sampling)
         try:
             async with Deadline.moving(timeout_s, self._limits.max_standstill_s) as deadline:
-                own = replace(wanted, request=request, choice_index=index, deadline=deadline)
-                return await sample_turn(shared.engine, self._parts.reader, own)
+                own = replace(wanted, request=request, deadline=deadline)
+                if show is None:
+                    return await sample_turn(shared.engine, self._parts.reader, own)
+                return await self._shown(shared.engine, own, show)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error
+
+    async def _shown(self, engine: LeasedEngine, wanted: TurnRequest, show: Show) -> Reply:
+        async with aclosing(stream_turn(engine, self._parts.reader, wanted)) as items:
+            async for item in items:
+                show(wanted.choice_index, item)
+                if isinstance(item, Reply):
+                    return item
+        raise InvariantBroken("a stream ended without its reply")
 
     # --- affinities ---
 
@@ -167,10 +204,3 @@ class TokenCalls:
             self._drop(name)
         if self._affinities:
             self._sweep_later()
-
-
-def _of_token_ids(error: InvalidRequest) -> InvalidRequest:
-    """Return the error, naming the field that vLLM's route has for a prompt."""
-    if error.param == "prompt":
-        return type(error)(error.message, param="token_ids")
-    return error

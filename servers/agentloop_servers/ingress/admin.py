@@ -108,7 +108,7 @@ class AdminRoutes:
             ("/admin/pause", self.pause, PauseBody, PauseState, {}),
             ("/admin/resume", self.resume, None, PauseState, {}),
             ("/admin/weights", self.weights, WeightsBody, None, answered(UpdateReport)),
-            ("/admin/weights/follow", self.follow, None, StoreStatus, {}),
+            ("/admin/weights/follow", self.follow, None, None, answered(StoreStatus)),
             ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
             ("/admin/users", self.users, None, UsersRead, {}),

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -24,6 +24,7 @@ from agentloop.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys
@@ -32,6 +33,7 @@ from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
+from agentloop_servers.ingress.sglang_control import SglangControlRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 from agentloop_servers.viewer.app import viewer_routers
 from agentloop_servers.viewer.records import TokenLabels
@@ -66,18 +68,19 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers
-    that speak to vLLM's server; its sessions are the caller's to start and close, and their parts have the tally.
+    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers that speak to
+    vLLM's or SGLang's server; its sessions are the caller's to start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
-    tally = MetricsTally() if endpoint is None else endpoint.sessions.parts.tally
     if endpoint is None:
-        reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
+        tally, reporter = MetricsTally(), LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
     else:
-        reporter = endpoint.sessions.reporter  # theirs to close
+        tally, reporter = endpoint.sessions.parts.tally, endpoint.sessions.reporter  # theirs to close
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
-    images = tuple(image_roots)
-    rollouts = RolloutRoutes(coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports)
+    images, sglang = tuple(image_roots), _sglang_calls(endpoint, leases)
+    rollouts = RolloutRoutes(
+        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang
+    )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without)
 
     @asynccontextmanager
@@ -95,20 +98,28 @@ def create_app(
     app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
     app.state.in_flight = scopes
     add_error_handlers(app, limits)
-    if endpoint is not None:
-        # First: most requests are its.
-        _include_endpoint(app, endpoint, keys, TokenCalls(endpoint.sessions.parts, leases))
-        app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
+    if endpoint is not None and sglang is not None:
+        vllm = VllmControlRoutes(coordinator, admin, endpoint, limits)
+        both = SglangControlRoutes(coordinator, admin, vllm, sglang, endpoint, limits)
+        _include_endpoint(app, endpoint, keys, sglang, (vllm.router(keys), both.router(keys)))
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    viewer = viewer_routers(coordinator, labels, keys)
-    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer):
+    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
         app.include_router(router)
     describe(app)
     return app
 
 
-def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> None:
-    """Add the routes for agents. A handler that raises HeldElsewhere is answered by the process that it names."""
+def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls | None:
+    return None if endpoint is None else SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases))
+
+
+def _include_endpoint(
+    app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls, controls: Iterable[APIRouter]
+) -> None:
+    """Add the routes for agents and `controls`, first: most requests are theirs.
+
+    A handler that raises HeldElsewhere is answered by the process that it names.
+    """
 
     async def forward(request: Request, error: Exception) -> Response:
         assert isinstance(error, HeldElsewhere)
@@ -116,5 +127,7 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys, token_calls:
         return await endpoint.shards.forward(request, error.rank)
 
     app.add_exception_handler(HeldElsewhere, forward)
-    app.include_router(routes_calls.router(endpoint, keys, token_calls))
+    app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
+    for controlled in (sglang.router(keys), *controls):
+        app.include_router(controlled)
     app.include_router(routes_sessions.router(endpoint, keys))

@@ -28,10 +28,11 @@ from agentloop.api.requests import (
     MAX_WAIT_S,
     AcknowledgeBody,
     AnnotateBody,
-    GenerateBody,
     SubmitBody,
 )
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
+from agentloop.chat.fields import read_body
+from agentloop.chat.sglang import GenerateCallBody, SglangBody
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
@@ -40,6 +41,7 @@ from agentloop.rollout.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session
 from agentloop_servers.http.guard import HttpLimits, json_body, traceparent_of
 from agentloop_servers.http.openapi import add_route, answered, errors
@@ -56,7 +58,7 @@ T = TypeVar("T")
 READINESS_AGE_S = 1.0
 READINESS_TIMEOUT_S = 2.0
 
-Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
+Generate = Annotated[GenerateCallBody, Depends(json_body(GenerateCallBody, read_body))]
 Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
 Annotate = Annotated[AnnotateBody, Depends(json_body(AnnotateBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
@@ -119,7 +121,9 @@ class RolloutRoutes:
         endpoint: Endpoint | None = None,
         image_roots: Sequence[Path] = (),
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
+        sglang: SglangCalls | None = None,
     ) -> None:
+        self._sglang = sglang
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
         self._keys = keys
@@ -135,7 +139,8 @@ class RolloutRoutes:
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
         router = APIRouter(tags=["health"])
-        router.add_api_route("/health", self.health, response_model=Health, responses={503: {"model": Health}})
+        for path in ("/health", "/health_generate"):  # the second is SGLang's
+            router.add_api_route(path, self.health, response_model=Health, responses={503: {"model": Health}})
         return router
 
     def generate_route(self) -> APIRouter:
@@ -146,7 +151,7 @@ class RolloutRoutes:
             else authenticate(self._keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
-        add_route(router, "POST", "/generate", self.generate, GenerateBody, responses=answered(Generation))
+        add_route(router, "POST", "/generate", self.generate, GenerateCallBody, responses=answered(Generation))
         return router
 
     def user_routes(self) -> APIRouter:
@@ -184,8 +189,16 @@ class RolloutRoutes:
         users = [codec.to_builtins(one) for one in status.users if sees_all or one.name in names]
         return json_response({**codec.to_builtins(status), "rollouts": rollouts, "users": users})
 
-    async def generate(self, request: Request, body: Generate) -> Response:
-        """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session."""
+    async def generate(self, request: Request, either: Generate) -> Response:
+        """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session.
+
+        With `input_ids` or `text` in place of `token_ids` the call and its answer are SGLang's.
+        """
+        body = either.root
+        if isinstance(body, SglangBody):
+            if self._sglang is None:
+                raise UnsupportedParameter("this service has no endpoint for agents", param="input_ids")
+            return await self._sglang.generate(request, body)
         if self._sessions is not None and names_session(request):
             return await self._sessions.generate(request, body)
         if self._num_direct_calls >= self._limits.max_direct_calls:

@@ -11,6 +11,7 @@ replicas (`agentloop/fleet/trainer_groups.py`), by NCCL or by CUDA IPC handles.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
@@ -219,15 +220,11 @@ class VllmControlRoutes:
             ("POST", "/wake_up", self.wake_up, None),
             ("GET", "/is_sleeping", self.is_sleeping, None),
             ("POST", "/reset_prefix_cache", self.reset_prefix_cache, None),
-            ("GET", "/server_info", self.server_info, None),
             ("GET", "/get_world_size", self.get_world_size, None),
         ]
         for method, path, handler, body in table:
             add_route(router, method, path, handler, body)
-        for path, advice in REFUSED.items():
-            router.add_api_route(
-                path, _refusing(path, advice), methods=["POST"], response_model=None, include_in_schema=False
-            )
+        refuse(router, REFUSED)
         return router
 
     async def pause(self, mode: Mode = "abort", clear_cache: Flag = True) -> Response:
@@ -318,7 +315,10 @@ class VllmControlRoutes:
         return json_response({"success": False})
 
     async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
-        """Return the fields of vLLM's config that trainers read. With `text`, the same as JSON in a string."""
+        """Return the fields of vLLM's config that trainers read. With `text`, the same as JSON in a string.
+
+        Its route is in `sglang_control.py`, which adds what SGLang's clients ask for under the same path.
+        """
         status, endpoint = await self._status(), self._endpoint
         dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
         ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
@@ -372,6 +372,14 @@ def _num_workers(status: ServiceStatus) -> int:
 
 def _largest_replica(status: ServiceStatus) -> int:
     return max((one.num_workers for one in status.replicas), default=0)
+
+
+def refuse(router: APIRouter, verbs: Mapping[str, str]) -> None:
+    """Add routes that refuse verbs, each with what to do instead."""
+    for path, advice in verbs.items():
+        router.add_api_route(
+            path, _refusing(path, advice), methods=["POST"], response_model=None, include_in_schema=False
+        )
 
 
 def _refusing(path: str, advice: str) -> Any:

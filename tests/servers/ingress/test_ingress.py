@@ -342,6 +342,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
     _, schema, _ = await door.call("GET", "/openapi.json")
     assert set(schema["paths"]) == {
         "/health",
+        "/health_generate",
         "/generate",
         "/rollouts",
         "/rollouts/{rollout_id}",
@@ -365,6 +366,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/admin/pause",
         "/admin/resume",
         "/admin/weights",
+        "/admin/weights/follow",
         "/admin/sleep",
         "/admin/wake",
     }

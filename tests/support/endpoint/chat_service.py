@@ -92,8 +92,8 @@ def check_answer(status: int, headers: dict[str, str], data: bytes) -> None:
         if body.get("type") == "error":  # Anthropic's
             assert set(body["error"]) >= {"type", "message"}
         else:
-            assert set(body) == {"error"}
-            assert set(body["error"]) - {"details"} == {"message", "type", "param", "code"}
+            assert set(body) - {"success", "message"} == {"error"}  # SGLang's control verbs have the two
+            assert set(body["error"]) - {"details", "retryable"} == {"message", "type", "param", "code"}
             assert isinstance(body["error"]["code"], str)
 
 

@@ -1,0 +1,353 @@
+"""SGLang's native route, `POST /generate` with `input_ids` or `text`: a body to `ChatCall`s, replies to answers.
+
+The wire is that of SGLang 0.5 (`GenerateReqInput`, `SamplingParams`, and what its tokenizer manager answers), with
+two differences. Fields that SGLang does not have are refused by name, as everywhere here, and so are those that it
+has and this service does not, unless they ask for nothing. And a batch has one set of options: a list of equal ones
+is taken, one of options that differ refused.
+
+A text is that of the ids without the stop token and from a stop string on (`no_stop_trim`), and without special
+tokens (`skip_special_tokens`); ids are always all that were sampled. Weight versions are text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    RootModel,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, GenerateBody, Json, TokenId, VersionDemandBody
+from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.dialect import Answer
+from agentloop.chat.fields import MAX_CHAT_CONTENT_CHARS, Ignored, Model, Refused, by_shape, refused, unsupported
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai import sampling_of, stops_of
+from agentloop.chat.openai_bodies import ChoiceFields
+from agentloop.chat.sampling import MaxTokens, Whole
+from agentloop.checks import MAX_SEED, MAX_TOP_LOGPROBS
+from agentloop.engine import Delta
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.rendering.port import TokenText
+from agentloop.rendering.tokenizer import TextDecoder
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.trajectory.node import Reply
+from agentloop.types import FinishReason, TopLogprobs, WeightVersionSpan
+
+MAX_BATCH = 1024
+MAX_RID_CHARS = 256
+_DEFAULT_NEW_TOKENS = 128
+
+_NO_SCORES = ": prompts are not scored here"
+_PARAMS = {"min_tokens": "min_new_tokens"}  # of errors
+
+
+def _unscored(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise unsupported(f"`max_new_tokens` of 0 is not supported{_NO_SCORES}")
+    return value
+
+
+def _one_for_all(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, list):
+        return value
+    if any(item != value[0] for item in value[1:]):
+        raise unsupported(f"`{info.field_name}` that differs within a batch is not supported")
+    return value[0] if value else None
+
+
+_Shared = BeforeValidator(_one_for_all)
+"""Annotates an option of a batch that may be written once for each of its prompts."""
+
+
+class SglangSampling(ChoiceFields):
+    """SGLang's `SamplingParams`, with its names and defaults."""
+
+    max_tokens: Annotated[MaxTokens | None, BeforeValidator(_unscored)] = Field(
+        default=_DEFAULT_NEW_TOKENS, alias="max_new_tokens"
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = Field(
+        default=None, alias="min_new_tokens"
+    )
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED), Whole] | None = Field(
+        default=None, alias="sampling_seed"
+    )
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    spaces_between_special_tokens: Ignored = None
+    stream_interval: Ignored = None
+
+    custom_params: Refused = None
+    ebnf: Refused = None
+    json_schema: Refused = None
+    regex: Refused = None
+    stop_regex: Refused = None
+    structural_tag: Refused = None
+
+
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
+_Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+_PromptText = Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS)]
+
+
+def _by_depth(value: Any) -> str:
+    return "~batch" if isinstance(value, list) and value and isinstance(value[0], list) else "~ids"
+
+
+class SglangBody(Body):
+    """The body of `POST /generate` in SGLang's dialect: one prompt or a batch, as ids or as text.
+
+    `extra_key` is accepted and not used: which KV a request may use is the weight update's to say (`kv_policy`).
+    """
+
+    input_ids: (
+        Annotated[
+            Annotated[_Ids, Tag("~ids")]
+            | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_BATCH), Tag("~batch")],
+            Discriminator(_by_depth),
+        ]
+        | None
+    ) = None
+    text: (
+        Annotated[
+            Annotated[_PromptText, Tag("~text")]
+            | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_BATCH), Tag("~list")],
+            Discriminator(by_shape),
+        ]
+        | None
+    ) = None
+    sampling_params: Annotated[SglangSampling, _Shared] = SglangSampling()
+    return_logprob: Annotated[bool | None, _Shared] = None
+    top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, _Shared] = None
+    return_text_in_logprobs: bool | None = None
+    rid: (
+        Annotated[
+            Annotated[Rid, Tag("~text")] | Annotated[list[Rid], Field(max_length=MAX_BATCH), Tag("~list")],
+            Discriminator(by_shape),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    lora_path: Annotated[Model | None, _Shared] = None
+    weight_version: VersionDemandBody | None = None
+    extra_key: Ignored = None
+    log_metrics: Ignored = None
+    modalities: Ignored = None
+    no_logs: Ignored = None
+
+    audio_data: Refused = None
+    custom_logit_processor: Refused = None
+    image_data: Annotated[Json, refused(hint=": images come with chat completions")] = None
+    input_embeds: Refused = None
+    logprob_start_len: Annotated[Json, refused(unless=-1, hint=_NO_SCORES), _Shared] = None
+    priority: Annotated[Json, refused(unless=0)] = None
+    return_hidden_states: Refused = None
+    return_indexer_topk: Refused = None
+    return_routed_experts: Annotated[Json, refused(hint=": the engines do not tell them")] = None
+    return_sampling_mask: Refused = None
+    session_params: Refused = None
+    token_ids_logprob: Annotated[Json, refused(hint=_NO_SCORES), _Shared] = None
+    video_data: Refused = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.input_ids is None) == (self.text is None):
+            raise InvalidRequest("give either input_ids or text", param="input_ids")
+        if isinstance(self.rid, list) and (
+            len(set(self.rid)) != len(self.rid) or len(self.rid) != self.num_prompts
+        ):
+            raise InvalidRequest("rid has one name for each prompt, each once", param="rid")
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """True if the answer is a list, whatever the number of choices."""
+        return isinstance(self.text, list) or _by_depth(self.input_ids) == "~batch"
+
+    @property
+    def num_prompts(self) -> int:
+        """The prompts of the batch; 1 without one."""
+        prompts = self.text if self.input_ids is None else self.input_ids
+        return len(prompts) if self.is_batch and prompts is not None else 1
+
+    @property
+    def num_choices(self) -> int:
+        """The answers to each prompt."""
+        return self.sampling_params.n or 1
+
+    def rids(self, default: str) -> list[str]:
+        """Return a name for each prompt."""
+        if isinstance(self.rid, list):
+            return self.rid
+        name = self.rid or default
+        return [f"{name}_{index}" for index in range(self.num_prompts)] if self.is_batch else [name]
+
+    def prompts(self, tokens: TokenText) -> list[tuple[int, ...]]:
+        """Return the ids of each prompt, in time linear in its text."""
+        if self.input_ids is not None:
+            batch: Any = self.input_ids if self.is_batch else [self.input_ids]
+            return list(map(tuple, batch))
+        texts = self.text if isinstance(self.text, list) else [self.text or ""]
+        return [tuple(tokens.ids(text)) for text in texts]
+
+
+def _dialect(value: Any) -> str:
+    names = value.keys() if isinstance(value, Mapping) else ()
+    return "~sglang" if "token_ids" not in names and ("input_ids" in names or "text" in names) else "~ours"
+
+
+class GenerateCallBody(RootModel[Any]):
+    """The body of `POST /generate`: SGLang's with `input_ids` or `text`, the service's own with `token_ids`."""
+
+    root: Annotated[
+        Annotated[GenerateBody, Tag("~ours")] | Annotated[SglangBody, Tag("~sglang")], Discriminator(_dialect)
+    ]
+
+
+def error_body(error: AgentLoopError) -> Answer:
+    """Return the body of an error answer: SGLang's, with the facts that this service's errors have."""
+    wire = error.to_wire()
+    return {"error": {**wire["error"], "retryable": error.retryable}}
+
+
+def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
+    """Return the call of one prompt. Raises InvalidRequest naming a field of the body."""
+    given = body.sampling_params
+    num_top = body.top_logprobs_num or 0 if body.return_logprob else 0
+    try:
+        sampling = sampling_of(given, given.max_tokens, model.vocab_size, num_top)
+    except InvalidRequest as error:
+        name = _PARAMS.get(error.param or "", error.param)
+        raise type(error)(error.message, param=f"sampling_params.{name}") from error
+    if body.weight_version is not None:
+        sampling = replace(sampling, weight_version=body.weight_version.to_demand())
+    return ChatCall(
+        messages=(),
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        max_tokens=given.max_tokens,
+        num_choices=body.num_choices,
+        stop=stops_of(given),
+        timeout_s=model.timeout_s,
+    )
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ShownChoice:
+    """A choice of a stream: its tokens and its text so far."""
+
+    decoder: TextDecoder
+    sampled: SampledTokens = field(default_factory=SampledTokens)
+    text: str = ""
+
+
+class SglangWriter:
+    """The writer of the answers to one body."""
+
+    def __init__(self, body: SglangBody, tokens: TokenText, texts: TokenTexts) -> None:
+        self._body = body
+        self._tokens = tokens
+        self._texts = texts
+        self._hidden = (
+            tokens.special_ids if body.sampling_params.skip_special_tokens is not False else frozenset[int]()
+        )
+
+    def whole(self, rid: str, num_prompt: int, reply: Reply, served: int | None, latency_s: float) -> Answer:
+        """Return the answer that is a reply. `served` is the version of one without tokens."""
+        ids, spans = reply.token_ids.tolist(), reply.weight_versions
+        meta = self._meta(rid, num_prompt, ids, reply.logprobs.tolist(), reply.top_logprobs, spans, served)
+        meta |= {
+            "finish_reason": finish_reason(reply, ids),
+            "cached_tokens": reply.cached_tokens,
+            "weight_versions": _spans(spans),
+            "e2e_latency": latency_s,
+        }
+        return {"text": self.text_of(reply, ids), "output_ids": ids, "meta_info": meta}
+
+    def text_of(self, reply: Reply, ids: list[int]) -> str:
+        """Return a reply's text as the body asks for it."""
+        is_trimmed = not self._body.sampling_params.no_stop_trim
+        if is_trimmed and reply.finish_reason is FinishReason.STOP and not reply.stop_text:
+            ids = ids[:-1]
+        text = self._tokens.decode([token_id for token_id in ids if token_id not in self._hidden])
+        found = text.find(reply.stop_text) if reply.stop_text else -1
+        if found < 0:
+            return text
+        return text[:found] if is_trimmed else text[: found + len(reply.stop_text)]
+
+    def shown(self) -> ShownChoice:
+        """Begin a choice of a stream."""
+        return ShownChoice(self._tokens.decoder())
+
+    def add(self, choice: ShownChoice, piece: TurnPiece) -> None:
+        """Add the next piece to a choice."""
+        ids, spans = piece.token_ids, piece.weight_versions
+        choice.sampled.add(Delta(ids, piece.logprobs, spans, piece.top_logprobs))
+        choice.text += choice.decoder.add([token_id for token_id in ids if token_id not in self._hidden]).text
+
+    def part(self, rid: str, num_prompt: int, choice: ShownChoice) -> Answer:
+        """Return a chunk: all that a choice has so far."""
+        sampled = choice.sampled
+        spans = sampled.weight_versions
+        meta = self._meta(rid, num_prompt, sampled.token_ids, sampled.logprobs, tuple(sampled.top_logprobs), spans)
+        meta |= {"finish_reason": None, "cached_tokens": 0, "weight_versions": _spans(spans)}
+        return {"text": choice.text, "output_ids": sampled.token_ids, "meta_info": meta}
+
+    def _meta(
+        self,
+        rid: str,
+        num_prompt: int,
+        ids: list[int],
+        logprobs: list[float],
+        top: TopLogprobs,
+        spans: Sequence[WeightVersionSpan],
+        served: int | None = None,
+    ) -> Answer:
+        first, last = (spans[0].version, spans[-1].version) if spans else (served, served)
+        meta: Answer = {
+            "id": rid,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(ids),
+            "weight_version": _text(last),
+            "weight_version_start": _text(first),
+            "weight_version_end": _text(last),
+        }
+        if self._body.return_logprob:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = list(map(self._entry, ids, logprobs))
+            meta["output_token_logprobs_length"] = len(ids)
+            if self._body.top_logprobs_num:
+                meta["output_top_logprobs"] = [[self._entry(*one) for one in row] for row in top]
+        return meta
+
+    def _entry(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
+        return logprob, token_id, self._texts.of(token_id)[0] if self._body.return_text_in_logprobs else None
+
+
+def finish_reason(reply: Reply, ids: Sequence[int]) -> Answer:
+    """Return the reason why a reply ended, as SGLang writes it."""
+    if reply.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(ids)}
+    if reply.finish_reason is FinishReason.STOP:
+        return {"type": "stop", "matched": reply.stop_text or ids[-1]}
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def _text(version: int | None) -> str | None:
+    return None if version is None else str(version)
+
+
+def _spans(spans: Sequence[WeightVersionSpan]) -> list[Answer]:
+    return [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans]

@@ -1,0 +1,316 @@
+"""Calls of SGLang's dialect: `POST /generate` with its fields, and the routes that count them and end them early.
+
+Ownership: the table of this process's open calls. They are unrecorded, as those of vLLM's token route, and run
+under the same leases: the header `X-SMG-Routing-Key` names calls that share one. What an abort or an engine's pause
+cuts ends with the tokens that it has, where calls of the other dialects go on: trainers put partial samples back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Self, TypeAlias
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from agentloop.aio import side_by_side
+from agentloop.api.requests import Body
+from agentloop.chat import sglang
+from agentloop.chat.call import ChatCall
+from agentloop.chat.fields import Ignored, read_body
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter, first_cause
+from agentloop.generation.leased_engine import AbortSwitch
+from agentloop.generation.turn_piece import TurnPiece
+from agentloop.rendering.renderer import off_loop
+from agentloop.trajectory.node import Reply
+from agentloop_servers.endpoint.calls import affinity_of, bounded, demanding, json_of_replies
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.token_calls import Show, TokenCalls
+from agentloop_servers.http.auth import Keys, caller_of
+from agentloop_servers.http.guard import envelope_of, error_response, json_body, speaks
+from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
+from agentloop_servers.http.sse import DONE, EventStream, sse
+
+ROUTING_HEADER = "x-smg-routing-key"
+
+_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenCall:
+    """A prompt that is being sampled, with a switch for each of its choices."""
+
+    rid: str
+    owner: str
+    chat_call: ChatCall
+    switches: tuple[AbortSwitch, ...]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.chat_call.prompt_ids or ())
+
+    def name(self, index: int) -> str:
+        """Return the id of a choice."""
+        return self.rid if len(self.switches) == 1 else f"{self.rid}_{index}"
+
+
+_Shown: TypeAlias = tuple[int, int, TurnPiece | Reply]
+"""The places of a prompt and of its choice, and what is next of it."""
+
+
+class AbortBody(Body):
+    """The body of `POST /abort_request`: the name of a request, or all of the caller's."""
+
+    rid: str | None = Field(default=None, max_length=MAX_RID_CHARS)
+    abort_all: bool = False
+    abort_message: Ignored = None
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if not (self.rid or self.abort_all):
+            raise InvalidRequest("give a rid, or abort_all", param="rid")
+        return self
+
+
+Abort = Annotated[AbortBody, Depends(json_body(AbortBody, read_body))]
+
+
+class SglangCalls:
+    """The dialect's calls of one process."""
+
+    def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
+        self._endpoint = endpoint
+        self.token_calls = token_calls
+        self._texts = TokenTexts(endpoint.renderer)
+        self._open: set[_OpenCall] = set()
+
+    async def generate(self, request: Request, body: SglangBody) -> Response:
+        """Sample a prompt or a batch: whole, or with `stream` as events that have all that there is so far."""
+        request.scope["state"]["envelope"] = sglang.error_body
+        endpoint, caller = self._endpoint, caller_of(request)
+        if caller.session_id is not None:
+            raise UnsupportedParameter("this form of the call is in no session's record", param="input_ids")
+        if body.lora_path is not None:
+            endpoint.check_model(body.lora_path)
+        affinity = affinity_of(request, endpoint, request.headers.getlist(ROUTING_HEADER), ROUTING_HEADER)
+        num_chars = len(body.text) if isinstance(body.text, str) else sum(map(len, body.text or ()))
+        prompts = await off_loop(num_chars, lambda: body.prompts(endpoint.renderer))
+        calls = [
+            _OpenCall(
+                rid,
+                caller.owner,
+                bounded(request, demanding(request, sglang.to_call(body, prompt, endpoint.chat_model))),
+                tuple(AbortSwitch() for _ in range(body.num_choices)),
+            )
+            for rid, prompt in zip(body.rids(uuid.uuid4().hex), prompts, strict=True)
+        ]
+        writer = SglangWriter(body, endpoint.renderer, self._texts)
+        if body.stream:
+            return self._streamed(request, body, calls, affinity, writer)
+        begun_at = asyncio.get_running_loop().time()
+        with self._opened(calls):
+            found = await unless_client_leaves(request, self._sample(body, calls, affinity))
+        if found is None:
+            return unread_response()
+        latency_s = asyncio.get_running_loop().time() - begun_at
+        replies = [reply for choices in found for reply in choices]
+        served = await self._served(replies)
+        places = [(call, index) for call in calls for index in range(body.num_choices)]
+
+        def render() -> Any:
+            answers = [
+                writer.whole(call.name(index), call.num_prompt, reply, served, latency_s)
+                for (call, index), reply in zip(places, replies, strict=True)
+            ]
+            return answers if body.is_batch or len(answers) > 1 else answers[0]
+
+        return await json_of_replies(replies, render)
+
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
+        router = APIRouter(
+            dependencies=[Depends(keys.require_user), Depends(speaks(sglang.error_body))],
+            responses={**errors(), **_OBJECT},
+            tags=["sglang"],
+        )
+
+        async def abort_request(request: Request, body: Abort) -> Response:
+            """End running calls with the tokens that they have, in every process."""
+            rid = None if body.abort_all else body.rid
+            return json_response({"num_aborted": await self.abort(request, keys.sees(request), rid)})
+
+        async def loads(request: Request) -> Response:
+            """Count the open calls of the dialect, for each process: trainers abort until there is none."""
+            return json_response({"loads": await self._loads(request, keys.sees(request))})
+
+        async def workers(request: Request) -> Response:
+            """List the servers behind this one, as SGLang's router does: it is the one that there is to call."""
+            url = self._endpoint.public_url or str(request.base_url).rstrip("/")
+            return json_response(
+                {"workers": [{"id": url, "url": url, "worker_type": "regular", "is_healthy": True}]}
+            )
+
+        add_route(router, "POST", "/abort_request", abort_request, AbortBody)
+        add_route(router, "GET", "/v1/loads", loads)
+        add_route(router, "GET", "/workers", workers)
+        return router
+
+    async def abort(self, request: Request, names: Sequence[str] | None, rid: str | None) -> int:
+        """End what these users (None: all) have open under a name (None: any), also in the other processes.
+
+        The name is that of a body, of a prompt in its batch, or of a choice. Returns how many choices ended here.
+        Raises ServiceUnavailable for a process that does not answer.
+        """
+        found = [
+            switch
+            for name, switch in self._choices(names)
+            if rid is None or name == rid or name.startswith(f"{rid}_")
+        ]
+        await asyncio.gather(*(switch.throw() for switch in found))
+        await self._ask_others(request)
+        return len(found)
+
+    async def _loads(self, request: Request, names: Sequence[str] | None) -> list[dict[str, int]]:
+        rank = 0 if self._endpoint.shards is None else self._endpoint.shards.rank
+        num_open = len(self._choices(names))
+        own = {"dp_rank": rank, "num_running_reqs": num_open, "num_waiting_reqs": 0, "num_total_reqs": num_open}
+        return [own, *(load for other in await self._ask_others(request) for load in orjson.loads(other)["loads"])]
+
+    async def _ask_others(self, request: Request) -> list[bytes]:
+        shards = self._endpoint.shards
+        return [] if shards is None else await shards.ask_others(request)
+
+    def _choices(self, names: Sequence[str] | None) -> list[tuple[str, AbortSwitch]]:
+        mine = [call for call in self._open if names is None or call.owner in names]
+        return [(call.name(index), switch) for call in mine for index, switch in enumerate(call.switches)]
+
+    async def _sample(
+        self,
+        body: SglangBody,
+        calls: Sequence[_OpenCall],
+        affinity: str | None,
+        show: Sequence[Show | None] = (),
+    ) -> list[list[Reply]]:
+        param = "text" if body.input_ids is None else "input_ids"
+        works = [
+            self.token_calls.sample(
+                call.chat_call,
+                affinity,
+                call.owner,
+                prompt_param=param,
+                switches=call.switches,
+                show=show[place] if show else None,
+            )
+            for place, call in enumerate(calls)
+        ]
+        try:
+            return await side_by_side(works)
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+
+    async def _served(self, replies: Sequence[Reply]) -> int | None:
+        """Return the served version, if a reply has no token that tells one."""
+        return None if all(map(_has_tokens, replies)) else await self._endpoint.weight_version()
+
+    @contextmanager
+    def _opened(self, calls: Sequence[_OpenCall]) -> Iterator[None]:
+        """Hold a place for each prompt, in which it may be aborted. Raises Overloaded."""
+        with ExitStack() as places:
+            for call in calls:
+                places.enter_context(self._endpoint.hold_call_place(call.owner))
+            self._open.update(calls)
+            places.callback(self._open.difference_update, calls)
+            yield
+
+    # --- streams ---
+
+    def _streamed(
+        self,
+        request: Request,
+        body: SglangBody,
+        calls: Sequence[_OpenCall],
+        affinity: str | None,
+        writer: SglangWriter,
+    ) -> Response:
+        async def sent() -> AsyncGenerator[bytes, None]:
+            with self._opened(calls):
+                async with aclosing(self._chunks(body, calls, affinity, writer)) as chunks:
+                    async for chunk in chunks:
+                        yield sse(chunk)
+                yield DONE
+
+        limits = self._endpoint.limits
+        return EventStream(
+            sent(),
+            _error_event,
+            lambda error: error_response(error, envelope=envelope_of(request.scope)),
+            keep_alive_s=limits.keep_alive_s,
+            send_timeout_s=limits.send_timeout_s,
+        )
+
+    async def _chunks(
+        self, body: SglangBody, calls: Sequence[_OpenCall], affinity: str | None, writer: SglangWriter
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield a chunk for each choice that has something new, as often as the client takes one."""
+        loop, news, waiting = asyncio.get_running_loop(), asyncio.Event(), list[_Shown]()  # bounded by the replies
+        begun_at = loop.time()
+
+        def show(place: int, index: int, item: TurnPiece | Reply) -> None:
+            waiting.append((place, index, item))
+            news.set()
+
+        shows = [partial(show, place) for place in range(len(calls))]
+        sampling = loop.create_task(self._sample(body, calls, affinity, shows))
+        sampling.add_done_callback(lambda _: news.set())
+        choices: dict[tuple[int, int], ShownChoice] = {}
+        try:
+            while not (sampling.done() and not waiting):
+                await news.wait()
+                news.clear()
+                drained, waiting[:] = waiting[:], []
+                for (place, index), reply in self._news(drained, choices, writer).items():
+                    call = calls[place]
+                    name, num_prompt = call.name(index), call.num_prompt
+                    if reply is None:
+                        chunk = writer.part(name, num_prompt, choices[place, index])
+                    else:
+                        served = await self._served([reply])
+                        chunk = writer.whole(name, num_prompt, reply, served, loop.time() - begun_at)
+                    is_one_of_many = body.is_batch or body.num_choices > 1
+                    yield {**chunk, "index": place * body.num_choices + index} if is_one_of_many else chunk
+            await sampling
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+    @staticmethod
+    def _news(
+        drained: Sequence[_Shown], choices: dict[tuple[int, int], ShownChoice], writer: SglangWriter
+    ) -> dict[tuple[int, int], Reply | None]:
+        """Add what came to its choices. Returns those that it came for, with their replies if they have ended."""
+        found: dict[tuple[int, int], Reply | None] = {}
+        for place, index, item in drained:
+            if isinstance(item, Reply):
+                found[place, index] = item
+            elif item.finish is None:  # the last piece stands in the reply
+                writer.add(choices.setdefault((place, index), writer.shown()), item)
+                found[place, index] = None
+        return found
+
+
+def _has_tokens(reply: Reply) -> bool:
+    return len(reply.token_ids) > 0
+
+
+def _error_event(error: AgentLoopError) -> bytes:
+    return sse(sglang.error_body(error)) + DONE

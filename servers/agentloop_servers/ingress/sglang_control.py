@@ -1,0 +1,256 @@
+"""The control verbs of SGLang's server, as slime and Miles call them: pause, weights, memory, facts of the server.
+
+The paths, bodies and answers are those of SGLang 0.5 (`entrypoints/http_server.py`). Each does what the admin route
+of the same purpose does, on the whole fleet, and needs the admin key as that does. A verb that fails says `success:
+false` beside its error. `docs/contracts.md` says what differs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from agentloop.api.coordinator import FrontPort, ServiceStatus
+from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.chat import sglang
+from agentloop.chat.fields import Ignored, Refused, read_body, refused
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
+from agentloop.types import KVPolicy
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.sglang_calls import SglangCalls
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits, json_body, speaks
+from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.responses import in_time, json_response
+from agentloop_servers.ingress.admin import AdminRoutes
+from agentloop_servers.ingress.vllm_control import VllmControlRoutes, refuse
+
+_NO_GROUP = "tensors of a trainer's group are not taken; call `/update_weights_from_disk` with a directory"
+REFUSED = {
+    "/begin_weight_update": _NO_GROUP,
+    "/destroy_weights_update_group": _NO_GROUP,
+    "/end_weight_update": _NO_GROUP,
+    "/init_weights_update_group": _NO_GROUP,
+    "/pull_weights": "the service follows a store by itself: its config's `weights` names it",
+    "/update_weights_from_distributed": _NO_GROUP,
+    "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
+}
+"""The verbs that are refused, and what to do instead."""
+
+_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
+_ALL_TAGS = {"weights", "kv_cache"}
+
+VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+MemoryTags = list[Literal["weights", "kv_cache", "cuda_graph"]]
+
+
+class PauseGenerationBody(Body):
+    """The body of `POST /pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationBody(Body):
+    """The body of `POST /continue_generation`."""
+
+    torch_empty_cache: Ignored = None
+
+
+class UpdateFromDiskBody(Body):
+    """The body of `POST /update_weights_from_disk`. Without a `weight_version` it is the next one."""
+
+    model_path: Directory
+    load_format: Literal["auto", "safetensors"] | None = None
+    weight_version: VersionText | None = None
+    flush_cache: bool | None = None
+    is_async: Ignored = None
+    recapture_cuda_graph: Ignored = None
+    token_step: Ignored = None
+    torch_empty_cache: Ignored = None
+
+    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
+    keep_pause: Annotated[Json, refused(hint=": a pause that holds before an update holds after it")] = None
+    manifest: Refused = None
+
+
+class MemoryBody(Body):
+    """The body of `POST /release_memory_occupation` and `/resume_memory_occupation`: nothing is all of it."""
+
+    tags: MemoryTags | None = Field(default=None, max_length=3)
+
+
+PauseGeneration = Annotated[PauseGenerationBody, Depends(json_body(PauseGenerationBody, read_body))]
+ContinueGeneration = Annotated[ContinueGenerationBody, Depends(json_body(ContinueGenerationBody, read_body))]
+UpdateFromDisk = Annotated[UpdateFromDiskBody, Depends(json_body(UpdateFromDiskBody, read_body))]
+Memory = Annotated[MemoryBody, Depends(json_body(MemoryBody, read_body))]
+
+
+class SglangControlRoutes:
+    """The verbs, and the facts that both dialects ask for under one path."""
+
+    def __init__(
+        self,
+        coordinator: FrontPort,
+        admin: AdminRoutes,
+        vllm: VllmControlRoutes,
+        calls: SglangCalls,
+        endpoint: Endpoint,
+        limits: HttpLimits,
+    ) -> None:
+        self._coordinator = coordinator
+        self._admin = admin
+        self._vllm = vllm
+        self._calls = calls
+        self._endpoint = endpoint
+        self._limits = limits
+
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes, each behind the admin key."""
+        router = APIRouter(
+            dependencies=[Depends(speaks(_failure)), Depends(keys.require_admin)],
+            responses={**errors(), **_OBJECT},
+            tags=["sglang control"],
+        )
+        table: list[tuple[str, str, Any, type[Body] | None]] = [
+            ("POST", "/pause_generation", self.pause, PauseGenerationBody),
+            ("POST", "/continue_generation", self.resume, ContinueGenerationBody),
+            ("POST", "/update_weights_from_disk", self.update_from_disk, UpdateFromDiskBody),
+            ("GET", "/flush_cache", self.flush_cache, None),
+            ("POST", "/flush_cache", self.flush_cache, None),
+            ("POST", "/release_memory_occupation", self.release_memory, MemoryBody),
+            ("POST", "/resume_memory_occupation", self.resume_memory, MemoryBody),
+            ("GET", "/get_weight_version", self.weight_version, None),
+            ("GET", "/model_info", self.model_info, None),
+            ("GET", "/get_model_info", self.model_info, None),
+            ("GET", "/server_info", self.server_info, None),
+            ("GET", "/get_server_info", self.server_info, None),
+        ]
+        for method, path, handler, body in table:
+            add_route(router, method, path, handler, body)
+        refuse(router, REFUSED)
+        return router
+
+    async def pause(self, request: Request, body: PauseGeneration) -> Response:
+        """Pause all replicas until `/continue_generation`. With `abort` the dialect's calls end with their tokens.
+
+        With `retract` and `in_place` calls go on after it; which KV they use then is the update's `kv_policy`.
+        """
+        mode: Literal["abort", "keep"] = "abort" if body.mode == "abort" else "keep"
+        await self._admin.pause(PauseBody(mode=mode, reason="/pause_generation"))
+        if body.mode == "abort":
+            await self._calls.abort(request, None, None)
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, body: ContinueGeneration) -> Response:
+        """Go on after a pause."""
+        await self._admin.resume()
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_from_disk(self, body: UpdateFromDisk) -> Response:
+        """Bring every replica to the weights of a directory, staged beside decoding, and answer the report.
+
+        With `flush_cache` no call that begins after it uses older KV, whatever the service's `kv_policy`.
+        """
+        served = (await self._status()).weight_version
+        given = body.weight_version
+        version = int(given) if given is not None else 0 if served is None else served + 1
+        is_fresh = body.flush_cache and self._endpoint.sessions.parts.kv_policy is KVPolicy.KEEP
+        update = WeightsBody(version=version, directory=body.model_path, kv_policy="fresh" if is_fresh else None)
+        try:
+            report = await self._admin.weights(update)
+        except InvalidRequest as error:
+            names = {"directory": "model_path", "version": "weight_version"}
+            raise type(error)(error.message, param=names.get(error.param or "", error.param)) from error
+        answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        return json_response({**answer, "weight_version": str(version), "report": orjson.loads(report.body)})
+
+    async def flush_cache(self) -> Response:
+        """Answer 200, and drop nothing: an update's `kv_policy` says which KV of older weights may be used."""
+        await self._status()
+        return json_response({"message": "KV of older weights is used as the update's kv_policy says"})
+
+    async def release_memory(self, body: Memory) -> Response:
+        """Freeze every replica and give its memory back; weights stay in host memory."""
+        if body.tags is not None and not {*body.tags} >= _ALL_TAGS:
+            raise UnsupportedParameter("memory is given back as a whole: name both tags, or none", param="tags")
+        await self._admin.sleep(SleepBody(reason="/release_memory_occupation"))
+        return json_response({"success": True, "message": "memory is released"})
+
+    async def resume_memory(self, body: Memory) -> Response:
+        """Take memory back; once all of it is, generation goes on. CUDA graphs come with the KV cache."""
+        tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
+        if tags != []:
+            await self._admin.wake(WakeBody(tags=tags))
+        return json_response({"success": True, "message": "memory is resumed"})
+
+    async def weight_version(self) -> Response:
+        """Return the version of the weights that are served, as text; null while there is none."""
+        return json_response({"weight_version": _version_of(await self._status())})
+
+    async def model_info(self) -> Response:
+        """Return the model's name and the served version."""
+        endpoint = self._endpoint
+        return json_response(
+            {
+                "model_path": endpoint.model_name,
+                "tokenizer_path": endpoint.model_name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": _version_of(await self._status()),
+                "has_image_understanding": endpoint.takes_images,
+                "has_audio_understanding": False,
+                "model_type": None,
+                "architectures": None,
+            }
+        )
+
+    async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
+        """Return what both dialects' trainers read at their start: vLLM's config, and SGLang's sizes.
+
+        The fleet is one engine to them: its `tp_size` is the number of processes that hold weights.
+        """
+        status = await self._status()
+        of_vllm = orjson.loads((await self._vllm.server_info(config_format)).body)
+        num_gpus = orjson.loads((await self._vllm.get_world_size()).body)["world_size"]
+        facts = {
+            "tp_size": num_gpus,
+            "pp_size": 1,
+            "ep_size": 1,
+            "moe_dp_size": 1,
+            "dp_size": 1,
+            "num_gpus": num_gpus,
+            "disaggregation_mode": "null",
+            "encoder_only": False,
+            "model_path": self._endpoint.model_name,
+            "served_model_name": self._endpoint.model_name,
+            "weight_version": _version_of(status),
+            "ready": status.is_ready,
+            "applied": status.weight_version,
+            "sync_state": _sync_state(status),
+            "reason": next(iter(status.degraded), ""),
+        }
+        return json_response({**of_vllm, **facts})
+
+    async def _status(self) -> ServiceStatus:
+        message = "the coordinator did not answer in time"
+        return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
+
+
+def _version_of(status: ServiceStatus) -> str | None:
+    return None if status.weight_version is None else str(status.weight_version)
+
+
+def _sync_state(status: ServiceStatus) -> str:
+    """Return how far the fleet is with the next weights, in the words of external rollout services."""
+    if status.update is not None:
+        return "STAGING" if status.update.state == "staging" else "COMMITTING"
+    store = "" if status.store is None else status.store.state
+    return {"updating": "FETCHING", "failed": "ERROR"}.get(store, "IDLE")
+
+
+def _failure(error: AgentLoopError) -> dict[str, Any]:
+    return {"success": False, "message": error.message, **sglang.error_body(error)}
