@@ -147,16 +147,22 @@ def unpacked(run: Sequence[TensorInfo], data: torch.Tensor) -> Iterator[tuple[st
         offset += size
 
 
-def mapped(part: TransferPart, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def mapped(
+    part: TransferPart, device: torch.device, buffers: dict[Any, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors whose memory another process of this host has exported, as vLLM's IPC engine does.
 
-    They are the exporter's memory: valid until the part's call is answered. Raises CheckpointUnreadable.
+    They are the exporter's memory: valid until the part's call is answered. `buffers` keeps a packed buffer for the
+    transfer's next parts: torch counts every mapping of one export. Raises CheckpointUnreadable.
     """
     try:
-        handles = _HandleUnpickler(io.BytesIO(part.handles)).load()
+        handles = read_handles(part.handles)
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         if isinstance(handles, dict):
-            yield from unpacked(part.tensors, _rebuilt(handles[uuid], device))
+            key = tuple(handles[uuid])
+            if key not in buffers:
+                buffers[key] = _rebuilt(key, device)
+            yield from unpacked(part.tensors, buffers[key])
             return
         for tensor, of_gpus in zip(part.tensors, handles, strict=True):
             rebuilt = _rebuilt(of_gpus[uuid], device)
@@ -169,22 +175,25 @@ def mapped(part: TransferPart, device: torch.device) -> Iterator[tuple[str, torc
         raise CheckpointUnreadable(f"handles that cannot be mapped: {error}", param="update_info") from error
 
 
+_HANDLE_TYPES = {
+    one.__name__: one
+    for one in (torch.Tensor, torch.nn.Parameter, torch.Size, torch.storage.TypedStorage, torch.UntypedStorage)
+}
+
+
 class _HandleUnpickler(pickle.Unpickler):
     """Reads IPC handles: plain values, and the few names of torch that they hold."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = {
-            ("torch", "Tensor"): torch.Tensor,
-            ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-            ("torch", "Size"): torch.Size,
-            ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-        }
-        found = known.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle")
-        return found
+        found = _HANDLE_TYPES.get(name, getattr(torch, name, None))
+        if name in _HANDLE_TYPES or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a handle")
+
+
+def read_handles(data: bytes) -> Any:
+    """Read the pickled handles of a part. Raises UnpicklingError for what is no part of one."""
+    return _HandleUnpickler(io.BytesIO(data)).load()
 
 
 def _rebuilt(arguments: Sequence[Any], device: torch.device) -> torch.Tensor:

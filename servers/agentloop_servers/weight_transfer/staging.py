@@ -297,6 +297,7 @@ class WeightStager:
         """Receive parts until the last one, into shadows by the plan, else as they come."""
         staged: StagedCheckpoint | ShadowParameters | None = None
         transport, num_bytes, transfer_s = "", 0, 0.0
+        buffers: dict[Any, torch.Tensor] = {}
         while (part := self._next_part(stage)) is not None:
             started_at, form = time.monotonic(), _form(part.tensors)
             if staged is None:
@@ -304,7 +305,10 @@ class WeightStager:
             if isinstance(staged, StagedCheckpoint):
                 staged.tensors |= self._memory.extend(form, staged.held_in)
             member = self._groups.get(part.group)
-            for name, tensor in mapped(part, self._device) if member is None else member.receive(part, stage.check):
+            if member is None and not part.handles:
+                raise CheckpointUnreadable(f"the worker is not in group {part.group!r}", param="update_info")
+            arriving = mapped(part, self._device, buffers) if member is None else member.receive(part, stage.check)
+            for name, tensor in arriving:
                 if plan is None or name in plan.shapes:  # it has no place for a tied head that is stored nowhere
                     staged.accept(name, tensor)
             self._synchronize()  # a mapped tensor is the trainer's again after this
