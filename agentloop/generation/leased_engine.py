@@ -163,7 +163,7 @@ class TurnClock:
 
 
 class AbortSwitch:
-    """The order of a caller to end a turn early, with the tokens that it has. It is thrown once.
+    """The order of a caller to end a turn early, with the tokens that it has.
 
     A turn with a switch also ends at an engine's own abort.
     """
@@ -175,7 +175,12 @@ class AbortSwitch:
         self._round: tuple[TokenEngine, str] | None = None  # the engine's request under way
 
     async def throw(self) -> None:
-        """End the turn: its engine tells all that was sampled, or `ABORT_GRACE_S` later what it has told counts."""
+        """End the turn: its engine tells all that was sampled, or `ABORT_GRACE_S` later what it has told counts.
+
+        Idempotent.
+        """
+        if self.is_thrown:
+            return
         self.is_thrown = True
         asked = self._round
         self.ends_at = loop_time() + (0.0 if asked is None else ABORT_GRACE_S)

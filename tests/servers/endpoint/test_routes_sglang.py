@@ -251,7 +251,8 @@ async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) 
         async with asyncio.timeout(10):
             while not (await service.call("GET", "/v1/loads"))[1]["loads"][0]["num_total_reqs"]:
                 await asyncio.sleep(0.01)
-        await service.call("POST", "/abort_request", json={"abort_all": True})
+        aborts = (service.call("POST", "/abort_request", json=one) for one in ({"rid": "w"}, {"abort_all": True}))
+        await asyncio.gather(*aborts)
         answer = await waiting
         assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
         await service.engine.resume()
