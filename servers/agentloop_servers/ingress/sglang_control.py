@@ -193,20 +193,9 @@ class SglangControlRoutes:
 
     async def model_info(self) -> Response:
         """Return the model's name and the served version."""
-        endpoint = self._endpoint
-        return json_response(
-            {
-                "model_path": endpoint.model_name,
-                "tokenizer_path": endpoint.model_name,
-                "is_generation": True,
-                "preferred_sampling_params": None,
-                "weight_version": _version_of(await self._status()),
-                "has_image_understanding": endpoint.takes_images,
-                "has_audio_understanding": False,
-                "model_type": None,
-                "architectures": None,
-            }
-        )
+        version = _version_of(await self._status())
+        facts = {"model_path": self._endpoint.model_name, "is_generation": True, "weight_version": version}
+        return json_response(facts)
 
     async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
         """Return what both dialects' trainers read at their start: vLLM's config, and SGLang's sizes.
@@ -221,12 +210,10 @@ class SglangControlRoutes:
             "pp_size": 1,
             "ep_size": 1,
             "moe_dp_size": 1,
-            "dp_size": 1,
             "num_gpus": num_gpus,
             "disaggregation_mode": "null",
             "encoder_only": False,
             "model_path": self._endpoint.model_name,
-            "served_model_name": self._endpoint.model_name,
             "weight_version": _version_of(status),
             "ready": status.is_ready,
             "applied": status.weight_version,
