@@ -8,6 +8,8 @@ their published code sends (slime `rollout/sglang_rollout.py` 0044b40, `backends
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from agentloop.engine import Engine
 from agentloop_servers.config import ServiceConfig
@@ -132,7 +135,7 @@ async def site_of(tmp_path: Path) -> AsyncIterator[Site]:
         return engines[-1]
 
     async with (
-        whole_site(simulated_config(ingress_replicas=2), tmp_path, build) as service,
+        whole_site(simulated_config(ingress_replicas=2, mode="standalone"), tmp_path, build) as service,
         aiohttp.ClientSession() as http,
     ):
         yield Site(service, engines, [SlimeLikeTrainer(http, url) for url in service.urls])
@@ -221,3 +224,35 @@ async def test_a_pause_that_aborts_reaches_the_calls_of_every_process(tmp_path: 
         assert not later.done()
         await site.trainers[1].control("/continue_generation")
         assert (await later).status == "truncated"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_flat": True, "parts": 2, "has_session": True}])
+async def test_a_trainers_group_brings_weights_while_a_call_goes_on(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Two rounds over gloo: as slime, which knows no end of an update, and as Miles, which has one."""
+    async with site_of(tmp_path) as site:
+        order = json.dumps({"folder": str(WEIGHTS), "version": 7, "rounds": 2, **options})
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.servers.sglang_group_trainer", site.trainers[1].url, order),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        updating, samples = asyncio.create_task(process.communicate()), list[Sample]()
+        async with asyncio.timeout(60):
+            while not (updating.done() and samples):
+                samples.append(await site.trainers[0].generate(Sample("a", [*range(5, 69)]), 300))
+        out, err = await updating
+        assert (process.returncode, out.split()) == (0, [b"7", b"8"]), err.decode()
+        samples.append(await site.trainers[0].generate(Sample("a", [*range(5, 69)]), 300))
+        versions = [version for sample in samples for version, _, _ in sample.spans]
+        assert (versions[0], versions[-1], versions) == ("0", "8", sorted(versions))
+        status, answer = await site.trainers[0].post("/destroy_weights_update_group", {"group_name": "unknown"})
+        assert (status, answer["success"]) == (200, True)
+        body = {"names": ["a", "b"], "dtypes": ["float32"], "shapes": [[1], [1]]}
+        status, answer = await site.trainers[0].post("/update_weights_from_distributed", body)
+        assert (status, answer["success"], answer["error"]["param"]) == (400, False, "dtypes")
+        status, answer = await site.trainers[0].post(
+            "/update_weights_from_distributed", {**body, "dtypes": ["x"] * 2}
+        )
+        assert (status, answer["success"], answer["error"]["code"]) == (404, False, "not_found")

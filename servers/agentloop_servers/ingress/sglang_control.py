@@ -7,17 +7,18 @@ false` beside its error. `docs/contracts.md` says what differs.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
+from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -29,14 +30,8 @@ from agentloop_servers.http.responses import in_time, json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes, refuse
 
-_NO_GROUP = "tensors of a trainer's group are not taken; call `/update_weights_from_disk` with a directory"
 REFUSED = {
-    "/begin_weight_update": _NO_GROUP,
-    "/destroy_weights_update_group": _NO_GROUP,
-    "/end_weight_update": _NO_GROUP,
-    "/init_weights_update_group": _NO_GROUP,
-    "/pull_weights": "the service follows a store by itself: its config's `weights` names it",
-    "/update_weights_from_distributed": _NO_GROUP,
+    "/pull_weights": "call `/update_weights_from_disk` with a whole checkpoint",
     "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
 }
 """The verbs that are refused, and what to do instead."""
@@ -77,6 +72,75 @@ class UpdateFromDiskBody(Body):
     manifest: Refused = None
 
 
+GroupName = Annotated[str, Field(min_length=1, max_length=256)]
+TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
+_GROUP = "weight_update_group"
+_Selector = Annotated[Json, refused(unless="all", hint=": there is one model")]
+
+
+class InitGroupBody(Body):
+    """The body of `POST /init_weights_update_group`: a group of the trainer's rank 0 and the fleet's workers."""
+
+    master_address: Annotated[str, Field(min_length=1, max_length=255)]
+    master_port: Annotated[int, Field(ge=1, lt=1 << 16)]
+    rank_offset: Annotated[int, Field(ge=1, lt=1 << 16)] = 1
+    world_size: Annotated[int, Field(ge=2, lt=1 << 16)]
+    group_name: GroupName = _GROUP
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+    def to_group(self) -> GroupInit:
+        """Return the group."""
+        backend, address = GroupBackend(self.backend), self.master_address
+        return GroupInit(self.group_name, backend, address, self.master_port, self.rank_offset, self.world_size)
+
+
+class GroupNameBody(Body):
+    """The body of `POST /destroy_weights_update_group`."""
+
+    group_name: GroupName = _GROUP
+
+
+class SelectorBody(Body):
+    """The body of `POST /begin_weight_update` and `/end_weight_update`."""
+
+    selector: _Selector = None
+
+
+class UpdateFromGroupBody(Body):
+    """The body of `POST /update_weights_from_distributed`: tensors that rank 0 broadcasts in this order.
+
+    `flattened_bucket` is one broadcast of all. `flush_cache` is accepted and not used: `kv_policy` counts.
+    """
+
+    names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
+    dtypes: list[Annotated[str, Field(max_length=32)]]
+    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
+    group_name: GroupName = _GROUP
+    weight_version: VersionText | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+    flush_cache: Ignored = None
+    torch_empty_cache: Ignored = None
+    abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
+    selector: _Selector = None
+
+    @model_validator(mode="after")
+    def _is_aligned(self) -> Self:
+        for name, given in (("dtypes", self.dtypes), ("shapes", self.shapes)):
+            if len(given) != len(self.names):
+                raise InvalidRequest(f"{len(given)} {name} for {len(self.names)} names", param=name)
+        return self
+
+    def to_part(self) -> TransferPart:
+        """Return the part. Its lists were found to be of one length."""
+        described = zip(self.names, self.dtypes, self.shapes, strict=True)
+        return TransferPart(
+            self.group_name,
+            tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described),
+            Packing.PLAIN if self.load_format is None else Packing.FLAT,
+            version=None if self.weight_version is None else int(self.weight_version),
+        )
+
+
 class MemoryBody(Body):
     """The body of `POST /release_memory_occupation` and `/resume_memory_occupation`: nothing is all of it."""
 
@@ -85,6 +149,10 @@ class MemoryBody(Body):
 
 PauseGeneration = Annotated[PauseGenerationBody, Depends(json_body(PauseGenerationBody, read_body))]
 ContinueGeneration = Annotated[ContinueGenerationBody, Depends(json_body(ContinueGenerationBody, read_body))]
+InitGroup = Annotated[InitGroupBody, Depends(json_body(InitGroupBody, read_body))]
+NamedGroup = Annotated[GroupNameBody, Depends(json_body(GroupNameBody, read_body))]
+Selected = Annotated[SelectorBody, Depends(json_body(SelectorBody, read_body))]
+UpdateFromGroup = Annotated[UpdateFromGroupBody, Depends(json_body(UpdateFromGroupBody, read_body))]
 UpdateFromDisk = Annotated[UpdateFromDiskBody, Depends(json_body(UpdateFromDiskBody, read_body))]
 Memory = Annotated[MemoryBody, Depends(json_body(MemoryBody, read_body))]
 
@@ -119,6 +187,11 @@ class SglangControlRoutes:
             ("POST", "/pause_generation", self.pause, PauseGenerationBody),
             ("POST", "/continue_generation", self.resume, ContinueGenerationBody),
             ("POST", "/update_weights_from_disk", self.update_from_disk, UpdateFromDiskBody),
+            ("POST", "/init_weights_update_group", self.init_group, InitGroupBody),
+            ("POST", "/begin_weight_update", self.begin_update, SelectorBody),
+            ("POST", "/update_weights_from_distributed", self.update_from_group, UpdateFromGroupBody),
+            ("POST", "/end_weight_update", self.end_update, SelectorBody),
+            ("POST", "/destroy_weights_update_group", self.destroy_group, GroupNameBody),
             ("GET", "/flush_cache", self.flush_cache, None),
             ("POST", "/flush_cache", self.flush_cache, None),
             ("POST", "/release_memory_occupation", self.release_memory, MemoryBody),
@@ -146,7 +219,8 @@ class SglangControlRoutes:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, body: ContinueGeneration) -> Response:
-        """Go on after a pause."""
+        """Go on after a pause. Tensors that a trainer's group has brought are served from then on."""
+        await self._end_transfer()
         await self._admin.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -168,6 +242,38 @@ class SglangControlRoutes:
         answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         return json_response({**answer, "weight_version": str(version), "report": orjson.loads(report.body)})
 
+    async def init_group(self, body: InitGroup) -> Response:
+        """Have the workers of all replicas join a trainer's group, with the ranks from `rank_offset` on."""
+        await self._admin.init_group(body.to_group())
+        return _done("the group is there")
+
+    async def begin_update(self, body: Selected) -> Response:
+        """Answer that tensors may come: the first of them begin the update."""
+        return _done("tensors may come")
+
+    async def update_from_group(self, body: UpdateFromGroup) -> Response:
+        """Receive tensors beside the served weights while decoding goes on; answered once all replicas have them.
+
+        They are served from `/end_weight_update` on, or from `/continue_generation` on.
+        """
+        await self._admin.ask(self._coordinator.begin_transfer(body.group_name, is_repeatable=True))
+        await self._admin.ask(self._coordinator.receive_part(body.to_part()))
+        return _done("the tensors have come")
+
+    async def end_update(self, body: Selected) -> Response:
+        """Bring every replica to the weights that came."""
+        await self._end_transfer()
+        return _done("the weights are served")
+
+    async def destroy_group(self, body: NamedGroup) -> Response:
+        """Leave a trainer's group; tensors that are not served yet are dropped."""
+        await self._admin.ask(self._coordinator.destroy_group(body.group_name))
+        return _done("the group is gone")
+
+    async def _end_transfer(self) -> None:
+        if group := (await self._status()).transfer:
+            await self._admin.ask(self._coordinator.end_transfer(group))
+
     async def flush_cache(self) -> Response:
         """Answer 200, and drop nothing: an update's `kv_policy` says which KV of older weights may be used."""
         await self._status()
@@ -178,14 +284,14 @@ class SglangControlRoutes:
         if body.tags is not None and not {*body.tags} >= _ALL_TAGS:
             raise UnsupportedParameter("memory is given back as a whole: name both tags, or none", param="tags")
         await self._admin.sleep(SleepBody(reason="/release_memory_occupation"))
-        return json_response({"success": True, "message": "memory is released"})
+        return _done("memory is released")
 
     async def resume_memory(self, body: Memory) -> Response:
         """Take memory back; once all of it is, generation goes on. CUDA graphs come with the KV cache."""
         tags = None if body.tags is None else [tag for tag in body.tags if tag != "cuda_graph"]
         if tags != []:
             await self._admin.wake(WakeBody(tags=tags))
-        return json_response({"success": True, "message": "memory is resumed"})
+        return _done("memory is resumed")
 
     async def weight_version(self) -> Response:
         """Return the version of the weights that are served, as text; null while there is none."""
@@ -225,6 +331,10 @@ class SglangControlRoutes:
     async def _status(self) -> ServiceStatus:
         message = "the coordinator did not answer in time"
         return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
+
+
+def _done(message: str) -> Response:
+    return json_response({"success": True, "message": message})
 
 
 def _version_of(status: ServiceStatus) -> str | None:

@@ -1,0 +1,74 @@
+"""A trainer with a broadcast group of its own that speaks SGLang's verbs, as slime and Miles do; gloo for NCCL.
+
+python -m tests.servers.sglang_group_trainer URL ORDER
+    ORDER (JSON): {"folder": a checkpoint, "version": the first, "rounds": 1, "parts": 1, "is_flat": false,
+        "has_session": false}
+    stdout: the served version after each round, a line for each
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.servers.weight_transfer.group_trainer import Trainer, described, free_port, joined
+
+GROUP = "slime-pp_0"
+
+
+class SglangTrainer(Trainer):
+    """The requests and the group of one trainer."""
+
+    def join(self) -> None:
+        world_size, port = 1 + self.call("GET", "/server_info")["tp_size"], free_port()
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
+        joining = self.begin("/init_weights_update_group", {**body, "group_name": GROUP, "backend": "gloo"})
+        self.group = joined(GROUP, port, world_size)
+        joining.result()
+
+    def update(self, tensors: Mapping[str, torch.Tensor], version: int, *, is_flat: bool) -> None:
+        told = described(tensors)
+        body = {"names": told["names"], "dtypes": told["dtype_names"], "shapes": told["shapes"]}
+        body |= {"group_name": GROUP, "flush_cache": False, "weight_version": str(version)}
+        if is_flat:
+            body["load_format"] = "flattened_bucket"
+        receiving = self.begin("/update_weights_from_distributed", body)
+        data = list(tensors.values())
+        if is_flat:
+            data = [torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in data])]
+        for one in data:
+            dist.broadcast(one, src=0, group=self.group)
+        receiving.result()
+
+
+def main(url: str, order: dict[str, Any]) -> None:
+    trainer, version = SglangTrainer(url), order["version"]
+    tensors = load_file(Path(order["folder"]) / "model.safetensors")
+    trainer.join()
+    for number in range(order.get("rounds", 1)):
+        trainer.call("POST", "/pause_generation", {"mode": "in_place"})
+        trainer.call("GET", "/flush_cache")
+        if order.get("has_session"):
+            trainer.call("POST", "/begin_weight_update", {"selector": "all"})
+        names, size = list(tensors), math.ceil(len(tensors) / order.get("parts", 1))
+        for first in range(0, len(names), size):
+            part = {name: tensors[name] for name in names[first : first + size]}
+            trainer.update(part, version + number, is_flat=order.get("is_flat", False))
+        if order.get("has_session"):
+            trainer.call("POST", "/end_weight_update", {})
+        trainer.call("POST", "/continue_generation", {})
+        print(trainer.call("GET", "/get_weight_version")["weight_version"], flush=True)
+    trainer.call("POST", "/destroy_weights_update_group", {"group_name": GROUP})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], json.loads(sys.argv[2]))
