@@ -64,13 +64,7 @@ class SpanMaker:
 
     def encoded(self, ended: Trajectory | UpdateReport) -> bytes:
         """Return a trace as an OTLP request, which another may follow. Empty for a record without times."""
-        spans = self._update_spans(ended) if isinstance(ended, UpdateReport) else self._record_spans(ended)
-        request = ExportTraceServiceRequest()
-        if spans:  # made in place: a message that is given to another one is copied
-            resource = request.resource_spans.add(resource=self._resource)
-            resource.scope_spans.add(schema_url=SCHEMA).spans.extend(spans)
-        encoded: bytes = request.SerializeToString()
-        return encoded
+        return self._of_update(ended) if isinstance(ended, UpdateReport) else self._of_record(ended)
 
     def _ids_of(self, record: Trajectory) -> TraceIds:
         return TraceIds(f"{self._run}/{_name_of(record)}@{record.attempt}", record.traceparent)
@@ -78,11 +72,11 @@ class SpanMaker:
     def _ids_of_update(self, version: int) -> TraceIds:
         return TraceIds(f"{self._run}/weights/{version}")
 
-    def _record_spans(self, record: Trajectory) -> list[Span]:
+    def _of_record(self, record: Trajectory) -> bytes:
         times, loop = record.times, record.loop or "session"
         if times is None:
-            return []
-        trace = _Trace(self._ids_of(record), _name_of(record), times.began_at)
+            return b""
+        trace = _Trace(self._resource, self._ids_of(record), _name_of(record), times.began_at)
         queue_us, reward_us = round(record.timings.queue_s * 1e6), round(record.timings.reward_s * 1e6)
         if queue_us:
             trace.add("queue", "queue", -queue_us, 0, {})
@@ -108,7 +102,7 @@ class SpanMaker:
         _link_caller(root, record.trace_link)
         if record.failure is not None and self._content:  # the error may have the policy's text
             root.status.message = record.error or record.reward_error or ""
-        return trace.spans
+        return trace.encoded()
 
     def _add_turns(self, trace: _Trace, paths: Sequence[TokenPath], tool_calls: Sequence[ToolCallTimes]) -> int:
         """Add the turns, with their calls, for which there is room. Returns how many are left out."""
@@ -166,8 +160,9 @@ class SpanMaker:
             _link_caller(span, turn.traceparent)
         return span
 
-    def _update_spans(self, report: UpdateReport) -> list[Span]:
-        trace = _Trace(self._ids_of_update(report.version), f"weights/{report.version}", report.began_at)
+    def _of_update(self, report: UpdateReport) -> bytes:
+        ids = self._ids_of_update(report.version)
+        trace = _Trace(self._resource, ids, f"weights/{report.version}", report.began_at)
         for one in report.replicas[: MAX_SPANS // 3 - 1]:
             begins = {"stage": 0.0, "stall": one.paused_at_ms, "look": one.paused_at_ms + one.stall_ms}
             for (step, begun_ms), ms in zip(begins.items(), (one.stage_ms, one.stall_ms, one.look_ms), strict=True):
@@ -177,17 +172,19 @@ class SpanMaker:
                     trace.add(f"{step} {one.replica_id}", step, begun_us, ended_us, about)
         about = {"agentloop.weight_versions": (report.version,), "agentloop.kv_policy": report.kv_policy}
         trace.add_root("weight_update", round(report.total_ms * 1e3), about)
-        return trace.spans
+        return trace.encoded()
 
 
 class _Trace:
     """The spans of one trace. Their times are microseconds since it `began_at`."""
 
-    def __init__(self, ids: TraceIds, name: str, began_at: float) -> None:
+    def __init__(self, resource: Resource, ids: TraceIds, name: str, began_at: float) -> None:
         self.ids = ids
         self._name = name
         self.began_ns = round(began_at * 1e9)
-        self.spans: list[Span] = []
+        self._request = ExportTraceServiceRequest()  # made in place: what is given to another message is copied
+        scope = self._request.resource_spans.add(resource=resource).scope_spans.add(schema_url=SCHEMA)
+        self.spans = scope.spans
         self.text_room = _MAX_TEXT_BYTES
 
     def add(
@@ -196,7 +193,7 @@ class _Trace:
         """Add a span below the root or `parent_id`. Its `key` is unique; its operation is the name's first word."""
         operation = name.partition(" ")[0]
         ids: About = {"gen_ai.operation.name": operation, "gen_ai.conversation.id": self._name}
-        span = Span(
+        span: Span = self.spans.add(
             trace_id=self.ids.trace_id,
             span_id=self.ids.span_id(key),
             parent_span_id=self.ids.root_id if parent_id is None else parent_id,
@@ -209,8 +206,12 @@ class _Trace:
         span.MergeFromString(b"".join(given))
         if about.get("error.type"):
             span.status.code = Status.STATUS_CODE_ERROR
-        self.spans.append(span)
         return span
+
+    def encoded(self) -> bytes:
+        """Return the trace as an OTLP request."""
+        request: bytes = self._request.SerializeToString()
+        return request
 
     def add_root(self, name: str, ended_us: int, about: About) -> Span:
         """Add the span of the whole, which all others are within."""

@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import structlog
 from fastapi import FastAPI, Request, Response
@@ -36,6 +38,7 @@ from agentloop.engine import Engine
 from agentloop.metrics import MetricsTally
 from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.turn_journal import TurnJournal
+from agentloop.types import Trajectory
 from agentloop_servers.config import TracingSettings
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
@@ -61,6 +64,29 @@ class Figures:
     cpu_ms_per_turn: float
     lag_p99_ms: float
     peak_mib: float
+    tracing_pct: float = 0.0  # of its CPU: giving records to the traces, and their thread
+
+
+class TimedTracing:
+    """The traces of a run, and the CPU that they take, in which is the same noise as in that of the process."""
+
+    def __init__(self, receiver: str) -> None:
+        self._tracing = Tracing(TracingSettings(endpoint=receiver, sample=1.0), "bench", "policy")
+        (thread,) = [one for one in threading.enumerate() if one.name == "tracing"]
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self._give_s = 0.0
+
+    def give(self, ended: object) -> None:
+        begun = time.thread_time()
+        self._tracing.give(cast(Trajectory, ended))
+        self._give_s += time.thread_time() - begun
+
+    async def close(self) -> float:
+        """End them; returns their CPU seconds, without those of the last second's traces."""
+        used_s = self._give_s + time.clock_gettime(self._clock)
+        await asyncio.to_thread(self._tracing.close)
+        return used_s
 
 
 async def lag_probe(lags_ms: list[float]) -> None:
@@ -85,9 +111,9 @@ async def measure(
     freeze_gc()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lags_ms: list[float] = []
-    tally, tracing = MetricsTally(), None
-    if receiver is not None:
-        tracing = Tracing(TracingSettings(endpoint=receiver, sample=1.0), "bench", "policy")
+    tally, tracing_s = MetricsTally(), 0.0
+    tracing = None if receiver is None else TimedTracing(receiver)
+    if tracing is not None:
         tally.trace = tracing.give
     probe = asyncio.create_task(lag_probe(lags_ms))
     cpu, wall = time.process_time(), time.perf_counter()
@@ -98,7 +124,7 @@ async def measure(
         async with working, asyncio.timeout(600):
             await coordinator.is_done.wait()
             if tracing is not None:
-                await asyncio.to_thread(tracing.close)
+                tracing_s = await tracing.close()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         if journal is not None:
             await journal.close()
@@ -113,6 +139,7 @@ async def measure(
         cpu_ms_per_turn=cpu * 1000 / num_turns,
         lag_p99_ms=lags_ms[int(len(lags_ms) * 0.99)],
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        tracing_pct=100 * tracing_s / cpu,
     )
 
 
@@ -222,7 +249,15 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     options = parser.parse_args()
     table = Table(title=f"{options.trajectories} trajectories of {NUM_TURNS} turns in one worker")
-    for column in ("", "turns/s", "turns/s per core", "CPU ms/turn", "loop lag p99 ms", "peak MiB"):
+    for column in (
+        "",
+        "turns/s",
+        "turns/s per core",
+        "CPU ms/turn",
+        "of it traces, %",
+        "loop lag p99 ms",
+        "peak MiB",
+    ):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     runs: dict[str, list[Figures]] = {name: [] for name in options.rows}
     for _ in range(options.repeat):
@@ -242,7 +277,7 @@ ROWS = {
     "untaken": untaken,
     "over HTTP": over_http,
 }
-_FIELDS = ("turns_per_s", "turns_per_core_s", "cpu_ms_per_turn", "lag_p99_ms", "peak_mib")
+_FIELDS = ("turns_per_s", "turns_per_core_s", "cpu_ms_per_turn", "tracing_pct", "lag_p99_ms", "peak_mib")
 
 
 def _spread(values: list[float]) -> str:
