@@ -7,7 +7,8 @@ One replica, requests all the time. For 0.5 %, 3 % and 100 % changed bytes a ver
 last one and followed; then the folder that the host made of it is pushed as the next version. Of both: the stage
 (for the delta with fetching, unpacking, checking and writing), the pause, and the time until the replica serves it;
 of the delta also its size, and the seconds to encode and to store it. Right if every update is served, no request
-fails, and the host's folder is what was published, byte for byte. Needs eight times the checkpoint on the disk.
+fails, and the host's folder is what was published, byte for byte. Needs eight times the checkpoint in `TMPDIR`: on a
+slow disk the writing is all that is measured.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ async def measure(options: argparse.Namespace, work: Path) -> list[Row]:
             await asyncio.sleep(options.ramp_s)
             for number, share in enumerate(options.shares):
                 rows.append(await one_version(client, publisher, base, share, number, itemsize, work))
+                print(rows[-1], flush=True)
             for task in load:
                 task.cancel()
     return rows
