@@ -7,8 +7,8 @@ One replica, requests all the time. For 0.5 %, 3 % and 100 % changed bytes a ver
 last one and followed; then the folder that the host made of it is pushed as the next version. Of both: the stage
 (for the delta with fetching, unpacking, checking and writing), the pause, and the time until the replica serves it;
 of the delta also its size, and the seconds to encode and to store it. Right if every update is served, no request
-fails, and the host's folder is what was published, byte for byte. Needs eight times the checkpoint in `TMPDIR`: on a
-slow disk the writing is all that is measured.
+fails, and the host's folder is what was published, byte for byte. Needs eight times the checkpoint in `TMPDIR`: on
+a slow disk the writing is all that is measured.
 """
 
 from __future__ import annotations

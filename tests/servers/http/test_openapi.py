@@ -48,7 +48,7 @@ RULES = {
     "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
     r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
     r"exclude each other|kept for sessions|something else to score|not the client's to set|"
-    r"the arguments have at most",
+    r"the arguments have at most|give a rid|an update is a|for \d+ names|workers follow",
     "strict: 1.0 is no integer": r"Input should be a valid integer",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|one prompt a request|"

@@ -22,6 +22,7 @@ from agentloop.api.coordinator import (
     RolloutStatus,
     RolloutTerms,
     ServiceStatus,
+    StoreStatus,
     UpdateReport,
     WorkerReport,
 )
@@ -32,8 +33,16 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
+from agentloop.engine import ALL_MEMORY, GroupInit, MemoryTag, TransferPart, WeightUpdate
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    InvalidRequest,
+    NoHealthyReplica,
+    NotFound,
+    Overloaded,
+    ServiceUnavailable,
+)
 from agentloop.metrics import MetricsPage, MetricsReport
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.storage import facts
@@ -307,6 +316,26 @@ class FakeCoordinator:
 
     async def drain_host(self, host: str, is_undone: bool = False) -> HostDrain:
         return HostDrain(host, 0, 0)
+
+    async def look_at_store(self) -> StoreStatus:
+        raise Conflict("this service follows no store of versions", param="weights")
+
+    async def init_group(self, group: GroupInit) -> None:
+        raise InvalidRequest(f"world_size is {group.world_size}, but 0 workers follow", param="world_size")
+
+    async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
+        raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
+
+    async def receive_part(self, part: TransferPart) -> None:
+        raise Conflict(f"no transfer of group {part.group!r} is open: start one first")
+
+    async def end_transfer(
+        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
+    ) -> UpdateReport:
+        raise Conflict(f"no transfer of group {group!r} is open: start one first")
+
+    async def destroy_group(self, name: str) -> None:
+        return None
 
     async def sleep(self, level: int, reason: str = "") -> None:
         self._raise_next()
