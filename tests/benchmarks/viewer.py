@@ -40,7 +40,7 @@ async def measured(
         for name, shares in found.items():
             await browser.page.goto("about:blank")
             if name != "none":
-                await browser.open(name, "main h2")
+                await browser.open(name, "main")
             await asyncio.sleep(SETTLE_S)
             shares.append(await cores(service, window_s))
     return found
