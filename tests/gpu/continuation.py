@@ -114,7 +114,7 @@ async def run_service(
         say("the service is ready")
         native = None
         if options.transport.startswith("native-"):
-            from tests.gpu.native_trainer import native_trainer  # noqa: PLC0415 - vLLM is slow to import
+            from tests.gpu.native_trainer import native_trainer, send_weights  # noqa: PLC0415 - vLLM is slow to import
 
             native = await asyncio.to_thread(native_trainer, url, options.transport, tensors)
 
@@ -123,7 +123,7 @@ async def run_service(
                 return await client.update_weights(
                     tensors.items(), version=version, kv_policy=kv_policy, transport=options.transport
                 )
-            await asyncio.to_thread(native.send_weights)  # the service's own policy is to recompute
+            await asyncio.to_thread(send_weights, native, tensors)  # the service's own policy is to recompute
             return (await client.status()).updates[-1]
 
         await answer_all(8)  # the first calls warm up, of each replica

@@ -64,7 +64,8 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
 
 
 def native_trainer(url: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Have vLLM's trainer engine join the service. Its `send_weights()` is one whole update."""
+    """Have vLLM's trainer engine join the service. `send_weights` makes one whole update of it."""
+    use_device_of(tensors)
     client, source = HTTPVLLMWeightSyncClient(url), Tensors(tensors)
     if kind == "native-ipc":
         by_ipc = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=PACKED_BYTES)
@@ -74,3 +75,15 @@ def native_trainer(url: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> 
     if kind == "native-gloo":
         return GlooTrainer.trainer_init(init, client=client, source=source)
     return WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
+
+
+def send_weights(trainer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Update the service by the trainer's tensors."""
+    use_device_of(tensors)
+    trainer.send_weights()
+
+
+def use_device_of(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make the tensors' device the thread's own: NCCL's ranks are on it, whatever thread makes them."""
+    if (device := next(iter(tensors.values())).device).type == "cuda":
+        torch.cuda.set_device(device)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.layout import dtype_of
-from agentloop_servers.weight_transfer.transports.nccl import Communicator, NcclFailed
+from agentloop_servers.weight_transfer.transports.nccl import LIBRARY, Communicator, NcclFailed
 from agentloop_servers.weight_transfer.worker_calls import StageProgress, StageState
 
 GLOO_POLL_S = 0.0005
@@ -269,9 +269,9 @@ class _NcclRank:
             self._communicator = self._join(group_id, check)
         return self._communicator
 
-    def _join(self, group_id: bytes, check: Check) -> Communicator:
-        world_size = self._init.world_size
-        return Communicator(group_id, self._number, world_size, timeout_s=self._timeout_s, check=check)
+    def _join(self, group_id: bytes, check: Check, library: str = LIBRARY) -> Communicator:
+        size, timeout_s = self._init.world_size, self._timeout_s
+        return Communicator(group_id, self._number, size, timeout_s=timeout_s, check=check, library=library)
 
 
 class _VllmRank(_NcclRank):
@@ -279,7 +279,7 @@ class _VllmRank(_NcclRank):
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device, timeout_s: float) -> None:
         from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415 # only vLLM's workers have it
-        from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415
+        from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env  # noqa: PLC0415
 
         self._init, self._number, self._device = init, rank, device
         self._timeout_s = timeout_s
@@ -288,7 +288,9 @@ class _VllmRank(_NcclRank):
         )
         group_id = bytes(group.broadcast_obj(None, src=0).internal)
         with torch.cuda.device(device), unpinned_nccl_env():
-            self._communicator = self._join(group_id, lambda: None)
+            self._communicator = self._join(
+                group_id, lambda: None, find_nccl_library()
+            )  # as vLLM's trainer loads it
             one = torch.zeros(1, device=device)
             self._communicator.sum(
                 one.data_ptr(),

@@ -9,8 +9,9 @@ NCCL is called through ctypes, by communicators that never block for ever. Why n
 broadcast whose peer has died must end when we say so, in a process that goes on serving, and neither its
 watchdog's timeouts nor a trainer's own process groups may be touched. Communicators here are non-blocking: every
 call that waits for peers is polled against a deadline and a caller's own test, and ended by `ncclCommAbort`. The
-library is the one that torch has loaded into the process, so both ends speak what torch does. Signatures and the
-configuration's layout are those of `nccl.h` (2.18 and later; NCCL takes older, shorter layouts).
+library is the one that torch has loaded into the process, so both ends speak what torch does, or the one that a
+caller names: ranks of two versions wait for each other. Signatures and the configuration's layout are those of
+`nccl.h` (2.18 and later; NCCL takes older, shorter layouts).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from agentloop_servers.weight_transfer.protocol import Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.base import Buffer
 
 NCCL_POLL_S = 0.0005
+LIBRARY = "libnccl.so.2"  # as torch loads it
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _FLOAT32 = 1, 7
@@ -96,14 +98,14 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    """Return the NCCL that torch has loaded. Raises EngineError if there is none."""
+def _library(name: str = LIBRARY) -> ctypes.CDLL:
+    """Return an NCCL of this process. Raises EngineError if there is none."""
     try:
-        library = ctypes.CDLL("libnccl.so.2")
+        library = ctypes.CDLL(name)
     except OSError as error:
         raise EngineError(f"no NCCL in this process: {error}") from error
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
+    for symbol, arguments in _SIGNATURES.items():
+        function = getattr(library, symbol)
         function.argtypes, function.restype = arguments, ctypes.c_int
     library.ncclGetErrorString.argtypes = [ctypes.c_int]
     library.ncclGetErrorString.restype = ctypes.c_char_p
@@ -113,7 +115,8 @@ def _library() -> ctypes.CDLL:
 def unique_id() -> bytes:
     """Make the 128-byte id of a new communicator, which all its ranks get."""
     created = _UniqueId()
-    _check("unique id", _library().ncclGetUniqueId(ctypes.byref(created)))
+    library = _library()
+    _check(library, "unique id", library.ncclGetUniqueId(ctypes.byref(created)))
     return bytes(created.internal)
 
 
@@ -124,9 +127,17 @@ class Communicator:
     """
 
     def __init__(
-        self, group_id: bytes, rank: int, world_size: int, *, timeout_s: float, check: Callable[[], None]
+        self,
+        group_id: bytes,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        check: Callable[[], None],
+        library: str = LIBRARY,
     ) -> None:
-        """Join the group. Raises NcclFailed if not all its ranks do in time."""
+        """Join the group. Raises NcclFailed if not all its ranks do in time. `library` is that of all ranks."""
+        self._library = _library(library)
         group = _UniqueId.from_buffer_copy(group_id)
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -140,7 +151,7 @@ class Communicator:
             split_share=_UNDEFINED,
         )
         self._handle: ctypes.c_void_p | None = _COMM()
-        result = _library().ncclCommInitRankConfig(
+        result = self._library.ncclCommInitRankConfig(
             ctypes.byref(self._handle), world_size, group, rank, ctypes.byref(config)
         )
         self._finish_call("join", result, time.monotonic() + timeout_s, check)
@@ -161,14 +172,14 @@ class Communicator:
         """
         if self._handle is None:
             raise NcclFailed("the communicator was ended")
-        result = _library().ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
+        result = self._library.ncclBroadcast(address, address, num_bytes, _UINT8, root, self._handle, stream)
         self._finish_call("broadcast", result, deadline_at, check)
 
     def sum(self, address: int, *, stream: int, deadline_at: float, check: Callable[[], None]) -> None:
         """Enqueue the sum of one float32 of all ranks, in place."""
         if self._handle is None:
             raise NcclFailed("the communicator was ended")
-        result = _library().ncclAllReduce(address, address, 1, _FLOAT32, _SUM, self._handle, stream)
+        result = self._library.ncclAllReduce(address, address, 1, _FLOAT32, _SUM, self._handle, stream)
         self._finish_call("sum", result, deadline_at, check)
 
     def wait(self, is_done: Callable[[], bool], *, deadline_at: float, check: Callable[[], None]) -> None:
@@ -186,7 +197,7 @@ class Communicator:
         """End the communicator and its enqueued work now, without its peers. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None and handle.value is not None:
-            _library().ncclCommAbort(handle)
+            self._library.ncclCommAbort(handle)
 
     def _finish_call(self, what: str, result: int, deadline_at: float, check: Callable[[], None]) -> None:
         """Wait until the call under way is through. Raises NcclFailed, or what `check` raises."""
@@ -196,8 +207,10 @@ class Communicator:
                 raise NcclFailed("the communicator was ended")
             while True:
                 if state.value == _SUCCESS or state.value == _IN_PROGRESS:
-                    _check(what, _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
-                _check(what, state.value)
+                    _check(
+                        self._library, what, self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+                    )
+                _check(self._library, what, state.value)
                 if state.value == _SUCCESS:
                     return
                 check()
@@ -209,9 +222,9 @@ class Communicator:
             raise
 
 
-def _check(what: str, result: int) -> None:
+def _check(library: ctypes.CDLL, what: str, result: int) -> None:
     if result not in (_SUCCESS, _IN_PROGRESS):
-        text = _library().ncclGetErrorString(result).decode()
+        text = library.ncclGetErrorString(result).decode()
         raise NcclFailed(f"NCCL {what}: {text}")
 
 
