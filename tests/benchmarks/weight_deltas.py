@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from agentloop.client.publish import PublishOptions, TensorBytes
-from agentloop_servers.weight_store.format import CHECKSUMS, Encoding
-from agentloop_servers.weight_store.local_versions import LocalVersions, OpenDelta
+from agentloop_servers.weight_store.format import CHECKSUMS, Encoding, apply_delta, read_files
+from agentloop_servers.weight_store.local_versions import LocalVersions
 from agentloop_servers.weight_store.publisher import VersionPublisher
 from agentloop_servers.weight_store.store import VersionStore, folder_of, sync_path
-from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, read_header
+from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES
 
 SHARES = (0.005, 0.03, 1.0)
 NUM_TENSORS = 8
@@ -110,17 +110,6 @@ def parts_s(
     return [least_s(work, repeats) for work in (decompress, combine, hashed)]
 
 
-def frames_in(folder: Path) -> dict[str, memoryview]:
-    """The compressed tensors of a delta."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        header, data = read_header(path), memoryview(path.read_bytes())
-        for name, entry in header.entries.items():
-            first, end = entry.data_offsets
-            found[name] = data[header.data_at + first : header.data_at + end]
-    return found
-
-
 def copied(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -137,14 +126,15 @@ def measure(folder: Path, old: Tensors, share: float, encoding: Encoding, repeat
     report = publisher.publish(given(new), 2)
     store, host = VersionStore(str(folder / "store"), RUN), LocalVersions(folder / "host")
     host.folder(store, 1)
-    with ExitStack() as closing:
-        delta = OpenDelta(folder / "store" / RUN / folder_of(2), store.index(2), closing)
-        packed = frames_in(folder / "store" / RUN / folder_of(2))
-        parts = parts_s(old, new, packed, encoding, repeats)
-        apply_times = []
-        for _ in range(repeats):
-            tensors = {name: value.reshape(-1).view(np.uint8).copy() for name, value in old.items()}
-            apply_times.append(least_s(lambda: [delta.apply(name, one) for name, one in tensors.items()], 1))  # noqa: B023
+    index = store.index(2)
+    packed = read_files(folder / "store" / RUN / folder_of(2), index)
+    parts = parts_s(old, new, {name: memoryview(one.data) for name, one in packed.items()}, encoding, repeats)
+    apply_times = []
+    for _ in range(repeats):
+        tensors = {name: value.reshape(-1).view(np.uint8).copy() for name, value in old.items()}
+        apply_times.append(
+            least_s(lambda: [apply_delta(index, packed[name], one) for name, one in tensors.items()], 1)
+        )  # noqa: B023
     whole_times = []
     for _ in range(repeats):
         shutil.rmtree(folder / "host" / folder_of(2), ignore_errors=True)

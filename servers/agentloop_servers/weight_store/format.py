@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -34,7 +34,7 @@ from agentloop.errors import (
     VersionDamaged,
     WrongBase,
 )
-from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, Entry, Header, read_header
+from agentloop_servers.weight_transfer.checkpoint import READ_CHUNK_BYTES, Entry, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"
@@ -156,31 +156,45 @@ def read_index(data: bytes, version: int) -> Index:
 # --- files ---
 
 
-def read_files(folder: Path, index: Index) -> dict[Path, Header]:
-    """Read the headers of a version's files. Raises VersionDamaged unless they fit their files and the index."""
-    headers: dict[Path, Header] = {}
-    try:
-        for path in check_checkpoint(str(folder)) if index.files else ():
-            headers[path] = read_header(path)
-    except CheckpointUnreadable as error:
-        raise VersionDamaged(f"version {index.version}: {error.message}") from error
-    held = {name: path.name for path, header in headers.items() for name in header.entries}
-    if held != dict(index.files):
-        raise VersionDamaged(f"version {index.version}: its files do not have the tensors that its index names")
-    for path, header in headers.items():
-        room = path.stat().st_size - header.data_at
-        if any(not 0 <= one.data_offsets[0] <= one.data_offsets[1] <= room for one in header.entries.values()):
-            raise VersionDamaged(f"version {index.version}: {path.name} has impossible offsets")
-    return headers
-
-
 @dataclass(frozen=True, slots=True)
-class TensorForm:
-    """A tensor's name, its dtype as safetensors writes it, and its shape."""
+class StoredTensor:
+    """A tensor in a file: its bytes, mapped into memory, and the checksum that the file has of it."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    file: str
+    entry: Entry
+    data: Bytes
+    checksum: str | None
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Map the tensors of all files, in their order there. Raises CheckpointUnreadable."""
+    found: dict[str, StoredTensor] = {}
+    for path in check_checkpoint(str(folder)):
+        header = read_header(path)
+        mapped = np.asarray(np.memmap(path, np.uint8, "r"))[header.data_at :]
+        for name, entry in header.entries.items():
+            first, end = entry.data_offsets
+            if not 0 <= first <= end:
+                raise CheckpointUnreadable(f"{path.name} has impossible offsets", param="directory")
+            found[name] = StoredTensor(name, path.name, entry, mapped[first:end], header.metadata.get(name))
+    return found
+
+
+def read_files(folder: Path, index: Index) -> dict[str, StoredTensor]:
+    """Map the tensors of a version. Raises VersionDamaged unless its files are whole, and those of the index."""
+    try:
+        found = stored_tensors(folder) if index.files else {}
+    except CheckpointUnreadable as error:
+        raise VersionDamaged(f"version {index.version}: {error.message}") from error
+    if {name: one.file for name, one in found.items()} != dict(index.files):
+        raise VersionDamaged(f"version {index.version}: its files do not have the tensors that its index names")
+    return found
+
+
+def chunks(data: Bytes) -> Iterator[Bytes]:
+    """Cut a tensor's bytes into pieces that stay in a core's cache."""
+    return (data[start : start + READ_CHUNK_BYTES] for start in range(0, len(data), READ_CHUNK_BYTES))
 
 
 class TensorFile:
@@ -189,11 +203,11 @@ class TensorFile:
     The header goes last, into room kept before the tensors. A file without tensors is removed.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorForm], checksum: str | None = None) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Entry], checksum: str | None = None) -> None:
         """`tensors`: all that may come, in any order. `checksum`: the kind that `end` is given."""
-        width = 0 if checksum is None else len(CHECKSUMS[checksum]().hexdigest())
-        widest = {one.name: Entry(one.dtype, [*one.shape, _MOST], (_MOST, _MOST)) for one in tensors}
-        self._room = len(_header(widest, {one.name: "f" * width for one in tensors} if width else {}))
+        sums = dict.fromkeys(tensors, CHECKSUMS[checksum]().hexdigest()) if checksum else {}
+        widest = {name: Entry(one.dtype, [*one.shape, _MOST], (_MOST, _MOST)) for name, one in tensors.items()}
+        self._room = len(_header(widest, sums))
         self._room += -self._room % 8
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
@@ -209,11 +223,6 @@ class TensorFile:
         self._end = end
         if checksum:
             self.checksums[name] = checksum
-
-    def drop(self) -> None:
-        """Take back what was written since the last `end`."""
-        self._file.seek(8 + self._room + self._end)
-        self._file.truncate()
 
     def __enter__(self) -> TensorFile:
         return self
@@ -237,65 +246,47 @@ def _header(entries: Mapping[str, Entry], checksums: Mapping[str, str]) -> bytes
 # --- deltas ---
 
 
-class DeltaEncoder:
-    """The delta of one tensor, made chunk by chunk in order; compressed bytes go to `write`."""
-
-    def __init__(self, encoding: Encoding, num_bytes: int, write: Callable[[bytes], object]) -> None:
-        if encoding is Encoding.OVERWRITE and num_bytes >= 1 << 32:
-            raise InvalidRequest(
-                "`overwrite` has no positions beyond 4 GiB of a tensor: use `xor`", param="encoding"
-            )
-        self._is_xor = encoding is Encoding.XOR
-        self._write = write
-        size = num_bytes if self._is_xor else -1
-        self._zstd = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(size)
-        self._at = 0
-        self._places: list[Bytes] = []
-        self._values: list[Bytes] = []
-        self.has_changed = False
-
-    def add(self, old: Bytes, new: Bytes) -> None:
-        """Add the next bytes of the base and of the new tensor."""
-        differences: Bytes = np.bitwise_xor(old, new)
-        self.has_changed = self.has_changed or bool(differences.any())
-        if self._is_xor:
-            self._write(self._zstd.compress(memoryview(differences)))
-        else:
-            places = np.flatnonzero(differences)
-            self._values.append(new[places])
-            self._places.append((places + self._at).astype(_POSITIONS))
-            self._at += len(new)
-
-    def end(self) -> None:
-        """Write what is left."""
-        if not self._is_xor:
-            places = np.concatenate(self._places)
-            parts: tuple[Bytes, ...] = np.array([len(places)], _POSITIONS), places, np.concatenate(self._values)
-            for part in parts:
-                self._write(self._zstd.compress(memoryview(part.view(np.uint8))))
-        self._write(self._zstd.flush())
+def encode_delta(encoding: Encoding, old: Bytes, new: Bytes, write: Callable[[bytes], object]) -> None:
+    """Write what brings a tensor's bytes from `old` to `new`. Raises InvalidRequest for a tensor too large."""
+    if encoding is Encoding.OVERWRITE and len(new) >= 1 << 32:
+        raise InvalidRequest("`overwrite` has no positions beyond 4 GiB of a tensor: use `xor`", param="encoding")
+    is_xor = encoding is Encoding.XOR
+    frame = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj(len(new) if is_xor else -1)
+    for part in _differences(old, new) if is_xor else _overwrites(old, new):
+        write(frame.compress(memoryview(part)))
+    write(frame.flush())
 
 
-def apply_delta(packed: memoryview, encoding: Encoding, tensor: Bytes, state: Hasher) -> None:
-    """Bring a tensor's bytes from the base's to the new ones, in place, and hash these.
+def _differences(old: Bytes, new: Bytes) -> Iterator[Bytes]:
+    return (np.bitwise_xor(*pair) for pair in zip(chunks(old), chunks(new), strict=True))
+
+
+def _overwrites(old: Bytes, new: Bytes) -> Iterator[Bytes]:
+    found = [np.flatnonzero(piece) + at * READ_CHUNK_BYTES for at, piece in enumerate(_differences(old, new))]
+    places = np.concatenate([one.astype(_POSITIONS) for one in found])
+    return (part.view(np.uint8) for part in (np.array([len(places)], _POSITIONS), places, new[places]))
+
+
+def apply_delta(index: Index, packed: StoredTensor, tensor: Bytes) -> None:
+    """Bring a tensor's bytes from the base's to those of a version, in place, and compare their checksum.
 
     Raises LayoutMismatch for a delta of another size, VersionDamaged for a frame that cannot be unpacked.
     """
-    with zstandard.ZstdDecompressor().stream_reader(packed) as frame:
+    state = CHECKSUMS[index.checksum or ""]()
+    with zstandard.ZstdDecompressor().stream_reader(packed.data) as frame:
         try:
-            (_apply_xor if encoding is Encoding.XOR else _apply_overwrite)(frame, tensor, state)
+            (_apply_xor if index.encoding is Encoding.XOR else _apply_overwrite)(frame, tensor, state)
             if frame.read(1):
                 raise LayoutMismatch("a delta is of a larger tensor than the base has")
         except zstandard.ZstdError as error:
             raise VersionDamaged(f"a delta cannot be unpacked: {error}") from error
+    check_sum(state, packed)
 
 
 def _apply_xor(frame: Any, tensor: Bytes, state: Hasher) -> None:
     piece = np.empty(min(READ_CHUNK_BYTES, len(tensor)), np.uint8)
-    for start in range(0, len(tensor), READ_CHUNK_BYTES):
-        part = tensor[start : start + READ_CHUNK_BYTES]
-        differences = _filled(frame, piece[: len(part)])
-        np.bitwise_xor(part, differences, out=part)
+    for part in chunks(tensor):
+        np.bitwise_xor(part, _filled(frame, piece[: len(part)]), out=part)
         state.update(part)
 
 
@@ -324,7 +315,7 @@ def _filled(frame: Any, target: Bytes) -> Bytes:
     return target
 
 
-def check_sum(name: str, state: Hasher, expected: str | None) -> None:
+def check_sum(state: Hasher, expected: StoredTensor) -> None:
     """Raise ChecksumMismatch unless a tensor's bytes are those that were published."""
-    if state.hexdigest() != expected:
-        raise ChecksumMismatch(f"tensor {name} is not what was published: its checksum differs")
+    if state.hexdigest() != expected.checksum:
+        raise ChecksumMismatch(f"tensor {expected.name} is not what was published: its checksum differs")

@@ -13,8 +13,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,30 +23,22 @@ from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes
 from agentloop.errors import InvalidRequest, LayoutMismatch
 from agentloop_servers.weight_store.format import (
     CHECKSUMS,
-    Bytes,
-    DeltaEncoder,
     Encoding,
     Index,
+    StoredTensor,
     TensorFile,
-    TensorForm,
+    chunks,
     digest,
+    encode_delta,
+    stored_tensors,
 )
 from agentloop_servers.weight_store.local_versions import LocalVersions
 from agentloop_servers.weight_store.store import VersionStore, chain_of
-from agentloop_servers.weight_transfer.checkpoint import DTYPES, READ_CHUNK_BYTES, inspect_checkpoint, read_header
+from agentloop_servers.weight_transfer.checkpoint import DTYPES, Entry, inspect_checkpoint
 
 SHARD_BYTES = 4 << 30  # of a checkpoint, in one file of a version
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
 _DELTA = "delta"  # its folder beside the new version's files, until these have their name
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """A tensor of the base: its file, and where its bytes begin there."""
-
-    path: Path
-    at: int
-    form: TensorForm
 
 
 class VersionPublisher:
@@ -73,16 +65,16 @@ class VersionPublisher:
         """
         started_at = time.monotonic()
         given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
-        forms = [TensorForm(one.name, _code_of(one), one.shape) for one in given]
+        entries = {one.name: _entry_of(one) for one in given}
         base_version = self._base_version(version)
         index = Index(version, {}, self._options.checksum, base_version, self._encoding)
-        base: Mapping[str, _Base] = {}
+        base: Mapping[str, StoredTensor] = {}
         if base_version is not None:
             index = replace(index, base_index=digest(self._store.index(base_version).raw))
-            base = _tensors_in(self._local.folder(self._store, base_version))
-            _check_layout(forms, base, base_version)
+            base = stored_tensors(self._local.folder(self._store, base_version))
+            _check_layout(entries, base, base_version)
         with self._local.making(version, base_version) as part:
-            files, checksums = self._write(part, given, forms, base, index)
+            files, checksums = self._write(part, given, entries, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
             folder = part if base_version is None else part / _DELTA
@@ -90,7 +82,7 @@ class VersionPublisher:
             self._store.advance(version)
             shutil.rmtree(part / _DELTA, ignore_errors=True)
             self._local.keep(part, index.to_json())
-        num_full = sum(math.prod(one.shape) * DTYPES[one.dtype][1] for one in forms)
+        num_full = sum(one.num_bytes for one in entries.values())
         times_s = encoded_at - started_at, time.monotonic() - encoded_at
         return PublishReport(version, base_version, num_bytes, num_full, len(files), *times_s)
 
@@ -112,111 +104,79 @@ class VersionPublisher:
         self,
         part: Path,
         given: Sequence[TensorBytes],
-        forms: Sequence[TensorForm],
-        base: Mapping[str, _Base],
+        entries: Mapping[str, Entry],
+        base: Mapping[str, StoredTensor],
         index: Index,
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Write the checkpoint and, with a base, its delta. Returns files and checksums of what is published."""
-        kind, is_delta = self._options.checksum, index.base_version is not None
+        kind, is_full = self._options.checksum, index.base_version is None
         (part / _DELTA).mkdir()
         files: dict[str, str] = {}
         checksums: dict[str, str] = {}
-        shards = list(_sharded(forms))
-        for number, (first, end) in enumerate(shards, 1):
-            name, own = f"model-{number:05d}-of-{len(shards):05d}.safetensors", forms[first:end]
-            flat = [TensorForm(one.name, "U8", ()) for one in own]
-            with ExitStack() as closing:
-                whole = closing.enter_context(TensorFile(part / name, own, None if is_delta else kind))
-                delta = closing.enter_context(TensorFile(part / _DELTA / name, flat, kind)) if is_delta else None
-                for one, form in zip(given[first:end], own, strict=True):
-                    self._write_tensor(one.load(), form, base.get(one.name), whole, delta)
-            checksums |= (whole if delta is None else delta).checksums
-            files |= dict.fromkeys((whole if delta is None else delta).checksums, name)
+        shards = list(_sharded(given, entries))
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            own = {one.name: entries[one.name] for one in shard}
+            flat = {one: Entry("U8", [], own[one].data_offsets) for one in own}
+            with (
+                TensorFile(part / name, own, kind if is_full else None) as whole,
+                nullcontext(whole) if is_full else TensorFile(part / _DELTA / name, flat, kind) as published,
+            ):
+                for one in shard:
+                    self._write_tensor(one, own[one.name], base.get(one.name), whole, published)
+            checksums |= published.checksums
+            files |= dict.fromkeys(published.checksums, name)
         return files, checksums
 
     def _write_tensor(
-        self, data: Bytes, form: TensorForm, base: _Base | None, whole: TensorFile, delta: TensorFile | None
+        self, given: TensorBytes, entry: Entry, base: StoredTensor | None, whole: TensorFile, published: TensorFile
     ) -> None:
-        state = CHECKSUMS[self._options.checksum]()
-        encoder = None if delta is None else DeltaEncoder(self._encoding, len(data), delta.write)
-        for new, old in _in_step(data, base):
-            state.update(new)
-            whole.write(new)
-            if encoder is not None:
-                encoder.add(old, new)
-        if delta is None or encoder is None:
-            whole.end(form.name, form.dtype, form.shape, state.hexdigest())
+        new, state = given.load(), CHECKSUMS[self._options.checksum]()
+        for piece in chunks(new):
+            state.update(piece)
+            whole.write(piece)
+        whole.end(given.name, entry.dtype, entry.shape, "" if base is not None else state.hexdigest())
+        if base is None:
             return
-        whole.end(form.name, form.dtype, form.shape)
-        if encoder.has_changed:
-            encoder.end()
-            delta.end(form.name, "U8", None, state.hexdigest())
-        else:
-            delta.drop()
+        pairs = zip(chunks(base.data), chunks(new), strict=True)
+        if not all(np.array_equal(*pair) for pair in pairs):
+            encode_delta(self._encoding, base.data, new, published.write)
+            published.end(given.name, "U8", None, state.hexdigest())
 
 
-def _in_step(data: Bytes, base: _Base | None) -> Iterator[tuple[Bytes, Bytes]]:
-    """Give a tensor's bytes in chunks, each with those of the base; without one, with none."""
-    pieces = (data[start : start + READ_CHUNK_BYTES] for start in range(0, len(data), READ_CHUNK_BYTES))
-    if base is None:
-        yield from ((piece, piece[:0]) for piece in pieces)
-        return
-    buffer: Bytes = np.empty(READ_CHUNK_BYTES, np.uint8)
-    with base.path.open("rb", buffering=0) as file:
-        file.seek(base.at)
-        for piece in pieces:
-            file.readinto(memoryview(buffer)[: len(piece)])
-            yield piece, buffer[: len(piece)]
-
-
-def _sharded(forms: Sequence[TensorForm]) -> Iterator[tuple[int, int]]:
-    """Give the ranges of tensors that are a file each, so that a host can fetch several at once."""
-    first, num_bytes = 0, 0
-    for at, form in enumerate(forms):
-        size = math.prod(form.shape) * DTYPES[form.dtype][1]
-        if num_bytes and num_bytes + size > SHARD_BYTES:
-            yield first, at
-            first, num_bytes = at, 0
+def _sharded(given: Sequence[TensorBytes], entries: Mapping[str, Entry]) -> Iterator[list[TensorBytes]]:
+    """Give the tensors that are a file each, so that a host can fetch several at once."""
+    shard: list[TensorBytes] = []
+    num_bytes = 0
+    for one in given:
+        size = entries[one.name].num_bytes
+        if shard and num_bytes + size > SHARD_BYTES:
+            yield shard
+            shard, num_bytes = [], 0
+        shard.append(one)
         num_bytes += size
-    yield first, len(forms)
+    yield shard
 
 
-def _code_of(tensor: TensorBytes) -> str:
+def _entry_of(tensor: TensorBytes) -> Entry:
     if (code := _CODES.get(tensor.dtype)) is None:
         raise InvalidRequest(f"tensor {tensor.name} is of {tensor.dtype}, not a float type", param="weights")
-    return code
-
-
-def _tensors_in(folder: Path) -> dict[str, _Base]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        header = read_header(path)
-        for name, entry in header.entries.items():
-            form = TensorForm(name, entry.dtype, tuple(entry.shape))
-            found[name] = _Base(path, header.data_at + entry.data_offsets[0], form)
-    return found
+    return Entry(code, list(tensor.shape), (0, math.prod(tensor.shape) * DTYPES[code][1]))
 
 
 def tensors_of(folder: Path) -> list[TensorBytes]:
     """Return the tensors of a checkpoint. Raises CheckpointUnreadable."""
     inspect_checkpoint(str(folder))
 
-    def tensor(one: _Base) -> TensorBytes:
-        dtype, size = DTYPES[one.form.dtype]
-        num_bytes = size * math.prod(one.form.shape)
-        return TensorBytes(
-            one.form.name,
-            dtype,
-            one.form.shape,
-            lambda: np.fromfile(one.path, np.uint8, num_bytes, offset=one.at),
-        )
+    def tensor(one: StoredTensor) -> TensorBytes:
+        return TensorBytes(one.name, DTYPES[one.entry.dtype][0], tuple(one.entry.shape), lambda: one.data)
 
-    return [tensor(one) for one in _tensors_in(folder).values()]
+    return [tensor(one) for one in stored_tensors(folder).values()]
 
 
-def _check_layout(forms: Sequence[TensorForm], base: Mapping[str, _Base], base_version: int) -> None:
-    given = {one.name: one for one in forms}
-    held = {name: one.form for name, one in base.items()}
+def _check_layout(entries: Mapping[str, Entry], base: Mapping[str, StoredTensor], base_version: int) -> None:
+    given = {name: (one.dtype, one.shape) for name, one in entries.items()}
+    held = {name: (one.entry.dtype, one.entry.shape) for name, one in base.items()}
     if given != held:
         first = next(name for name in (*given, *held) if given.get(name) != held.get(name))
         differs = f"tensor {first} is not as in version {base_version}: names, dtypes and shapes stay in a run"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentloop.aio import in_daemon_thread
 from agentloop.engine import PublishedSource, WeightUpdate
+from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_store.local_versions import LocalVersions
 from agentloop_servers.weight_store.store import VersionStore
 
@@ -31,8 +32,13 @@ class ServedVersions:
         if update.published is None:
             return update
         is_given_up = threading.Event()
+
+        def check() -> None:
+            if is_given_up.is_set():
+                raise CheckpointUnreadable("the update was given up")
+
         try:
-            folder = await in_daemon_thread(self._local.folder, self._store, update.version, is_given_up.is_set)
+            folder = await in_daemon_thread(self._local.folder, self._store, update.version, check)
         except asyncio.CancelledError:
             is_given_up.set()
             raise

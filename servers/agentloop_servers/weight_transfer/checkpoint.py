@@ -52,6 +52,11 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
     shape: list[int]
     data_offsets: tuple[int, int]
 
+    @property
+    def num_bytes(self) -> int:
+        """The tensor's size."""
+        return self.data_offsets[1] - self.data_offsets[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -138,9 +143,8 @@ def read_through(checkpoint: CheckpointInfo) -> None:
         try:
             with path.open("rb", buffering=0) as file:
                 for name, entry in header.entries.items():
-                    first, end = entry.data_offsets
-                    file.seek(header.data_at + first)
-                    if not all(_are_finite(file, end - first, EXPONENTS[entry.dtype])):
+                    file.seek(header.data_at + entry.data_offsets[0])
+                    if not all(_are_finite(file, entry.num_bytes, EXPONENTS[entry.dtype])):
                         raise _unreadable(path, not_finite(name))
         except OSError as error:
             raise _unreadable(path, str(error)) from error
@@ -226,10 +230,10 @@ def _check_layout(path: Path, entries: Mapping[str, Entry]) -> int:
         if entry.dtype not in DTYPES:
             raise _unreadable(path, f"tensor {name} has dtype {entry.dtype}, not a float type")
         _, size = DTYPES[entry.dtype]
-        start, stop = entry.data_offsets
-        if start != end or stop - start != size * math.prod(entry.shape) or min(entry.shape, default=0) < 0:
+        is_whole = entry.num_bytes == size * math.prod(entry.shape) and min(entry.shape, default=0) >= 0
+        if entry.data_offsets[0] != end or not is_whole:
             raise _unreadable(path, f"tensor {name} has impossible offsets")
-        end = stop
+        end = entry.data_offsets[1]
     return end
 
 

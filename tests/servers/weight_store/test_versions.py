@@ -268,9 +268,12 @@ def test_a_host_without_room_says_so(tmp_path: Path) -> None:
 
 
 def test_work_that_is_given_up_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    def check() -> None:
+        raise CheckpointUnreadable("given up")
+
     publisher(tmp_path).publish(given(policy()), 1)
     with pytest.raises(CheckpointUnreadable, match="given up"):
-        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1, lambda: True)
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1, check)
     assert names_in(tmp_path / "host") == ["lock"]
 
 
