@@ -50,7 +50,7 @@ from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of, names_session
 from agentloop_servers.http.guard import json_body, read_json_body, speaks
-from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, add_route, errors
+from agentloop_servers.http.openapi import ERROR_SCHEMA, OBJECT, STREAMED, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, sse
 
@@ -65,7 +65,6 @@ AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)
 
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": _JSON}}
 _STREAMED_ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {**_JSON, **STREAMED}}}
 
 # What the guard refuses before it knows the route (a bad host, a declared length beyond the bound) is in the other
@@ -155,7 +154,7 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         "messages": APIRouter(
             dependencies=[Depends(_speak), is_authenticated], responses=errors(_MESSAGES_ERROR), tags=["messages"]
         ),
-        "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **_ANSWER}, tags=["vllm"]),
+        "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"]),
     }
     calls: list[tuple[str, str, Any, type[Any], Any, dict[int | str, dict[str, Any]] | None]] = [
         ("openai", "/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, _STREAMED),

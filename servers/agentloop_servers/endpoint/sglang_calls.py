@@ -37,13 +37,11 @@ from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import Show, TokenCalls
 from agentloop_servers.http.auth import Keys, caller_of
 from agentloop_servers.http.guard import envelope_of, error_response, json_body, speaks
-from agentloop_servers.http.openapi import add_route, errors
+from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
 ROUTING_HEADER = "x-smg-routing-key"
-
-_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +138,7 @@ class SglangCalls:
         """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
         router = APIRouter(
             dependencies=[Depends(keys.require_user), Depends(speaks(sglang.error_body))],
-            responses={**errors(), **_OBJECT},
+            responses={**errors(), **OBJECT},
             tags=["sglang"],
         )
 

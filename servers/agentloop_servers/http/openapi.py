@@ -18,6 +18,11 @@ from agentloop.api.openapi import SCHEMA_PREFIX, answer_schema, answer_schemas
 STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
 """The content of a route that can stream, besides JSON."""
 
+OBJECT: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}}}
+}
+"""The `responses` of a route whose answer is another server's, which its own pages describe."""
+
 _SECURED: Final[dict[str, Any]] = {"security": [{"bearer": []}, {"x-api-key": []}]}
 _ERROR_NAME = "ErrorBody"
 _ERROR = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, HostDrain, StoreStatus, UpdateReport
+from agentloop.api.coordinator import FrontPort, HostDrain, ServiceStatus, StoreStatus, UpdateReport
 from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import GroupInit, MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
@@ -137,11 +137,30 @@ class AdminRoutes:
 
     async def weights(self, body: Weights) -> Response:
         """Bring every replica to a new weight version, from a directory, a listening process or an adapter."""
+        return json_response(await self._updated(body))
+
+    async def update(self, version: int | None, names: Mapping[str, str], **source: Any) -> dict[str, Any]:
+        """Do as `weights`, to the next version if none is given, for a dialect. Its fields have other `names`."""
+        if version is None:
+            served = (await self.status()).weight_version
+            version = 0 if served is None else served + 1
+        try:
+            report = await self._updated(WeightsBody(version=version, **source))
+        except InvalidRequest as error:
+            raise type(error)(error.message, param=names.get(error.param or "", error.param)) from error
+        return {"weight_version": str(version), "report": report}
+
+    async def _updated(self, body: WeightsBody) -> Any:
         update = body.to_update()
         self._rules.check_source(update)
         update = await asyncio.to_thread(self._located, update)
         report = await self.ask(self._coordinator.update_weights(update, body.policy, body.force))
-        return json_response(codec.to_builtins(report))
+        return codec.to_builtins(report)
+
+    async def status(self) -> ServiceStatus:
+        """Return the service's status. No route: `GET /status` is a user's."""
+        message = "the coordinator did not answer in time"
+        return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
 
     async def follow(self) -> Response:
         """Look at the store of published versions now, not at the next poll. Idempotent."""
@@ -169,8 +188,7 @@ class AdminRoutes:
         return json_response(await self.ask(self._coordinator.drain_host(body.host, body.undo)))
 
     async def _memory(self) -> Response:
-        status = await self.ask(self._coordinator.status())
-        return json_response(SleepState(status.asleep))
+        return json_response(SleepState((await self.status()).asleep))
 
     def _located(self, update: WeightUpdate) -> WeightUpdate:
         """The update with real paths. Raises InvalidRequest for what lies outside the weight roots, or is not on

@@ -99,9 +99,9 @@ def create_app(
     app.state.in_flight = scopes
     add_error_handlers(app, limits)
     if endpoint is not None and sglang is not None:
-        vllm = VllmControlRoutes(coordinator, admin, endpoint, limits)
-        both = SglangControlRoutes(coordinator, admin, vllm, sglang, endpoint, limits)
-        _include_endpoint(app, endpoint, keys, sglang, (vllm.router(keys), both.router(keys)))
+        vllm = VllmControlRoutes(coordinator, admin, endpoint)
+        controls = vllm.router(keys), SglangControlRoutes(coordinator, admin, sglang, endpoint).router(keys)
+        _include_endpoint(app, endpoint, keys, sglang, controls)
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
     for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
         app.include_router(router)

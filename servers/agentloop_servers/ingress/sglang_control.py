@@ -7,28 +7,36 @@ false` beside its error. `docs/contracts.md` says what differs.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
-from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
-from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
+from agentloop.engine import GroupBackend, GroupInit, Packing, TransferPart
+from agentloop.errors import AgentLoopError, UnsupportedParameter
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.guard import HttpLimits, json_body, speaks
-from agentloop_servers.http.openapi import add_route, errors
-from agentloop_servers.http.responses import in_time, json_response
+from agentloop_servers.http.guard import json_body, speaks
+from agentloop_servers.http.openapi import OBJECT, add_route, errors
+from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes
-from agentloop_servers.ingress.vllm_control import VllmControlRoutes, refuse
+from agentloop_servers.ingress.vllm_control import (
+    DtypeName,
+    TensorLists,
+    VersionText,
+    config_of,
+    num_workers,
+    refuse,
+    version_text,
+)
 
 REFUSED = {
     "/pull_weights": "call `/update_weights_from_disk` with a whole checkpoint",
@@ -36,10 +44,8 @@ REFUSED = {
 }
 """The verbs that are refused, and what to do instead."""
 
-_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 _ALL_TAGS = {"weights", "kv_cache"}
 
-VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 MemoryTags = list[Literal["weights", "kv_cache", "cuda_graph"]]
 
 
@@ -73,7 +79,6 @@ class UpdateFromDiskBody(Body):
 
 
 GroupName = Annotated[str, Field(min_length=1, max_length=256)]
-TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
 _GROUP = "weight_update_group"
 _Selector = Annotated[Json, refused(unless="all", hint=": there is one model")]
 
@@ -106,15 +111,13 @@ class SelectorBody(Body):
     selector: _Selector = None
 
 
-class UpdateFromGroupBody(Body):
+class UpdateFromGroupBody(TensorLists):
     """The body of `POST /update_weights_from_distributed`: tensors that rank 0 broadcasts in this order.
 
     `flattened_bucket` is one broadcast of all. `flush_cache` is accepted and not used: `kv_policy` counts.
     """
 
-    names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
-    dtypes: list[Annotated[str, Field(max_length=32)]]
-    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
+    dtypes: list[DtypeName]
     group_name: GroupName = _GROUP
     weight_version: VersionText | None = None
     load_format: Literal["flattened_bucket"] | None = None
@@ -123,19 +126,11 @@ class UpdateFromGroupBody(Body):
     abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
     selector: _Selector = None
 
-    @model_validator(mode="after")
-    def _is_aligned(self) -> Self:
-        for name, given in (("dtypes", self.dtypes), ("shapes", self.shapes)):
-            if len(given) != len(self.names):
-                raise InvalidRequest(f"{len(given)} {name} for {len(self.names)} names", param=name)
-        return self
-
     def to_part(self) -> TransferPart:
-        """Return the part. Its lists were found to be of one length."""
-        described = zip(self.names, self.dtypes, self.shapes, strict=True)
+        """Return the part."""
         return TransferPart(
             self.group_name,
-            tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described),
+            self.tensors,
             Packing.PLAIN if self.load_format is None else Packing.FLAT,
             version=None if self.weight_version is None else int(self.weight_version),
         )
@@ -160,27 +155,17 @@ Memory = Annotated[MemoryBody, Depends(json_body(MemoryBody, read_body))]
 class SglangControlRoutes:
     """The verbs, and the facts that both dialects ask for under one path."""
 
-    def __init__(
-        self,
-        coordinator: FrontPort,
-        admin: AdminRoutes,
-        vllm: VllmControlRoutes,
-        calls: SglangCalls,
-        endpoint: Endpoint,
-        limits: HttpLimits,
-    ) -> None:
+    def __init__(self, coordinator: FrontPort, admin: AdminRoutes, calls: SglangCalls, endpoint: Endpoint) -> None:
         self._coordinator = coordinator
         self._admin = admin
-        self._vllm = vllm
         self._calls = calls
         self._endpoint = endpoint
-        self._limits = limits
 
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes, each behind the admin key."""
         router = APIRouter(
             dependencies=[Depends(speaks(_failure)), Depends(keys.require_admin)],
-            responses={**errors(), **_OBJECT},
+            responses={**errors(), **OBJECT},
             tags=["sglang control"],
         )
         table: list[tuple[str, str, Any, type[Body] | None]] = [
@@ -229,18 +214,13 @@ class SglangControlRoutes:
 
         With `flush_cache` no call that begins after it uses older KV, whatever the service's `kv_policy`.
         """
-        served = (await self._status()).weight_version
-        given = body.weight_version
-        version = int(given) if given is not None else 0 if served is None else served + 1
+        version = None if body.weight_version is None else int(body.weight_version)
         is_fresh = body.flush_cache and self._endpoint.sessions.parts.kv_policy is KVPolicy.KEEP
-        update = WeightsBody(version=version, directory=body.model_path, kv_policy="fresh" if is_fresh else None)
-        try:
-            report = await self._admin.weights(update)
-        except InvalidRequest as error:
-            names = {"directory": "model_path", "version": "weight_version"}
-            raise type(error)(error.message, param=names.get(error.param or "", error.param)) from error
+        names = {"directory": "model_path", "version": "weight_version"}
+        policy = "fresh" if is_fresh else None
+        report = await self._admin.update(version, names, directory=body.model_path, kv_policy=policy)
         answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-        return json_response({**answer, "weight_version": str(version), "report": orjson.loads(report.body)})
+        return json_response({**answer, **report})
 
     async def init_group(self, body: InitGroup) -> Response:
         """Have the workers of all replicas join a trainer's group, with the ranks from `rank_offset` on."""
@@ -271,12 +251,12 @@ class SglangControlRoutes:
         return _done("the group is gone")
 
     async def _end_transfer(self) -> None:
-        if group := (await self._status()).transfer:
+        if group := (await self._admin.status()).transfer:
             await self._admin.ask(self._coordinator.end_transfer(group))
 
     async def flush_cache(self) -> Response:
         """Answer 200, and drop nothing: an update's `kv_policy` says which KV of older weights may be used."""
-        await self._status()
+        await self._admin.status()
         return json_response({"message": "KV of older weights is used as the update's kv_policy says"})
 
     async def release_memory(self, body: Memory) -> Response:
@@ -295,11 +275,11 @@ class SglangControlRoutes:
 
     async def weight_version(self) -> Response:
         """Return the version of the weights that are served, as text; null while there is none."""
-        return json_response({"weight_version": _version_of(await self._status())})
+        return json_response({"weight_version": version_text(await self._admin.status())})
 
     async def model_info(self) -> Response:
         """Return the model's name and the served version."""
-        version = _version_of(await self._status())
+        version = version_text(await self._admin.status())
         facts = {"model_path": self._endpoint.model_name, "is_generation": True, "weight_version": version}
         return json_response(facts)
 
@@ -308,10 +288,12 @@ class SglangControlRoutes:
 
         The fleet is one engine to them: its `tp_size` is the number of processes that hold weights.
         """
-        status = await self._status()
-        of_vllm = orjson.loads((await self._vllm.server_info(config_format)).body)
-        num_gpus = orjson.loads((await self._vllm.get_world_size()).body)["world_size"]
+        status = await self._admin.status()
+        config, num_gpus = config_of(status, self._endpoint), num_workers(status)
         facts = {
+            "vllm_config": config if config_format == "json" else orjson.dumps(config).decode(),
+            "vllm_env": {},
+            "system_env": {},
             "tp_size": num_gpus,
             "pp_size": 1,
             "ep_size": 1,
@@ -320,25 +302,17 @@ class SglangControlRoutes:
             "disaggregation_mode": "null",
             "encoder_only": False,
             "model_path": self._endpoint.model_name,
-            "weight_version": _version_of(status),
+            "weight_version": version_text(status),
             "ready": status.is_ready,
             "applied": status.weight_version,
             "sync_state": _sync_state(status),
             "reason": next(iter(status.degraded), ""),
         }
-        return json_response({**of_vllm, **facts})
-
-    async def _status(self) -> ServiceStatus:
-        message = "the coordinator did not answer in time"
-        return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
+        return json_response(facts)
 
 
 def _done(message: str) -> Response:
     return json_response({"success": True, "message": message})
-
-
-def _version_of(status: ServiceStatus) -> str | None:
-    return None if status.weight_version is None else str(status.weight_version)
 
 
 def _sync_state(status: ServiceStatus) -> str:

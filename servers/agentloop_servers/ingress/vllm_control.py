@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.requests import Body, Directory, PauseBody, SleepBody, Version, WakeBody
 from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.http.guard import HttpLimits, json_body
-from agentloop_servers.http.openapi import add_route, errors
-from agentloop_servers.http.responses import in_time, json_response
+from agentloop_servers.http.guard import json_body
+from agentloop_servers.http.openapi import OBJECT, add_route, errors
+from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes
 
 GROUP = "vllm"
@@ -52,11 +51,11 @@ REFUSED = {
 
 _SAMPLED_MODE = "processed_logprobs"
 _RAW_MODE = "raw_logprobs"
-_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
-Path = Annotated[str, Field(min_length=1, max_length=4096)]
+VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 BufferBytes = Annotated[int, Field(ge=1, le=1 << 40)]
 TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
+DtypeName = Annotated[str, Field(max_length=32)]
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
 SleepLevel = Annotated[int, Query(ge=1, le=2)]
 Tags = Annotated[list[Literal["weights", "kv_cache"]] | None, Query(max_length=2)]
@@ -67,6 +66,29 @@ class UnsupportedVerb(InvalidRequest):
     """A verb of vLLM's server that this service has in another form."""
 
     code = "unsupported_verb"
+
+
+class TensorLists(Body):
+    """The tensors of a part of a transfer, in the order in which they come: three lists of one length."""
+
+    names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
+    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
+
+    dtypes_field: ClassVar[str] = "dtypes"
+    place: ClassVar[str] = ""  # of the lists in the request's body
+
+    @model_validator(mode="after")
+    def _is_aligned(self) -> Self:
+        for name in (self.dtypes_field, "shapes"):
+            if (num := len(getattr(self, name))) != len(self.names):
+                raise InvalidRequest(f"{num} {name} for {len(self.names)} names", param=f"{self.place}{name}")
+        return self
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The tensors."""
+        described = zip(self.names, getattr(self, self.dtypes_field), self.shapes, strict=True)
+        return tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described)
 
 
 class InitInfo(Body):
@@ -101,15 +123,16 @@ class InitBody(Body):
     init_info: InitInfo
 
 
-class UpdateInfo(Body):
-    """vLLM's `update_info`: the tensors of one part, in the order in which they come.
+class UpdateInfo(TensorLists):
+    """vLLM's `update_info`: the tensors of one part.
 
     `packed` and its sizes are those of the `init_info` where they are not given. IPC's handles come pickled.
     """
 
-    names: Annotated[list[TensorName], Field(min_length=1, max_length=1 << 20)]
-    dtype_names: list[Annotated[str, Field(max_length=32)]]
-    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=16)]]
+    dtypes_field: ClassVar[str] = "dtype_names"
+    place: ClassVar[str] = "update_info."
+
+    dtype_names: list[DtypeName]
     packed: bool | None = None
     packed_buffer_size_bytes: BufferBytes | None = None
     packed_num_buffers: Annotated[int, Field(ge=1)] | None = None
@@ -117,20 +140,11 @@ class UpdateInfo(Body):
     ipc_handles_pickled: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]+$")] | None = None
     tensor_sizes: list[int] | None = None
 
-    @model_validator(mode="after")
-    def _is_aligned(self) -> UpdateInfo:
-        for name in ("dtype_names", "shapes"):
-            if len(getattr(self, name)) != len(self.names):
-                counts = f"{len(getattr(self, name))} {name} for {len(self.names)} names"
-                raise InvalidRequest(counts, param=f"update_info.{name}")
-        return self
-
     def to_part(self) -> TransferPart:
-        """Return the part. Its lists were found to be of one length."""
-        described = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        """Return the part."""
         return TransferPart(
             GROUP,
-            tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in described),
+            self.tensors,
             None if self.packed is None else Packing.PACKED if self.packed else Packing.PLAIN,
             self.packed_buffer_size_bytes or 0,
             base64.b64decode(self.ipc_handles_pickled or ""),
@@ -144,8 +158,8 @@ class UpdateWeightsBody(Body):
     """
 
     update_info: UpdateInfo | None = None
-    weight_dir: Path | None = None
-    version: int | None = Field(default=None, ge=0, lt=1 << 63)
+    weight_dir: Directory | None = None
+    version: Version | None = None
 
     @model_validator(mode="after")
     def _has_one_source(self) -> UpdateWeightsBody:
@@ -161,7 +175,7 @@ class UpdateWeightsBody(Body):
 class FinishUpdateBody(Body):
     """The body of `POST /finish_weight_update`, which may be left out: the version is the next one then."""
 
-    weight_version: Annotated[str, Field(pattern=r"^\d{1,18}$")] | None = None
+    weight_version: VersionText | None = None
 
 
 async def _finish_body(request: Request) -> FinishUpdateBody:
@@ -179,7 +193,7 @@ class LoadAdapterBody(Body):
     """
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
-    lora_path: Path
+    lora_path: Directory
     load_inplace: bool | None = None
     is_3d_lora_weight: bool | None = None
 
@@ -193,16 +207,15 @@ LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 class VllmControlRoutes:
     """The verbs. What they change goes through the admin routes' own checks."""
 
-    def __init__(self, coordinator: FrontPort, admin: AdminRoutes, endpoint: Endpoint, limits: HttpLimits) -> None:
+    def __init__(self, coordinator: FrontPort, admin: AdminRoutes, endpoint: Endpoint) -> None:
         self._coordinator = coordinator
         self._admin = admin
         self._endpoint = endpoint
-        self._limits = limits
 
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes, each behind the admin key."""
         router = APIRouter(
-            dependencies=[Depends(keys.require_admin)], responses={**errors(), **_OBJECT}, tags=["vllm control"]
+            dependencies=[Depends(keys.require_admin)], responses={**errors(), **OBJECT}, tags=["vllm control"]
         )
         table: list[tuple[str, str, Any, type[Body] | None]] = [
             ("POST", "/pause", self.pause, None),
@@ -243,7 +256,7 @@ class VllmControlRoutes:
 
     async def is_paused(self) -> Response:
         """Tell if an operator's or a trainer's pause holds."""
-        return json_response({"is_paused": (await self._status()).is_paused})
+        return json_response({"is_paused": (await self._admin.status()).is_paused})
 
     async def init_transfer(self, body: Init) -> Response:
         """Have the workers of all replicas join the trainer's group, in place of an earlier one."""
@@ -266,8 +279,9 @@ class VllmControlRoutes:
         if body.update_info is not None:
             await self._admin.ask(self._coordinator.receive_part(body.update_info.to_part()))
             return json_response({"message": "Weights updated"})
-        version = await self._next_version() if body.version is None else body.version
-        return await self._update(WeightsBody(version=version, directory=body.weight_dir), "weight_dir")
+        names = {"directory": "weight_dir"}
+        report = await self._admin.update(body.version, names, directory=body.weight_dir)
+        return json_response({"status": "ok", "message": "Weights updated", **report})
 
     async def finish_update(self, body: Finish) -> Response:
         """Bring every replica to the weights that came, and answer the report."""
@@ -283,15 +297,13 @@ class VllmControlRoutes:
 
     async def weight_info(self) -> Response:
         """Return the version of the weights that are served, as text; null while there is none."""
-        version = (await self._status()).weight_version
-        return json_response({"weight_version": None if version is None else str(version)})
+        return json_response({"weight_version": version_text(await self._admin.status())})
 
     async def load_adapter(self, body: LoadAdapter) -> Response:
         """Serve the base weights with an adapter, as the next version, and know the model by the adapter's name."""
-        update = WeightsBody(version=await self._next_version(), adapter=body.lora_path)
-        answer = await self._update(update, "lora_path")
+        report = await self._admin.update(None, {"adapter": "lora_path"}, adapter=body.lora_path)
         self._endpoint.name_adapter(body.lora_name)
-        return answer
+        return json_response({"status": "ok", "message": "Weights updated", **report})
 
     async def sleep(self, level: SleepLevel = 1, mode: Mode = "abort") -> Response:
         """Freeze every replica and give its memory back; what runs goes on after `/wake_up`, whatever the mode."""
@@ -301,72 +313,58 @@ class VllmControlRoutes:
     async def wake_up(self, tags: Tags = None) -> Response:
         """Take memory back; once all of it is, generation goes on."""
         await self._admin.wake(WakeBody(tags=tags or None))
-        asleep = (await self._status()).asleep
+        asleep = (await self._admin.status()).asleep
         return json_response({"status": "sleeping" if asleep else "awake", "tags": tags})
 
     async def is_sleeping(self) -> Response:
         """Tell if the fleet has given memory back."""
-        return json_response({"is_sleeping": bool((await self._status()).asleep)})
+        return json_response({"is_sleeping": bool((await self._admin.status()).asleep)})
 
     async def reset_prefix_cache(self) -> Response:
         """Answer that nothing was dropped, as vLLM does while blocks are held: an update's `kv_policy` says which
         KV of older weights may be used."""
-        await self._status()
+        await self._admin.status()
         return json_response({"success": False})
-
-    async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
-        """Return the fields of vLLM's config that trainers read. With `text`, the same as JSON in a string.
-
-        Its route is in `sglang_control.py`, which adds what SGLang's clients ask for under the same path.
-        """
-        status, endpoint = await self._status(), self._endpoint
-        dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
-        ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
-        is_raw = endpoint.logprobs_mode is LogprobsMode.RAW
-        config = {
-            "model_config": {
-                "model": endpoint.model_name,
-                "served_model_name": endpoint.model_name,
-                "dtype": f"torch.{dtypes[0]}" if len(dtypes) == 1 else None,
-                "max_model_len": endpoint.max_model_len,
-                "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
-            },
-            "parallel_config": {
-                "world_size": _largest_replica(status),
-                "world_size_across_dp": _num_workers(status),
-                "data_parallel_size": len(status.replicas),
-            },
-            "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
-            "weight_transfer_config": {"backend": "nccl"},
-        }
-        shown = config if config_format == "json" else orjson.dumps(config).decode()
-        return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": {}})
 
     async def get_world_size(self, include_dp: Flag = True) -> Response:
         """Count the processes that hold weights: of all replicas, or of the largest one."""
-        status = await self._status()
-        return json_response({"world_size": _num_workers(status) if include_dp else _largest_replica(status)})
-
-    async def _update(self, update: WeightsBody, param: str) -> Response:
-        try:
-            report = await self._admin.weights(update)
-        except InvalidRequest as error:
-            if error.param in ("directory", "adapter"):
-                raise type(error)(error.message, param=param) from error
-            raise
-        answer = {"status": "ok", "message": "Weights updated", "weight_version": str(update.version)}
-        return json_response({**answer, "report": orjson.loads(report.body)})
-
-    async def _next_version(self) -> int:
-        version = (await self._status()).weight_version
-        return 0 if version is None else version + 1
-
-    async def _status(self) -> ServiceStatus:
-        message = "the coordinator did not answer in time"
-        return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
+        status = await self._admin.status()
+        return json_response({"world_size": num_workers(status) if include_dp else _largest_replica(status)})
 
 
-def _num_workers(status: ServiceStatus) -> int:
+def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
+    """Return the fields of vLLM's config that trainers read.
+
+    Their route is in `sglang_control.py`, which adds what SGLang's clients ask for under the same path.
+    """
+    dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
+    ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
+    is_raw = endpoint.logprobs_mode is LogprobsMode.RAW
+    return {
+        "model_config": {
+            "model": endpoint.model_name,
+            "served_model_name": endpoint.model_name,
+            "dtype": f"torch.{dtypes[0]}" if len(dtypes) == 1 else None,
+            "max_model_len": endpoint.max_model_len,
+            "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
+        },
+        "parallel_config": {
+            "world_size": _largest_replica(status),
+            "world_size_across_dp": num_workers(status),
+            "data_parallel_size": len(status.replicas),
+        },
+        "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+
+
+def version_text(status: ServiceStatus) -> str | None:
+    """Return the served version as both dialects write it."""
+    return None if status.weight_version is None else str(status.weight_version)
+
+
+def num_workers(status: ServiceStatus) -> int:
+    """Count the processes that hold weights and can join a trainer's group."""
     return sum(one.num_workers for one in status.replicas if one.state != "quarantined")
 
 
