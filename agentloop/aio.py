@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import structlog
 
-from agentloop.errors import AgentLoopError, Overloaded, error_line
+from agentloop.errors import AgentLoopError, Overloaded, error_line, first_cause
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -106,11 +106,14 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. If some fail, the others are cancelled, and a group of the failures is raised."""
+    """Return the results of all. If some fail, the others are cancelled, and the first failure is raised."""
     if len(works) == 1:
         return [await works[0]]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in works]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise first_cause(failures) from failures
     return [task.result() for task in tasks]
 
 

@@ -12,9 +12,10 @@ first. What is found does not depend on how the text is cut.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -59,34 +60,30 @@ class TurnRequest:
 
 
 async def sample_turn(
-    engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest, continues_after_abort: AbortRule | None = None
+    engine: LeasedEngine,
+    reader: TurnReader,
+    wanted: TurnRequest,
+    continues_after_abort: AbortRule | None = None,
+    show: Callable[[TurnPiece], None] | None = None,
 ) -> Reply:
-    """Sample the whole turn. Raises what the engine raises.
+    """Sample the whole turn; with `show` as `stream_turn`, whose pieces it takes. Raises what the engine raises.
 
     `continues_after_abort` is asked with the turn's tokens after an engine-side abort: if it says no, the turn ends
     with FinishReason.ABORT. What cannot be continued is sampled again: nothing of it was shown.
     """
+    if show is not None:
+        async with aclosing(stream_turn(engine, reader, wanted)) as shown:
+            async for piece in shown:
+                if isinstance(piece, Reply):
+                    return piece
+                show(piece)
+        raise InvariantBroken("a stream ended without its reply")
     turn, request = TurnText(reader, wanted, engine.tally), wanted.request
+    options: dict[str, Any] = {"deadline": wanted.deadline, "clock": turn.clock, "switch": wanted.switch}
+    options["continues_after_abort"] = continues_after_abort
     if not wanted.stop:
-        last = await engine.generate(
-            request,
-            turn.sampled,
-            deadline=wanted.deadline,
-            continues_after_abort=continues_after_abort,
-            clock=turn.clock,
-            switch=wanted.switch,
-        )
-        return turn.finish(last)
-    items = engine.stream(
-        request,
-        turn.sampled,
-        deadline=wanted.deadline,
-        is_shown=False,
-        continues_after_abort=continues_after_abort,
-        clock=turn.clock,
-        switch=wanted.switch,
-    )
-    async with aclosing(items):
+        return turn.finish(await engine.generate(request, turn.sampled, **options))
+    async with aclosing(engine.stream(request, turn.sampled, is_shown=False, **options)) as items:
         async for item in items:
             if isinstance(item, Generation):
                 return turn.finish(item)

@@ -43,7 +43,7 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import Reading
-from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
@@ -494,7 +494,8 @@ class Session:
         """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
         choices = range(live.chat_call.num_choices)
         turns = [self._turn_request(live, prepared, number, choice_index) for choice_index in choices]
-        return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
+        reader, show = self._parts.reader, live.add_piece if live.is_streamed else None
+        return await side_by_side([sample_turn(self._engine, reader, wanted, show=show) for wanted in turns])
 
     def _turn_request(self, live: LiveCall, prepared: PreparedCall, number: int, choice_index: int) -> TurnRequest:
         chat_call, sampling = live.chat_call, prepared.sampling.of_choice(choice_index)
@@ -531,17 +532,6 @@ class Session:
         record = self._record
         name = assignment_id_of(record.rollout_id, record.group_id or self.shown_id, record.sample_index)
         return turn_context(self._parts.traces, f"{name}@0", record.traceparent, turn_id)
-
-    async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:
-        reader = self._parts.reader
-        if not live.is_streamed:
-            return await sample_turn(self._engine, reader, wanted)
-        async with aclosing(stream_turn(self._engine, reader, wanted)) as items:
-            async for item in items:
-                if isinstance(item, Reply):
-                    return item
-                live.add_piece(item)
-        raise InvariantBroken("a stream ended without its reply")
 
     async def _commit(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> None:
         """Write the turns down, then have them: from `live.result` on the answer may leave."""

@@ -105,8 +105,18 @@ async def stream_call(
                 if not are_named:
                     yield DONE
 
+    return event_stream(request, endpoint, sent(), error_event)
+
+
+def event_stream(
+    request: Request,
+    endpoint: Endpoint,
+    events: AsyncGenerator[bytes, None],
+    error_event: Callable[[AgentLoopError], bytes],
+) -> EventStream:
+    """Return the answer that is these events, within the endpoint's limits."""
     return EventStream(
-        sent(),
+        events,
         error_event,
         lambda error: error_response(error, envelope=envelope_of(request.scope)),
         keep_alive_s=endpoint.limits.keep_alive_s,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Self
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -27,19 +27,19 @@ from agentloop.chat.call import ChatCall
 from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
-from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter, first_cause
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
-from agentloop_servers.endpoint.calls import affinity_of, bounded, demanding, json_of_replies
+from agentloop_servers.endpoint.calls import affinity_of, bounded, demanding, event_stream, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.endpoint.token_calls import Show, TokenCalls
+from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys, caller_of
-from agentloop_servers.http.guard import envelope_of, error_response, json_body, speaks
+from agentloop_servers.http.guard import json_body, speaks
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
-from agentloop_servers.http.sse import DONE, EventStream, sse
+from agentloop_servers.http.sse import DONE, sse
 
 ROUTING_HEADER = "x-smg-routing-key"
 
@@ -51,6 +51,7 @@ class _OpenCall:
     rid: str
     owner: str
     chat_call: ChatCall
+    place: int  # in its batch
     switches: tuple[AbortSwitch, ...]
 
     @property
@@ -60,10 +61,6 @@ class _OpenCall:
     def name(self, index: int) -> str:
         """Return the id of a choice."""
         return self.rid if len(self.switches) == 1 else f"{self.rid}_{index}"
-
-
-_Shown: TypeAlias = tuple[int, int, TurnPiece | Reply]
-"""The places of a prompt and of its choice, and what is next of it."""
 
 
 class AbortBody(Body):
@@ -108,20 +105,20 @@ class SglangCalls:
                 rid,
                 caller.owner,
                 bounded(request, demanding(request, sglang.to_call(body, prompt, endpoint.chat_model))),
+                place,
                 tuple(AbortSwitch() for _ in range(body.num_choices)),
             )
-            for rid, prompt in zip(body.rids(uuid.uuid4().hex), prompts, strict=True)
+            for place, (rid, prompt) in enumerate(zip(body.rids(uuid.uuid4().hex), prompts, strict=True))
         ]
         writer = SglangWriter(body, endpoint.renderer, self._texts)
         if body.stream:
-            return self._streamed(request, body, calls, affinity, writer)
+            return event_stream(request, endpoint, self._events(body, calls, affinity, writer), _error_event)
         begun_at = asyncio.get_running_loop().time()
         with self._opened(calls):
-            found = await unless_client_leaves(request, self._sample(body, calls, affinity))
-        if found is None:
+            replies = await unless_client_leaves(request, self._sample(body, calls, affinity))
+        if replies is None:
             return unread_response()
         latency_s = asyncio.get_running_loop().time() - begun_at
-        replies = [reply for choices in found for reply in choices]
         served = await self._served(replies)
         places = [(call, index) for call in calls for index in range(body.num_choices)]
 
@@ -197,24 +194,20 @@ class SglangCalls:
         body: SglangBody,
         calls: Sequence[_OpenCall],
         affinity: str | None,
-        show: Sequence[Show | None] = (),
-    ) -> list[list[Reply]]:
-        param = "text" if body.input_ids is None else "input_ids"
+        show: Callable[[_OpenCall, int, TurnPiece | Reply], None] | None = None,
+    ) -> list[Reply]:
         works = [
             self.token_calls.sample(
                 call.chat_call,
                 affinity,
                 call.owner,
-                prompt_param=param,
+                prompt_param="text" if body.input_ids is None else "input_ids",
                 switches=call.switches,
-                show=show[place] if show else None,
+                show=None if show is None else partial(show, call),
             )
-            for place, call in enumerate(calls)
+            for call in calls
         ]
-        try:
-            return await side_by_side(works)
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+        return [reply for choices in await side_by_side(works) for reply in choices]
 
     async def _served(self, replies: Sequence[Reply]) -> int | None:
         """Return the served version, if a reply has no token that tells one."""
@@ -230,80 +223,46 @@ class SglangCalls:
             places.callback(self._open.difference_update, calls)
             yield
 
-    # --- streams ---
-
-    def _streamed(
-        self,
-        request: Request,
-        body: SglangBody,
-        calls: Sequence[_OpenCall],
-        affinity: str | None,
-        writer: SglangWriter,
-    ) -> Response:
-        async def sent() -> AsyncGenerator[bytes, None]:
-            with self._opened(calls):
-                async with aclosing(self._chunks(body, calls, affinity, writer)) as chunks:
-                    async for chunk in chunks:
-                        yield sse(chunk)
-                yield DONE
-
-        limits = self._endpoint.limits
-        return EventStream(
-            sent(),
-            _error_event,
-            lambda error: error_response(error, envelope=envelope_of(request.scope)),
-            keep_alive_s=limits.keep_alive_s,
-            send_timeout_s=limits.send_timeout_s,
-        )
-
-    async def _chunks(
+    async def _events(
         self, body: SglangBody, calls: Sequence[_OpenCall], affinity: str | None, writer: SglangWriter
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Yield a chunk for each choice that has something new, as often as the client takes one."""
-        loop, news, waiting = asyncio.get_running_loop(), asyncio.Event(), list[_Shown]()  # bounded by the replies
-        begun_at = loop.time()
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        begun_at, choices = loop.time(), dict[tuple[_OpenCall, int], ShownChoice]()
+        fresh: dict[tuple[_OpenCall, int], Reply | None] = {}  # the choices with news, and the replies that ended
 
-        def show(place: int, index: int, item: TurnPiece | Reply) -> None:
-            waiting.append((place, index, item))
+        def show(call: _OpenCall, index: int, item: TurnPiece | Reply) -> None:
+            if isinstance(item, Reply):
+                fresh[call, index] = item
+            elif item.finish is None:  # the last piece stands in the reply
+                writer.add(choices.setdefault((call, index), writer.shown()), item)
+                fresh[call, index] = None
             news.set()
 
-        shows = [partial(show, place) for place in range(len(calls))]
-        sampling = loop.create_task(self._sample(body, calls, affinity, shows))
-        sampling.add_done_callback(lambda _: news.set())
-        choices: dict[tuple[int, int], ShownChoice] = {}
-        try:
-            while not (sampling.done() and not waiting):
-                await news.wait()
-                news.clear()
-                drained, waiting[:] = waiting[:], []
-                for (place, index), reply in self._news(drained, choices, writer).items():
-                    call = calls[place]
-                    name, num_prompt = call.name(index), call.num_prompt
-                    if reply is None:
-                        chunk = writer.part(name, num_prompt, choices[place, index])
-                    else:
-                        served = await self._served([reply])
-                        chunk = writer.whole(name, num_prompt, reply, served, loop.time() - begun_at)
-                    is_one_of_many = body.is_batch or body.num_choices > 1
-                    yield {**chunk, "index": place * body.num_choices + index} if is_one_of_many else chunk
-            await sampling
-        finally:
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
-
-    @staticmethod
-    def _news(
-        drained: Sequence[_Shown], choices: dict[tuple[int, int], ShownChoice], writer: SglangWriter
-    ) -> dict[tuple[int, int], Reply | None]:
-        """Add what came to its choices. Returns those that it came for, with their replies if they have ended."""
-        found: dict[tuple[int, int], Reply | None] = {}
-        for place, index, item in drained:
-            if isinstance(item, Reply):
-                found[place, index] = item
-            elif item.finish is None:  # the last piece stands in the reply
-                writer.add(choices.setdefault((place, index), writer.shown()), item)
-                found[place, index] = None
-        return found
+        with self._opened(calls):
+            sampling = loop.create_task(self._sample(body, calls, affinity, show))
+            sampling.add_done_callback(lambda _: news.set())
+            try:
+                while fresh or not sampling.done():
+                    await news.wait()
+                    news.clear()
+                    drained = dict(fresh)
+                    fresh.clear()
+                    for (call, index), reply in drained.items():
+                        name, num_prompt = call.name(index), call.num_prompt
+                        if reply is None:
+                            chunk = writer.part(name, num_prompt, choices[call, index])
+                        else:
+                            served = await self._served([reply])
+                            chunk = writer.whole(name, num_prompt, reply, served, loop.time() - begun_at)
+                        if body.is_batch or body.num_choices > 1:
+                            chunk["index"] = call.place * body.num_choices + index
+                        yield sse(chunk)
+                await sampling
+            finally:
+                sampling.cancel()
+                await asyncio.gather(sampling, return_exceptions=True)
+        yield DONE
 
 
 def _has_tokens(reply: Reply) -> bool:

@@ -14,19 +14,19 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.chat.call import ChatCall
-from agentloop.errors import DeadlineExceeded, InvalidRequest, InvariantBroken, Overloaded, first_cause
+from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortSwitch, CallLeases, LeasedEngine
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import Reading
-from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -139,10 +139,7 @@ class TokenCalls:
             replace(whole, choice_index=index, switch=switches[index] if switches else None)
             for index in range(chat_call.num_choices)
         ]
-        try:
-            replies = await side_by_side([self._choice(wanted, shared, show) for wanted in choices])
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+        replies = await side_by_side([self._choice(wanted, shared, show) for wanted in choices])
         spans = replies[0].weight_versions
         if shared.first_version is None and spans:
             shared.first_version = spans[0].version
@@ -155,19 +152,13 @@ class TokenCalls:
         try:
             async with Deadline.moving(timeout_s, self._limits.max_standstill_s) as deadline:
                 own = replace(wanted, request=request, deadline=deadline)
-                if show is None:
-                    return await sample_turn(shared.engine, self._parts.reader, own)
-                return await self._shown(shared.engine, own, show)
+                show_piece = None if show is None else partial(show, index)
+                reply = await sample_turn(shared.engine, self._parts.reader, own, show=show_piece)
+                if show is not None:
+                    show(index, reply)
+                return reply
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error
-
-    async def _shown(self, engine: LeasedEngine, wanted: TurnRequest, show: Show) -> Reply:
-        async with aclosing(stream_turn(engine, self._parts.reader, wanted)) as items:
-            async for item in items:
-                show(wanted.choice_index, item)
-                if isinstance(item, Reply):
-                    return item
-        raise InvariantBroken("a stream ended without its reply")
 
     # --- affinities ---
 
