@@ -22,7 +22,7 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
-from agentloop.engine import EngineInfo, GroupInit, HeldIn, MemoryTag, TransferPart, WeightUpdate
+from agentloop.engine import EngineInfo, GroupInit, HeldIn, MemoryTag, PullVersion, TransferPart, WeightUpdate
 from agentloop.errors import AgentLoopError, InvalidRequest, from_wire
 from agentloop.images import Image
 from agentloop.metrics import MetricsPage, MetricsReport
@@ -623,6 +623,9 @@ class TrainerPort(Protocol):
 
     async def destroy_group(self, name: str) -> None:
         """Leave a group, and drop its open transfer. Idempotent."""
+
+    async def pull_version(self, order: PullVersion) -> None:
+        """Make a version on each host, once. Raises StorageFull, or the CheckpointUnreadable that tells why."""
 
 
 class FleetPort(Protocol):

@@ -83,7 +83,7 @@ class ReplicaSteps:
         return await within(timeout_s, self._engine(replica).stage(update))
 
     async def follow_trainer(self, replica: ReplicaRecord, order: TrainerOrder) -> None:
-        """Join a trainer's group, receive a part of its transfer, or leave."""
+        """Join a trainer's group, receive a part of its transfer, or leave; or make a version on its host."""
         timeout_s = self.config.offer_timeout_s if isinstance(order, LeaveGroup) else self.config.stage_timeout_s
         await within(timeout_s, self._engine(replica).follow_trainer(order))
 

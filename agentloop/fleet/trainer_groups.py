@@ -22,7 +22,15 @@ import msgspec
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.clock import Clock
-from agentloop.engine import GroupBackend, GroupInit, LeaveGroup, TrainerOrder, TransferPart, WeightUpdate
+from agentloop.engine import (
+    GroupBackend,
+    GroupInit,
+    LeaveGroup,
+    PullVersion,
+    TrainerOrder,
+    TransferPart,
+    WeightUpdate,
+)
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -147,6 +155,11 @@ class TrainerGroups:
         group = self._groups.get(name)
         if group is not None:
             await self._leave(group)
+
+    async def pull_version(self, order: PullVersion) -> None:
+        one_of_host = {one.host: one for one in self._members()}
+        for error in (await self._on_members(list(one_of_host.values()), [order] * len(one_of_host))).values():
+            raise error
 
     # --- inside ---
 

@@ -535,6 +535,7 @@ def build_app(
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
         nodes_without=None if config.cluster is None else nodes_without,
+        model=config.model_path(),
         labels=TokenLabels(located(config.model), run_dir),
     )
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, HostDrain, ServiceStatus, StoreStatus, UpdateReport
 from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
-from agentloop.engine import GroupInit, MemoryTag, WeightUpdate
+from agentloop.engine import GroupInit, MemoryTag, PullVersion, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -93,7 +93,9 @@ class AdminRoutes:
         rules: ModeRules,
         endpoint: Endpoint | None = None,
         nodes_without: Callable[[str], tuple[str, ...]] | None = None,
+        model: Path = Path(),
     ) -> None:
+        self._model = model
         self._users = None if endpoint is None else endpoint.users
         self._coordinator = coordinator
         self._weight_roots = weight_roots
@@ -170,6 +172,14 @@ class AdminRoutes:
         """Have all replicas join a trainer's broadcast group. No route: dialects have verbs for it."""
         self._rules.check_source(WeightUpdate(0, transfer=group.name))
         await self.ask(self._coordinator.init_group(group))
+
+    async def pull_version(self, source: str, folder: str, version: int) -> None:
+        """Have each host make a version of those in `source`, to which the path `folder` leads then."""
+        self._rules.check_source(WeightUpdate(version, directory=folder))
+        found = await asyncio.to_thread(self._found, source, "source_dir")
+        parent = resolve_weights(os.path.dirname(folder), self._weight_roots, param="local_checkpoint_dir")
+        to = str(parent / os.path.basename(folder))
+        await self.ask(self._coordinator.pull_version(PullVersion(found, to, version, str(self._model))))
 
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""

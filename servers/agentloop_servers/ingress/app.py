@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -61,6 +61,7 @@ def create_app(
     image_roots: Iterable[Path] = (),
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
     labels: TokenLabels = TokenLabels(None),  # noqa: B008 - it has none
+    model: Path = Path(),
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -68,8 +69,9 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `labels` are the viewer's. With an `endpoint`, agents are served and recorded too, and trainers that speak to
-    vLLM's or SGLang's server; its sessions are the caller's to start and close, and their parts have the tally.
+    `labels` are the viewer's; `model` has the weights that engines begin with. With an `endpoint`, agents are
+    served and recorded too, and trainers that speak to vLLM's or SGLang's server; its sessions are the caller's to
+    start and close, and their parts have the tally.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -81,7 +83,7 @@ def create_app(
     rollouts = RolloutRoutes(
         coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang
     )
-    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without)
+    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without, model)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -99,9 +101,7 @@ def create_app(
     app.state.in_flight = scopes
     add_error_handlers(app, limits)
     if endpoint is not None and sglang is not None:
-        vllm = VllmControlRoutes(coordinator, admin, endpoint)
-        controls = vllm.router(keys), SglangControlRoutes(coordinator, admin, sglang, endpoint).router(keys)
-        _include_endpoint(app, endpoint, keys, sglang, controls)
+        _include_endpoint(app, endpoint, keys, sglang, coordinator, admin)
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
     for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
         app.include_router(router)
@@ -114,9 +114,9 @@ def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls 
 
 
 def _include_endpoint(
-    app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls, controls: Iterable[APIRouter]
+    app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls, coordinator: FrontPort, admin: AdminRoutes
 ) -> None:
-    """Add the routes for agents and `controls`, first: most requests are theirs.
+    """Add the routes for agents and the dialects' control verbs, first: most requests are theirs.
 
     A handler that raises HeldElsewhere is answered by the process that it names.
     """
@@ -128,6 +128,10 @@ def _include_endpoint(
 
     app.add_exception_handler(HeldElsewhere, forward)
     app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
-    for controlled in (sglang.router(keys), *controls):
-        app.include_router(controlled)
+    controls = (
+        VllmControlRoutes(coordinator, admin, endpoint),
+        SglangControlRoutes(coordinator, admin, sglang, endpoint),
+    )
+    for routes in (sglang, *controls):
+        app.include_router(routes.router(keys))
     app.include_router(routes_sessions.router(endpoint, keys))

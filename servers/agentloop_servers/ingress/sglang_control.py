@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, WakeBody
+from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, Version, WakeBody
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
 from agentloop.engine import GroupBackend, GroupInit, Packing, TransferPart
@@ -39,7 +39,6 @@ from agentloop_servers.ingress.vllm_control import (
 )
 
 REFUSED = {
-    "/pull_weights": "call `/update_weights_from_disk` with a whole checkpoint",
     "/update_weights_from_tensor": "handles of GPU memory are not taken; push with `RolloutClient.update_weights`",
 }
 """The verbs that are refused, and what to do instead."""
@@ -76,6 +75,14 @@ class UpdateFromDiskBody(Body):
     abort_all_requests: Annotated[Json, refused(hint=": call `/abort_request` before")] = None
     keep_pause: Annotated[Json, refused(hint=": a pause that holds before an update holds after it")] = None
     manifest: Refused = None
+
+
+class PullBody(Body):
+    """The body of `POST /pull_weights`: a folder of versions, and the path at which hosts have one of them."""
+
+    local_checkpoint_dir: Directory
+    source_dir: Directory
+    target_version: Version
 
 
 GroupName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -148,6 +155,7 @@ InitGroup = Annotated[InitGroupBody, Depends(json_body(InitGroupBody, read_body)
 NamedGroup = Annotated[GroupNameBody, Depends(json_body(GroupNameBody, read_body))]
 Selected = Annotated[SelectorBody, Depends(json_body(SelectorBody, read_body))]
 UpdateFromGroup = Annotated[UpdateFromGroupBody, Depends(json_body(UpdateFromGroupBody, read_body))]
+Pull = Annotated[PullBody, Depends(json_body(PullBody, read_body))]
 UpdateFromDisk = Annotated[UpdateFromDiskBody, Depends(json_body(UpdateFromDiskBody, read_body))]
 Memory = Annotated[MemoryBody, Depends(json_body(MemoryBody, read_body))]
 
@@ -172,6 +180,7 @@ class SglangControlRoutes:
             ("POST", "/pause_generation", self.pause, PauseGenerationBody),
             ("POST", "/continue_generation", self.resume, ContinueGenerationBody),
             ("POST", "/update_weights_from_disk", self.update_from_disk, UpdateFromDiskBody),
+            ("POST", "/pull_weights", self.pull, PullBody),
             ("POST", "/init_weights_update_group", self.init_group, InitGroupBody),
             ("POST", "/begin_weight_update", self.begin_update, SelectorBody),
             ("POST", "/update_weights_from_distributed", self.update_from_group, UpdateFromGroupBody),
@@ -221,6 +230,11 @@ class SglangControlRoutes:
         report = await self._admin.update(version, names, directory=body.model_path, kv_policy=policy)
         answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         return json_response({**answer, **report})
+
+    async def pull(self, body: Pull) -> Response:
+        """Make a published version on every host, once each and verified, for `/update_weights_from_disk`."""
+        await self._admin.pull_version(body.source_dir, body.local_checkpoint_dir, body.target_version)
+        return _done(f"version {body.target_version} is on every host")
 
     async def init_group(self, body: InitGroup) -> Response:
         """Have the workers of all replicas join a trainer's group, with the ranks from `rank_offset` on."""

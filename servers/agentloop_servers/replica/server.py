@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import structlog
@@ -29,11 +29,12 @@ from aiohttp import web
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
-from agentloop.engine import Engine, MemoryTag, Progress, StageReport, TrainerOrder, WeightUpdate
+from agentloop.engine import Engine, MemoryTag, Progress, PullVersion, StageReport, TrainerOrder, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
 from agentloop.noise import NoiseWatch
+from agentloop.plugins import resolve_extra
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.host import software_of_process
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
@@ -51,6 +52,7 @@ from agentloop_servers.replica.protocol import (
 
 LOAD_AGE_S = 0.05  # of the load in an answer
 
+PULL = "agentloop_servers.weight_store.serving:pull_version"
 Located = Callable[[WeightUpdate], Awaitable[WeightUpdate]]
 """A function that makes an update's published version a directory of this host, and leaves others as they are."""
 
@@ -149,6 +151,12 @@ class DataPlaneServer(PrivateServer):
                 return await engine.stage(update)
             return replace(await engine.stage(await self._located(update)), transport="published")
 
+        async def follow_trainer(order: TrainerOrder) -> None:
+            if isinstance(order, PullVersion):
+                await cast(Callable[[PullVersion], Awaitable[None]], resolve_extra(PULL, "store"))(order)
+            else:
+                await engine.follow_trainer(order)
+
         async def drain_pinned(asked: tuple[int, float]) -> None:
             await engine.drain_pinned(*asked)
 
@@ -160,7 +168,7 @@ class DataPlaneServer(PrivateServer):
             "/offer": _ControlCall(engine.offer),
             "/image_tokens": _ControlCall(engine.image_tokens, tuple[Image, ...]),
             "/drain_pinned": _ControlCall(drain_pinned, tuple[int, float]),
-            "/follow_trainer": _ControlCall(engine.follow_trainer, TrainerOrder),
+            "/follow_trainer": _ControlCall(follow_trainer, TrainerOrder),
             "/stage": _ControlCall(stage, WeightUpdate, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 from agentloop.aio import in_daemon_thread
-from agentloop.engine import PublishedSource, WeightUpdate
-from agentloop.errors import CheckpointUnreadable
+from agentloop.engine import PublishedSource, PullVersion, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, InvalidRequest, VersionMissing
+from agentloop_servers.weight_store.format import Index, stored_tensors
 from agentloop_servers.weight_store.local_versions import LocalVersions
 from agentloop_servers.weight_store.store import VersionStore
 
@@ -31,15 +33,60 @@ class ServedVersions:
         """Return an update of a published version as one of this host's folder, which is made first if need be."""
         if update.published is None:
             return update
-        is_given_up = threading.Event()
-
-        def check() -> None:
-            if is_given_up.is_set():
-                raise CheckpointUnreadable("the update was given up")
-
-        try:
-            folder = await in_daemon_thread(self._local.folder, self._store, update.version, check)
-        except asyncio.CancelledError:
-            is_given_up.set()
-            raise
+        folder = await _made(self._local, self._store, update.version)
         return replace(update, published=None, directory=str(folder))
+
+
+class PulledStore(VersionStore):
+    """The versions in one folder; where it has no version 0, the checkpoint `base` is that."""
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        super().__init__(str(folder.parent), folder.name)
+        self._base = base
+
+    def index(self, version: int) -> Index:
+        try:
+            return super().index(version)
+        except VersionMissing:
+            if version:
+                raise
+            files = {name: one.file for name, one in stored_tensors(self._base).items()}
+            return Index(0, files, None, raw=bytes(self._base))
+
+    def fetch(self, index: Index, target: Path) -> None:
+        if index.raw != bytes(self._base):
+            super().fetch(index, target)
+            return
+        for name in set(index.files.values()):
+            shutil.copyfile(self._base / name, target / name)
+
+
+async def pull_version(order: PullVersion) -> None:
+    """Make a version on this host, and have the order's path lead to it. Raises InvalidRequest for a taken path."""
+    folder = Path(order.folder)
+    store, local = PulledStore(Path(order.source), Path(order.base)), LocalVersions(Path(f"{folder}.versions"))
+    made = await _made(local, store, order.version)
+    link = made.with_name("link")
+    link.unlink(missing_ok=True)
+    link.symlink_to(made)
+    try:
+        link.replace(folder)
+    except OSError as error:
+        taken = f"the path is neither free nor an earlier pull's: {error}"
+        raise InvalidRequest(taken, param="local_checkpoint_dir") from error
+
+
+async def _made(local: LocalVersions, store: VersionStore, version: int) -> Path:
+    """Return the folder of a version in a thread, which is told if its caller is cancelled."""
+    is_given_up = threading.Event()
+
+    def check() -> None:
+        if is_given_up.is_set():
+            raise CheckpointUnreadable("the update was given up")
+
+    try:
+        folder: Path = await in_daemon_thread(local.folder, store, version, check)
+        return folder
+    except asyncio.CancelledError:
+        is_given_up.set()
+        raise

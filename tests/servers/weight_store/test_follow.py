@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -22,7 +23,7 @@ from agentloop.errors import LayoutMismatch, PointerWentBack
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
 from tests.support.service.whole_service import simulated_config, whole_service
-from tests.support.versions import RUN, Tensors, bytes_of, held, policy, train
+from tests.support.versions import RUN, Tensors, bytes_of, held, policy, publish_plainly, train
 
 TASK = RolloutTask("t", (Message("user", "What is 2 + 3?"),))
 
@@ -169,3 +170,45 @@ async def _command(*arguments: str) -> str:
     )
     output, _ = await process.communicate()
     return " ".join(output.decode().split())
+
+
+async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: Path) -> None:
+    """As slime publishes on disk: deltas alone, to the model as version 0. A fault leaves what was pulled last."""
+    config = simulated_config(mode="standalone", weight_roots=[str(tmp_path / "root")])
+    root, local = tmp_path / "root", tmp_path / "root" / "local"
+    (tmp_path / "run").mkdir()
+    base = {name: np.frombuffer(data, np.uint8) for name, data in held(config.model_path()).items()}
+    versions: list[Tensors] = [base, {name: value ^ np.uint8(len(name) % 3) for name, value in base.items()}]
+    versions.append({name: value ^ np.uint8(1) for name, value in versions[1].items()})
+    for version in (1, 2):
+        publish_plainly(root, version, versions[version], versions[version - 1])
+    asked = {"local_checkpoint_dir": str(local), "source_dir": str(root / RUN), "target_version": 2}
+    async with whole_service(config, tmp_path / "run") as url, aiohttp.ClientSession(url) as http:
+
+        async def answer(status: int, path: str, body: dict[str, object]) -> dict[str, Any]:
+            async with http.post(path, json=body) as answer:
+                assert answer.status == status, await answer.text()
+                return dict(await answer.json())
+
+        async def fails(code: str, param: str | None, **changed: object) -> None:
+            failed = await answer(400, "/pull_weights", {**asked, **changed})
+            assert (failed["success"], failed["message"]) == (False, failed["error"]["message"])
+            assert (failed["error"]["code"], failed["error"]["param"]) == (code, param)
+
+        for version in (0, 1, 2):
+            assert (await answer(200, "/pull_weights", {**asked, "target_version": version}))["success"]
+            assert held(local) == bytes_of(versions[version])
+            if version:
+                named = {"model_path": str(local), "weight_version": str(version)}
+                assert (await answer(200, "/update_weights_from_disk", named))["weight_version"] == str(version)
+        damaged = publish_plainly(root, 3, base, versions[2]) / "model-00001-of-00001.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-8])
+        await fails("version_damaged", None, target_version=3)
+        await fails("version_missing", None, target_version=4)
+        await fails("invalid_request", "source_dir", source_dir=str(tmp_path))
+        await fails("invalid_request", "local_checkpoint_dir", local_checkpoint_dir=str(tmp_path / "run" / "local"))
+        await fails("invalid_request", "local_checkpoint_dir", local_checkpoint_dir=str(root / RUN))
+        await fails("invalid_request", "target_version", target_version="2")
+        assert held(local) == bytes_of(versions[2])
+        async with http.get("/get_weight_version") as served:
+            assert await served.json() == {"weight_version": "2"}

@@ -33,7 +33,7 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
-from agentloop.engine import ALL_MEMORY, GroupInit, MemoryTag, TransferPart, WeightUpdate
+from agentloop.engine import ALL_MEMORY, GroupInit, MemoryTag, PullVersion, TransferPart, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -335,6 +335,9 @@ class FakeCoordinator:
         raise Conflict(f"no transfer of group {group!r} is open: start one first")
 
     async def destroy_group(self, name: str) -> None:
+        return None
+
+    async def pull_version(self, order: PullVersion) -> None:
         return None
 
     async def sleep(self, level: int, reason: str = "") -> None:
