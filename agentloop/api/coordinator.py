@@ -613,9 +613,7 @@ class TrainerPort(Protocol):
         Raises Conflict without an open transfer, CheckpointUnreadable, WeightUpdateFailed.
         """
 
-    async def end_transfer(
-        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
-    ) -> UpdateReport:
+    async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
         """Bring the fleet to the weights that came, as `update_weights` does.
 
         Without a `version` it is that of the parts, else the next one. Raises Conflict without an open transfer.

@@ -138,9 +138,7 @@ class TrainerGroups:
         is_unfit = all(isinstance(one, CheckpointUnreadable) for one in failed.values())
         raise (CheckpointUnreadable if is_unfit else WeightUpdateFailed)(f"nothing has changed: {_text(failed)}")
 
-    async def end_transfer(
-        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
-    ) -> UpdateReport:
+    async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
         await self._end_silent()
         transfer = self._opened(group)
         self._transfer = None
@@ -149,7 +147,7 @@ class TrainerGroups:
         version = transfer.version if version is None else version
         if version is None:
             version = 0 if self._fleet.weight_version is None else self._fleet.weight_version + 1
-        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id), kv_policy)
+        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id), None)
 
     async def destroy_group(self, name: str) -> None:
         group = self._groups.get(name)

@@ -99,16 +99,6 @@ class _Stage:
             raise CheckpointUnreadable("it was dropped", param="update_info")
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts that follow by `WeightStager.part`, of these tensors; none: that is not known."""
-
-    tensors: tuple[TensorInfo, ...]
-
-
-_Source = PushSource | CheckedFolder | _Parts
-
-
 @dataclass(slots=True)
 class _KnownPlan:
     """A copy plan for tensors of these names and shapes, in any order and dtype.
@@ -194,21 +184,21 @@ class WeightStager:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, number: int, source: _Source) -> None:
-        """Begin to receive from a source. The update that was staged before is dropped."""
+    def stage(self, order: StageOrder) -> None:
+        """Begin to receive an update. The one that was staged before is dropped."""
         if self._stage is not None:
             self.drop(self._stage.number)
-        stage = self._stage = _Stage(number)
-        if isinstance(source, PushSource) and source.names is TensorNames.RUNTIME:
+        stage = self._stage = _Stage(order.number)
+        if order.push is not None and order.push.names is TensorNames.RUNTIME:
             plan: CopyPlan | None = self._plan_of_parameters()
         else:
-            known = self._plan_for(source.tensors)
+            known = self._plan_for(order.tensors)
             plan = known.plan if known is not None and known.is_checked else None
         if plan is None and self._served is not None:  # its memory is staged into
             self._end_offer()
             self._served = None
         stage.thread = threading.Thread(
-            target=self._run, args=(stage, source, plan), name=f"stage-{number}", daemon=True
+            target=self._run, args=(stage, order, plan), name=f"stage-{order.number}", daemon=True
         )
         stage.thread.start()
 
@@ -250,15 +240,15 @@ class WeightStager:
         self._memory.release()
         self._receiver.close()
 
-    def _run(self, stage: _Stage, source: _Source, plan: CopyPlan | None) -> None:
+    def _run(self, stage: _Stage, order: StageOrder, plan: CopyPlan | None) -> None:
         try:
             with self._side_stream():
-                if isinstance(source, PushSource):
-                    self._receive_push(stage, source, plan)
-                elif isinstance(source, _Parts):
-                    self._receive_parts(stage, plan)
+                if order.push is not None:
+                    self._receive_push(stage, order.push, plan)
+                elif order.folder is not None:
+                    self._read_folder(stage, order.folder.directory, plan)
                 else:
-                    self._read_folder(stage, source.directory, plan)
+                    self._receive_parts(stage, plan)
         except AgentLoopError as error:
             stage.error = error.message
         except Exception as error:  # the update's failure: the worker goes on
@@ -519,11 +509,7 @@ class StagingCalls:
 
     def weights_stage(self, order: bytes) -> None:
         """Begin to receive the update of a `StageOrder`."""
-        wanted = codec.decode(order, StageOrder)
-        source = wanted.push or wanted.folder or (None if wanted.transfer is None else _Parts(wanted.transfer))
-        if source is None:
-            raise ValueError("a stage without a source")
-        self._stager.stage(wanted.number, source)
+        self._stager.stage(codec.decode(order, StageOrder))
 
     def weights_part(self, number: int, part: bytes) -> None:
         """Have a stage receive a `TransferPart`; empty: that was all."""
@@ -610,12 +596,10 @@ class StagingMemory:
         return HeldIn.NOWHERE
 
     def take(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
-        """Return tensors of this form. Their values are undefined."""
-        if not self._tensors or form != self._form or held_in is not self._held_in:
+        """Return tensors of this form, and free all others. Their values are undefined."""
+        if form != self._form:
             self.release()
-            self._tensors = {name: self._empty(dtype, shape, held_in) for name, dtype, shape in form}
-            self._form, self._held_in = form, held_in
-        return self._tensors
+        return self.extend(form, held_in)
 
     def extend(self, form: Form, held_in: HeldIn) -> dict[str, torch.Tensor]:
         """Return tensors of this form, and keep those of other names. Their values are undefined."""

@@ -106,13 +106,19 @@ class StagingSetup:
 class StageOrder:
     """An order to receive one update, from one source. `number` identifies it until its commit.
 
-    `transfer`: parts of a trainer's group follow, of these tensors as far as they are known.
+    Without a source parts of a trainer's group follow, of the tensors `transfer` as far as they are known.
     """
 
     number: int
     push: PushSource | None = None
     folder: CheckedFolder | None = None
-    transfer: tuple[TensorInfo, ...] | None = None
+    transfer: tuple[TensorInfo, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The update's tensors."""
+        source = self.push or self.folder
+        return self.transfer if source is None else source.tensors
 
 
 class StageState(StrEnum):

@@ -21,7 +21,7 @@ from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.verify import Read
-from agentloop_servers.weight_transfer.worker_calls import CheckedFolder, StageProgress, StageState
+from agentloop_servers.weight_transfer.worker_calls import CheckedFolder, StageOrder, StageProgress, StageState
 
 ROWS, COLUMNS = 12, 8
 NAMES = ("left.weight", "right.weight", "norm.weight")
@@ -142,7 +142,9 @@ class StagingSite:
 
     def stage(self, source: PushSource | CheckedFolder) -> StageProgress:
         self.num_stages += 1
-        self.stager.stage(self.num_stages, source)
+        is_push = isinstance(source, PushSource)
+        push, folder = (source, None) if is_push else (None, source)
+        self.stager.stage(StageOrder(self.num_stages, push, folder))
         return self.wait()
 
     def wait(self) -> StageProgress:
@@ -252,7 +254,7 @@ def test_values_that_a_loader_makes_of_numbers_fail_the_commit() -> None:
 def test_a_plan_serves_tensors_in_any_order(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     source = site.offer(seed=2, is_reversed=True)
-    site.stager.stage(1, source)
+    site.stager.stage(StageOrder(1, source))
     site.num_stages = 1
     assert site.wait().state == "held"
     site.commit()
@@ -329,7 +331,7 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Staging
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
     site.num_stages += 1
-    site.stager.stage(site.num_stages, replace(offer, num_receivers=1))
+    site.stager.stage(StageOrder(site.num_stages, replace(offer, num_receivers=1)))
     site.sender.close()
     progress = site.wait()
     assert progress.state == "failed"
@@ -342,7 +344,7 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Staging
 def test_a_dropped_stage_lets_go_of_the_trainer(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
-    site.stager.stage(1, replace(offer, num_receivers=2))  # the other one never comes
+    site.stager.stage(StageOrder(1, replace(offer, num_receivers=2)))  # the other one never comes
     site.stager.drop(1)
     assert site.stager.poll(1).state == "failed"
     site.num_stages = 1

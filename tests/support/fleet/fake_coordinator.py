@@ -329,9 +329,7 @@ class FakeCoordinator:
     async def receive_part(self, part: TransferPart) -> None:
         raise Conflict(f"no transfer of group {part.group!r} is open: start one first")
 
-    async def end_transfer(
-        self, group: str, version: int | None = None, kv_policy: KVPolicy | None = None
-    ) -> UpdateReport:
+    async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
         raise Conflict(f"no transfer of group {group!r} is open: start one first")
 
     async def destroy_group(self, name: str) -> None:
