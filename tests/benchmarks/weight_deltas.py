@@ -128,7 +128,7 @@ def measure(folder: Path, old: Tensors, share: float, encoding: Encoding, repeat
     host.folder(store, 1)
     index = store.index(2)
     packed = read_files(folder / "store" / RUN / folder_of(2), index)
-    parts = parts_s(old, new, {name: memoryview(one.data) for name, one in packed.items()}, encoding, repeats)
+    parts = parts_s(old, new, {name: memoryview(one.read()) for name, one in packed.items()}, encoding, repeats)
     apply_times = []
     for _ in range(repeats):
         tensors = {name: value.reshape(-1).view(np.uint8).copy() for name, value in old.items()}

@@ -158,36 +158,42 @@ def read_index(data: bytes, version: int) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: its bytes, mapped into memory, and the checksum that the file has of it."""
+    """A tensor in a file, where its bytes begin there, and the checksum that the file has of it."""
 
     name: str
-    file: str
+    path: Path
+    at: int
     entry: Entry
-    data: Bytes
     checksum: str | None
+
+    def read(self) -> Bytes:
+        """Read its bytes. Raises VersionDamaged for a file that is cut off, or a disk that cannot be read."""
+        data = np.fromfile(self.path, np.uint8, self.entry.num_bytes, offset=self.at)
+        if len(data) != self.entry.num_bytes:
+            raise VersionDamaged(f"tensor {self.name} cannot be read whole from {self.path.name}")
+        return data
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Map the tensors of all files, in their order there. Raises CheckpointUnreadable."""
+    """Return the tensors of all files, in their order there. Raises CheckpointUnreadable."""
     found: dict[str, StoredTensor] = {}
     for path in check_checkpoint(str(folder)):
         header = read_header(path)
-        mapped = np.asarray(np.memmap(path, np.uint8, "r"))[header.data_at :]
         for name, entry in header.entries.items():
             first, end = entry.data_offsets
             if not 0 <= first <= end:
                 raise CheckpointUnreadable(f"{path.name} has impossible offsets", param="directory")
-            found[name] = StoredTensor(name, path.name, entry, mapped[first:end], header.metadata.get(name))
+            found[name] = StoredTensor(name, path, header.data_at + first, entry, header.metadata.get(name))
     return found
 
 
 def read_files(folder: Path, index: Index) -> dict[str, StoredTensor]:
-    """Map the tensors of a version. Raises VersionDamaged unless its files are whole, and those of the index."""
+    """Return the tensors of a version. Raises VersionDamaged unless its files are whole, and those of the index."""
     try:
         found = stored_tensors(folder) if index.files else {}
     except CheckpointUnreadable as error:
         raise VersionDamaged(f"version {index.version}: {error.message}") from error
-    if {name: one.file for name, one in found.items()} != dict(index.files):
+    if {name: one.path.name for name, one in found.items()} != dict(index.files):
         raise VersionDamaged(f"version {index.version}: its files do not have the tensors that its index names")
     return found
 
@@ -273,7 +279,7 @@ def apply_delta(index: Index, packed: StoredTensor, tensor: Bytes) -> None:
     Raises LayoutMismatch for a delta of another size, VersionDamaged for a frame that cannot be unpacked.
     """
     state = CHECKSUMS[index.checksum or ""]()
-    with zstandard.ZstdDecompressor().stream_reader(packed.data) as frame:
+    with zstandard.ZstdDecompressor().stream_reader(packed.read()) as frame:
         try:
             (_apply_xor if index.encoding is Encoding.XOR else _apply_overwrite)(frame, tensor, state)
             if frame.read(1):

@@ -20,13 +20,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-
 from agentloop.errors import CheckpointUnreadable, LayoutMismatch, StorageFull, VersionDamaged
 from agentloop_servers.locks import take_lock
 from agentloop_servers.weight_store.format import (
     CHECKSUMS,
-    Bytes,
     Index,
     StoredTensor,
     TensorFile,
@@ -125,7 +122,7 @@ class LocalVersions:
             for one in tensors.values() if index.checksum else ():
                 check()
                 state = CHECKSUMS[index.checksum or ""]()
-                for piece in chunks(one.data):
+                for piece in chunks(one.read()):
                     state.update(piece)
                 check_sum(state, one)
             for name in set(index.files.values()):
@@ -156,19 +153,14 @@ class LocalVersions:
 def apply(base: Path, deltas: Sequence[Delta], target: Path, check: Check) -> None:
     """Write the checkpoint `base`, brought through all deltas in order, to the folder `target`."""
     held = stored_tensors(base)
-    changed = {name for _, tensors in deltas for name in tensors}
-    if strange := min(changed - held.keys(), default=None):
+    if strange := min({name for _, tensors in deltas for name in tensors} - held.keys(), default=None):
         raise LayoutMismatch(f"tensor {strange} is in a delta, and not in its base")
-    buffer: Bytes = np.empty(max((held[name].entry.num_bytes for name in changed), default=0), np.uint8)
-    for file, tensors in groupby(held.values(), key=lambda one: one.file):
+    for path, tensors in groupby(held.values(), key=lambda one: one.path):
         own = list(tensors)
-        with TensorFile(target / file, {one.name: one.entry for one in own}) as made:
+        with TensorFile(target / path.name, {one.name: one.entry for one in own}) as made:
             for one in own:
                 check()
-                tensor = one.data
-                if one.name in changed:
-                    tensor = buffer[: len(one.data)]
-                    tensor[:] = one.data
+                tensor = one.read()
                 for index, packed in deltas:
                     if one.name in packed:
                         apply_delta(index, packed[one.name], tensor)

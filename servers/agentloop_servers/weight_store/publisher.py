@@ -1,9 +1,9 @@
 """The publisher: new weights become a version in the store, a full one every so often and deltas in between.
 
-One pass over the tensors: each is loaded, compared with the base chunk by chunk, compressed, hashed, and written to
-the folder that is the next delta's base (`LocalVersions`). Memory is that of one tensor and of chunks. A version's
-files are complete on this host before the first byte leaves it, and the pointer moves last: a kill leaves the old
-version, and publishing the same number again writes over what was left.
+One pass over the tensors: each is loaded, compared with the base, compressed, hashed, and written to the folder
+that is the next delta's base (`LocalVersions`). Memory is that of one tensor and of its base. A version's files are
+complete on this host before the first byte leaves it, and the pointer moves last: a kill leaves the old version,
+and publishing the same number again writes over what was left.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class VersionPublisher:
         whole.end(given.name, entry.dtype, entry.shape, "" if base is not None else state.hexdigest())
         if base is None:
             return
-        pairs = zip(chunks(base.data), chunks(new), strict=True)
-        if not all(np.array_equal(*pair) for pair in pairs):
-            encode_delta(self._encoding, base.data, new, published.write)
+        old = base.read()
+        if not all(map(np.array_equal, chunks(old), chunks(new))):
+            encode_delta(self._encoding, old, new, published.write)
             published.end(given.name, "U8", None, state.hexdigest())
 
 
@@ -167,11 +167,10 @@ def _entry_of(tensor: TensorBytes) -> Entry:
 def tensors_of(folder: Path) -> list[TensorBytes]:
     """Return the tensors of a checkpoint. Raises CheckpointUnreadable."""
     inspect_checkpoint(str(folder))
-
-    def tensor(one: StoredTensor) -> TensorBytes:
-        return TensorBytes(one.name, DTYPES[one.entry.dtype][0], tuple(one.entry.shape), lambda: one.data)
-
-    return [tensor(one) for one in stored_tensors(folder).values()]
+    return [
+        TensorBytes(one.name, DTYPES[one.entry.dtype][0], tuple(one.entry.shape), one.read)
+        for one in stored_tensors(folder).values()
+    ]
 
 
 def _check_layout(entries: Mapping[str, Entry], base: Mapping[str, StoredTensor], base_version: int) -> None:

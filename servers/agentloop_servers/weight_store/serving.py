@@ -50,7 +50,7 @@ class PulledStore(VersionStore):
         except VersionMissing:
             if version:
                 raise
-            files = {name: one.file for name, one in stored_tensors(self._base).items()}
+            files = {name: one.path.name for name, one in stored_tensors(self._base).items()}
             return Index(0, files, None, raw=bytes(self._base))
 
     def fetch(self, index: Index, target: Path) -> None:
