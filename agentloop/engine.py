@@ -150,6 +150,10 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+GroupOrder: TypeAlias = GroupInit | TransferPart | LeaveGroup
+"""An order to an engine's workers about a trainer's group."""
+
+
 class PullVersion(msgspec.Struct, frozen=True, tag=True):
     """An order to a host: make a version of those in the folder `source`, and have the path `folder` lead to it."""
 
@@ -159,8 +163,8 @@ class PullVersion(msgspec.Struct, frozen=True, tag=True):
     base: str  # the checkpoint that is version 0 where the source has none
 
 
-TrainerOrder: TypeAlias = GroupInit | TransferPart | LeaveGroup | PullVersion
-"""An order to an engine's workers about a trainer's group, or, the last one, to their host."""
+TrainerOrder: TypeAlias = GroupOrder | PullVersion
+"""An order to a replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from agentloop import codec
 from agentloop.engine import (
     CommitReport,
     GroupInit,
+    GroupOrder,
     HeldIn,
     PushSource,
     StageReport,
@@ -91,7 +92,7 @@ class _Stage:
     incoming: Incoming | None = None
     is_dropped: bool = False
     thread: threading.Thread | None = None
-    parts: queue.SimpleQueue[TransferPart | None] = field(default_factory=queue.SimpleQueue)  # None: that was all
+    parts: queue.SimpleQueue[TransferPart] = field(default_factory=queue.SimpleQueue)  # without tensors: the end
     num_parts: int = 0  # received
 
     def check(self) -> None:
@@ -209,11 +210,6 @@ class WeightStager:
             return StageProgress(StageState.FAILED, "it was dropped")
         return StageProgress(stage.state, stage.error, stage.report, stage.num_parts)
 
-    def part(self, number: int, part: TransferPart | None) -> None:
-        """Have stage `number` receive a part; None: that was all."""
-        if self._stage is not None and self._stage.number == number:
-            self._stage.parts.put(part)
-
     def drop(self, number: int) -> None:
         """End a stage, and wait for its thread. No-op for another number than the present stage's."""
         stage = self._stage
@@ -288,7 +284,7 @@ class WeightStager:
         staged: StagedCheckpoint | ShadowParameters | None = None
         transport, num_bytes, transfer_s = "", 0, 0.0
         buffers: dict[Any, torch.Tensor] = {}
-        while (part := self._next_part(stage)) is not None:
+        while (part := self._next_part(stage)).tensors:
             started_at, form = time.monotonic(), _form(part.tensors)
             if staged is None:
                 staged = self._place_of_parts(plan, form)
@@ -311,7 +307,7 @@ class WeightStager:
         stage.staged = staged
         stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0)
 
-    def _next_part(self, stage: _Stage) -> TransferPart | None:
+    def _next_part(self, stage: _Stage) -> TransferPart:
         """Wait for a part. Raises CheckpointUnreadable for a silent trainer."""
         silent_at = time.monotonic() + self._timeout_s
         while time.monotonic() < silent_at:
@@ -333,21 +329,24 @@ class WeightStager:
 
     # --- a trainer's groups -------------------------------------------------------------------------------
 
-    def join_group(self, init: GroupInit) -> None:
-        """Begin to join a group, in place of an earlier one of its name."""
-        self.leave_group(init.name)
-        self._groups[init.name] = GroupMember(init, self._rank, self._device, self._timeout_s)
+    def follow(self, order: GroupOrder) -> None:
+        """Begin to join a group, in place of an earlier one of its name, or leave it, also while it broadcasts.
+
+        Or have the present stage receive a part; one without tensors is the end.
+        """
+        if isinstance(order, TransferPart):
+            if self._stage is not None:
+                self._stage.parts.put(order)
+            return
+        if (member := self._groups.pop(order.name, None)) is not None:
+            member.leave()
+        if isinstance(order, GroupInit):
+            self._groups[order.name] = GroupMember(order, self._rank, self._device, self._timeout_s)
 
     def poll_group(self, name: str) -> StageProgress:
         """Return how far a group is joined: HELD once it is."""
         member = self._groups.get(name)
         return StageProgress(StageState.FAILED, "it was left") if member is None else member.progress
-
-    def leave_group(self, name: str) -> None:
-        """Leave a group, in the middle of a broadcast too. Idempotent."""
-        member = self._groups.pop(name, None)
-        if member is not None:
-            member.leave()
 
     def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
         files = StagedFiles(directory)
@@ -511,21 +510,13 @@ class StagingCalls:
         """Begin to receive the update of a `StageOrder`."""
         self._stager.stage(codec.decode(order, StageOrder))
 
-    def weights_part(self, number: int, part: bytes) -> None:
-        """Have a stage receive a `TransferPart`; empty: that was all."""
-        self._stager.part(number, codec.decode(part, TransferPart) if part else None)
-
-    def weights_join_group(self, init: bytes) -> None:
-        """Begin to join the trainer's group of a `GroupInit`."""
-        self._stager.join_group(codec.decode(init, GroupInit))
+    def weights_follow(self, order: bytes) -> None:
+        """Do as a `GroupOrder` says, which returns before it is done."""
+        self._stager.follow(codec.decode(order, GroupOrder))  # type: ignore[arg-type] # a union is no class
 
     def weights_poll_group(self, name: str) -> bytes:
         """Return a group's `StageProgress`."""
         return codec.encode(self._stager.poll_group(name))
-
-    def weights_leave_group(self, name: str) -> None:
-        """Leave a trainer's group."""
-        self._stager.leave_group(name)
 
     def weights_poll(self, number: int) -> bytes:
         """Return a stage's `StageProgress`."""

@@ -38,10 +38,8 @@ class WorkerMethod(StrEnum):
     COMMIT = "weights_commit"
     OFFER = "weights_offer"
     RELEASE = "weights_release"
-    JOIN_GROUP = "weights_join_group"  # this and the next three: of it too, about a trainer's groups
+    FOLLOW = "weights_follow"  # this and the next: of it too, about a trainer's groups
     POLL_GROUP = "weights_poll_group"
-    LEAVE_GROUP = "weights_leave_group"
-    PART = "weights_part"
     EXTEND_SCHEDULER = "scheduler_extend"  # this and the next five: of SGLang's `SchedulerExtension`
     PAUSE_REQUESTS = "requests_pause"
     RESUME_REQUESTS = "requests_resume"

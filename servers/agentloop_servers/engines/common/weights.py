@@ -161,14 +161,14 @@ class EngineWeights:
         """Join a trainer's group, receive a part, or leave. Raises CheckpointUnreadable or EngineError."""
         match order:
             case GroupInit():
-                await self._workers.on_workers(WorkerMethod.JOIN_GROUP, codec.encode(order))
+                await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(order))
                 async with self._in_time("master_address"):
                     await self._polled(WorkerMethod.POLL_GROUP, order.name, _is_held, "master_address")
             case TransferPart():
                 async with self._stage_lock:
                     await self._receive_part(order)
             case LeaveGroup():
-                await self._workers.on_workers(WorkerMethod.LEAVE_GROUP, order.name)
+                await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(order))
 
     @property
     def staged_version(self) -> int | None:
@@ -258,7 +258,7 @@ class EngineWeights:
         self._transfer, num_parts = None, transfer.num_parts + 1
         async with self._dropping(transfer.number), self._in_time("update_info"):
             self._served_form().check_part(part.tensors, transfer.tensors)
-            await self._workers.on_workers(WorkerMethod.PART, transfer.number, codec.encode(part))
+            await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(part))
             await self._polled(
                 WorkerMethod.POLL, transfer.number, lambda stage: stage.num_parts == num_parts, "update_info"
             )
@@ -271,7 +271,7 @@ class EngineWeights:
             raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
         async with self._dropping(transfer.number), self._in_time("update_info"):
             self._served_form().check_push(tuple(transfer.tensors.values()))
-            await self._workers.on_workers(WorkerMethod.PART, transfer.number, b"")
+            await self._workers.on_workers(WorkerMethod.FOLLOW, codec.encode(TransferPart("", ())))
             held = await self._polled(WorkerMethod.POLL, transfer.number, _is_held, "update_info")
         return transfer.number, _merged(held)
 
