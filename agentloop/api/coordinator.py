@@ -630,7 +630,7 @@ class FleetPort(Protocol):
     """The fleet as operators and trainers command it."""
 
     async def update_weights(
-        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
+        self, update: WeightUpdate, kv_policy: KVPolicy | None = None, force: bool = False
     ) -> UpdateReport:
         """Bring every replica to a new version; with `force` also to an older or a refused one.
 

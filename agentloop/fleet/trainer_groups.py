@@ -42,9 +42,8 @@ from agentloop.errors import (
 )
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import ReplicaSteps
-from agentloop.types import KVPolicy
 
-Update = Callable[[WeightUpdate, KVPolicy | None], Awaitable[UpdateReport]]
+Update = Callable[[WeightUpdate], Awaitable[UpdateReport]]
 
 
 @dataclass(slots=True)
@@ -147,11 +146,10 @@ class TrainerGroups:
         version = transfer.version if version is None else version
         if version is None:
             version = 0 if self._fleet.weight_version is None else self._fleet.weight_version + 1
-        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id), None)
+        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id))
 
     async def destroy_group(self, name: str) -> None:
-        group = self._groups.get(name)
-        if group is not None:
+        if (group := self._groups.get(name)) is not None:
             await self._leave(group)
 
     async def pull_version(self, order: PullVersion) -> None:

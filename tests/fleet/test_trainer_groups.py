@@ -21,8 +21,8 @@ def group(world_size=5, name="g"):
 
 
 def groups_of(site):
-    async def update(update, kv_policy):
-        return await site.sync.update_weights(update, kv_policy or KVPolicy.RECOMPUTE)
+    async def update(update):
+        return await site.sync.update_weights(update, KVPolicy.RECOMPUTE)
 
     return TrainerGroups(site.fleet, site.sync.steps, site.clock, update)
 

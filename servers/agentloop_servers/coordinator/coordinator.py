@@ -29,7 +29,6 @@ from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
-from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
@@ -256,12 +255,10 @@ class Coordinator:
     def _follow(self, store: FollowedStore) -> StoreFollower:
         replicas = self.replicas
 
-        async def update(update: WeightUpdate) -> None:
-            await replicas.update_weights(update, None)
-
         def is_asleep() -> bool:
             return bool(replicas.sync.desired.orders.asleep)
 
+        update = replicas.update_weights
         return StoreFollower(store, lambda: replicas.fleet.weight_version, is_asleep, update, self._log)
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:

@@ -284,7 +284,7 @@ class Replicas:
 
     @to_its_end
     async def update_weights(
-        self, update: WeightUpdate, kv_policy: KVPolicy | None, force: bool = False
+        self, update: WeightUpdate, kv_policy: KVPolicy | None = None, force: bool = False
     ) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):

@@ -31,8 +31,6 @@ class ServedVersions:
 
     async def located(self, update: WeightUpdate) -> WeightUpdate:
         """Return an update of a published version as one of this host's folder, which is made first if need be."""
-        if update.published is None:
-            return update
         folder = await _made(self._local, self._store, update.version)
         return replace(update, published=None, directory=str(folder))
 
