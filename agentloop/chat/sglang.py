@@ -41,7 +41,7 @@ from agentloop.rendering.port import TokenText
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.trajectory.node import Reply
-from agentloop.types import FinishReason, TopLogprobs, WeightVersionSpan
+from agentloop.types import FinishReason
 
 MAX_BATCH = 1024
 MAX_RID_CHARS = 256
@@ -266,15 +266,11 @@ class SglangWriter:
 
     def whole(self, rid: str, num_prompt: int, reply: Reply, served: int | None, latency_s: float) -> Answer:
         """Return the answer that is a reply. `served` is the version of one without tokens."""
-        ids, spans = reply.token_ids.tolist(), reply.weight_versions
-        meta = self._meta(rid, num_prompt, ids, reply.logprobs.tolist(), reply.top_logprobs, spans, served)
-        meta |= {
-            "finish_reason": finish_reason(reply, ids),
-            "cached_tokens": reply.cached_tokens,
-            "weight_versions": _spans(spans),
-            "e2e_latency": latency_s,
-        }
-        return {"text": self.text_of(reply, ids), "output_ids": ids, "meta_info": meta}
+        ids = reply.token_ids.tolist()
+        answer = self._answer(rid, num_prompt, reply, ids, self.text_of(reply, ids), served)
+        facts = {"finish_reason": finish_reason(reply, ids), "cached_tokens": reply.cached_tokens}
+        answer["meta_info"] |= {**facts, "e2e_latency": latency_s}
+        return answer
 
     def text_of(self, reply: Reply, ids: list[int]) -> str:
         """Return a reply's text as the body asks for it."""
@@ -300,21 +296,20 @@ class SglangWriter:
     def part(self, rid: str, num_prompt: int, choice: ShownChoice) -> Answer:
         """Return a chunk: all that a choice has so far."""
         sampled = choice.sampled
-        spans = sampled.weight_versions
-        meta = self._meta(rid, num_prompt, sampled.token_ids, sampled.logprobs, tuple(sampled.top_logprobs), spans)
-        meta |= {"finish_reason": None, "cached_tokens": 0, "weight_versions": _spans(spans)}
-        return {"text": choice.text, "output_ids": sampled.token_ids, "meta_info": meta}
+        answer = self._answer(rid, num_prompt, sampled, sampled.token_ids, choice.text, None)
+        answer["meta_info"] |= {"finish_reason": None, "cached_tokens": 0}
+        return answer
 
-    def _meta(
+    def _answer(
         self,
         rid: str,
         num_prompt: int,
+        sampled: Reply | SampledTokens,
         ids: list[int],
-        logprobs: list[float],
-        top: TopLogprobs,
-        spans: Sequence[WeightVersionSpan],
-        served: int | None = None,
+        text: str,
+        served: int | None,
     ) -> Answer:
+        spans = sampled.weight_versions
         first, last = (spans[0].version, spans[-1].version) if spans else (served, served)
         meta: Answer = {
             "id": rid,
@@ -323,14 +318,15 @@ class SglangWriter:
             "weight_version": _text(last),
             "weight_version_start": _text(first),
             "weight_version_end": _text(last),
+            "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in spans],
         }
         if self._body.return_logprob:
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = list(map(self._entry, ids, logprobs))
+            meta["output_token_logprobs"] = list(map(self._entry, ids, map(float, sampled.logprobs)))
             meta["output_token_logprobs_length"] = len(ids)
             if self._body.top_logprobs_num:
-                meta["output_top_logprobs"] = [[self._entry(*one) for one in row] for row in top]
-        return meta
+                meta["output_top_logprobs"] = [[self._entry(*one) for one in row] for row in sampled.top_logprobs]
+        return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _entry(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
         return logprob, token_id, self._texts.of(token_id)[0] if self._body.return_text_in_logprobs else None
@@ -347,7 +343,3 @@ def finish_reason(reply: Reply, ids: Sequence[int]) -> Answer:
 
 def _text(version: int | None) -> str | None:
     return None if version is None else str(version)
-
-
-def _spans(spans: Sequence[WeightVersionSpan]) -> list[Answer]:
-    return [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans]
