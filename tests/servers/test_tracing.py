@@ -123,12 +123,13 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
             async def post(path: str, body: dict[str, Any], **headers: str) -> Any:
                 async with http.post(f"{url}{path}", json=body, headers=headers) as answer:
                     assert answer.status == 200, await answer.text()
-                    return await answer.json()
+                    return await answer.json() if "json" in answer.content_type else await answer.text()
 
             rollout = await client.submit([task, replace(task, loop=f"{__name__}:Fails")], num_samples=3)
             assert len([record async for record in rollout]) == 6
             for context in (CALLER, CALLER, LATER):
-                await post("/v1/chat/completions", chat, traceparent=context, **{"x-session-id": "at-first-use"})
+                body = {**chat, "stream": context == LATER}
+                await post("/v1/chat/completions", body, traceparent=context, **{"x-session-id": "at-first-use"})
             await post("/sessions/at-first-use/finish", {})
             made = await post("/sessions", {"session_id": "made"}, traceparent=CALLER)
             await post("/sessions/made/finish", {}, authorization=f"Bearer {made['control_key']}")

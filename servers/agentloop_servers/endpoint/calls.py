@@ -61,7 +61,7 @@ async def answer_call(
     """
     session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
     with endpoint.hold_call_place(session.record.owner):
-        call = bounded(request, demanding(request, chat_call))
+        call = bounded(request, chat_call)
         result = await unless_client_leaves(request, session.call(call, key))
     if result is None:
         return unread_response()
@@ -94,7 +94,6 @@ async def stream_call(
     """
     call = demanding(request, chat_call)
     session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
-    chat_call = replace(chat_call, traceparent=traceparent_of(request))
 
     async def sent() -> AsyncGenerator[bytes, None]:
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
@@ -125,12 +124,12 @@ def event_stream(
 
 
 def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call with the weight versions that a header demands, where its body demands none.
+    """Return the call in its caller's trace, with the weight versions that a header demands if its body does not.
 
     `X-Weight-Version: min_version=7, wait_s=3` has the fields of `weight_version`, for clients whose bodies are
     fixed. Raises InvalidRequest.
     """
-    text = request.headers.get(VERSION_HEADER)
+    chat_call, text = replace(chat_call, traceparent=traceparent_of(request)), request.headers.get(VERSION_HEADER)
     if text is None or chat_call.sampling.weight_version is not None:
         return chat_call
     try:
@@ -161,10 +160,10 @@ def affinity_of(request: Request, endpoint: Endpoint, names: Sequence[str], para
 
 
 def bounded(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call in its caller's trace, with the client's read timeout as its own if that is shorter."""
+    """Return the call as `demanding` does, with the client's read timeout as its own if that is shorter."""
     hint_s = _read_timeout_s(request)
     timeout_s = chat_call.timeout_s if hint_s is None else min(hint_s, chat_call.timeout_s)
-    return replace(chat_call, timeout_s=timeout_s, traceparent=traceparent_of(request))
+    return replace(demanding(request, chat_call), timeout_s=timeout_s)
 
 
 async def find_or_create_session(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:

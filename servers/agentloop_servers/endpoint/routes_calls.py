@@ -40,7 +40,6 @@ from agentloop_servers.endpoint.calls import (
     answer_call,
     bounded,
     check_model,
-    demanding,
     find_or_create_session,
     json_of_replies,
     off_loop_if_long,
@@ -325,7 +324,7 @@ class CallRoutes:
         names = request.headers.getlist(SESSION_HEADER)
         affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
         with endpoint.hold_call_place(caller.owner):
-            sampling = self._token_calls.sample(bounded(request, demanding(request, call)), affinity, caller.owner)
+            sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
             replies = await unless_client_leaves(request, sampling)
         return unread_response() if replies is None else await json_of_replies(replies, lambda: render(replies))
 

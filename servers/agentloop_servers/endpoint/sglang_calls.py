@@ -32,7 +32,7 @@ from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
-from agentloop_servers.endpoint.calls import affinity_of, bounded, demanding, event_stream, json_of_replies
+from agentloop_servers.endpoint.calls import affinity_of, bounded, event_stream, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys, caller_of
@@ -104,7 +104,7 @@ class SglangCalls:
             _OpenCall(
                 rid,
                 caller.owner,
-                bounded(request, demanding(request, sglang.to_call(body, prompt, endpoint.chat_model))),
+                bounded(request, sglang.to_call(body, prompt, endpoint.chat_model)),
                 place,
                 tuple(AbortSwitch() for _ in range(body.num_choices)),
             )
