@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypedDict, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 import structlog
@@ -215,6 +215,20 @@ class _TurnAborted(Exception):
     """The switch has ended the work on a turn."""
 
 
+class TurnOptions(TypedDict, total=False):
+    """The options of a turn, beside its request. Its times are added to `clock`.
+
+    At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the call
+    ends after the request's `timeout_s`. If `continues_after_abort` says no after an engine's abort, or `switch` is
+    thrown, the reply ends with FinishReason.ABORT.
+    """
+
+    deadline: Deadline | None
+    continues_after_abort: AbortRule | None
+    clock: TurnClock | None
+    switch: AbortSwitch | None
+
+
 class LeasedEngine:
     """An engine at the replica of a lease. Calls may run side by side: they share the lease."""
 
@@ -251,7 +265,7 @@ class LeasedEngine:
         self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
     ) -> tuple[ImageTokens, ...]:
         """Ask as `TokenEngine.image_tokens` does, before `request` is made, under the lease that it will have."""
-        turn = _TurnRounds(request, SampledTokens(), deadline, self._vocab_size)
+        turn = _TurnRounds(request, SampledTokens(), self._vocab_size, deadline=deadline)
 
         async def asked() -> tuple[ImageTokens, ...]:
             while True:
@@ -264,24 +278,14 @@ class LeasedEngine:
         return await turn.in_time(asked())
 
     async def generate(
-        self,
-        request: GenerateRequest,
-        sampled: SampledTokens | None = None,
-        *,
-        deadline: Deadline | None = None,
-        continues_after_abort: AbortRule | None = None,
-        clock: TurnClock | None = None,
-        switch: AbortSwitch | None = None,
+        self, request: GenerateRequest, sampled: SampledTokens | None = None, **options: Unpack[TurnOptions]
     ) -> Generation:
         """Generate, as `TokenEngine.generate` does, over as many rounds as it takes.
 
-        At a `deadline` its maker ends the call, a request that `keeps_late` `TURN_GRACE_S` later; without one the
-        call ends after `request.timeout_s`. `request.timeout_s` bounds each round. Tokens are added to `sampled`,
-        which is empty, and its times to `clock`. If `continues_after_abort` says no after an engine's abort, or
-        `switch` is thrown, the reply ends with FinishReason.ABORT. Raises the last round's error, or
-        DeadlineExceeded.
+        `request.timeout_s` bounds each round. Tokens are added to `sampled`, which is empty. Raises the last error
+        of a round, or DeadlineExceeded.
         """
-        turn = _TurnRounds(request, sampled, deadline, self._vocab_size, continues_after_abort, clock, switch)
+        turn = _TurnRounds(request, sampled, self._vocab_size, **options)
         async with aclosing(self._rounds(turn)) as items:
             async for item in items:
                 if isinstance(item, Generation):
@@ -293,27 +297,14 @@ class LeasedEngine:
         request: GenerateRequest,
         sampled: SampledTokens | None = None,
         *,
-        deadline: Deadline | None = None,
         is_shown: bool = True,
-        continues_after_abort: AbortRule | None = None,
-        clock: TurnClock | None = None,
-        switch: AbortSwitch | None = None,
+        **options: Unpack[TurnOptions],
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Generate, as `generate` does, in pieces; the last item is the `Generation`. Close it to end the request.
 
         With `is_shown` pieces cannot be taken back; without it `sampled` may become shorter before a piece.
         """
-        turn = _TurnRounds(
-            request,
-            sampled,
-            deadline,
-            self._vocab_size,
-            continues_after_abort,
-            clock,
-            switch,
-            is_streamed=True,
-            is_shown=is_shown,
-        )
+        turn = _TurnRounds(request, sampled, self._vocab_size, is_streamed=True, is_shown=is_shown, **options)
         return self._rounds(turn)
 
     async def _rounds(self, turn: _TurnRounds) -> AsyncGenerator[Delta | Generation, None]:
@@ -526,12 +517,12 @@ class _TurnRounds:
         self,
         request: GenerateRequest,
         sampled: SampledTokens | None,
-        deadline: Deadline | None,
         vocab_size: int,
+        *,
+        deadline: Deadline | None = None,
         continues_after_abort: AbortRule | None = None,
         clock: TurnClock | None = None,
         switch: AbortSwitch | None = None,
-        *,
         is_streamed: bool = False,
         is_shown: bool = False,
     ) -> None:

@@ -15,14 +15,13 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from agentloop.clock import Stopwatch
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
-from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock
+from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock, TurnOptions
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
@@ -79,7 +78,7 @@ async def sample_turn(
                 show(piece)
         raise InvariantBroken("a stream ended without its reply")
     turn, request = TurnText(reader, wanted, engine.tally), wanted.request
-    options: dict[str, Any] = {"deadline": wanted.deadline, "clock": turn.clock, "switch": wanted.switch}
+    options: TurnOptions = {"deadline": wanted.deadline, "clock": turn.clock, "switch": wanted.switch}
     options["continues_after_abort"] = continues_after_abort
     if not wanted.stop:
         return turn.finish(await engine.generate(request, turn.sampled, **options))
