@@ -78,7 +78,8 @@ def test_a_node_without_an_address_in_the_network_is_named_with_those_it_has(nod
 
 def test_an_engines_libraries_take_the_interface_of_the_network(nodes, monkeypatch):
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", cluster.ADDRESS_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
     environment = cluster.os.environ
     cluster.prepare_engine_network(service())
     assert cluster.ADDRESS_VARIABLE not in environment
