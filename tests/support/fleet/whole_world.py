@@ -366,7 +366,12 @@ class WholeWorld(World):
         reader = TrajectoryReader(self.store_path)
         found = reader.acknowledged() or frozenset()
         reader.close()
-        self.ledger.skipped[rollout_id] |= {(group, index) for name, group, index in found if name == rollout_id}
+        skipped = {(group, index) for name, group, index in found if name == rollout_id}
+        with closing(sqlite3.connect(self.store_path)) as db:  # a retention at this moment leaves only the name
+            if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone():
+                groups = self.ledger.accepted[rollout_id]
+                skipped = {(one.group_id, index) for one in groups for index in range(one.num_samples)}
+        self.ledger.skipped[rollout_id] |= skipped
 
     def _damage(self, rollout_id: str, cursor: int) -> bool:
         """Flip a byte of a record that was not read yet, if there is one."""
