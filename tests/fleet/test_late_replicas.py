@@ -346,6 +346,19 @@ async def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_
     assert site.placeable() == []
 
 
+@virtual
+async def test_a_commit_that_ends_after_its_coordinator_has_died_is_not_resumed(clock):
+    site = FleetSite(clock, "a")
+    await site.update(1)
+    engine = site.register("b", version=1)
+    engine.info = SLEEPER
+    site.fleet.register(engine.registration(), clock.now())
+    engine.weight_version = 2
+    assert await site.late.bring_up("b")
+    assert engine.calls[:5] == ["wake:kv_cache+weights", "wake:weights", "stage", "pause:keep:keep", "commit"]
+    assert (engine.weight_version, site.placeable()) == (1, ["a", "b"])
+
+
 # --- a served directory that was deleted ---
 
 
