@@ -110,6 +110,7 @@ class Ledger:
     cancelling: set[str] = field(default_factory=set)  # from the first try on
     cancelled: set[str] = field(default_factory=set)  # the answer was heard
     acknowledging: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
     skipped: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # acknowledged, whether or not read
 
 
@@ -298,6 +299,7 @@ class WholeWorld(World):
         while len({*map(_key, delivered)} | skipped) < num_expected:
             if word is Word.DAMAGE and self._damage(rollout_id, cursor):
                 self.history.counts["damaged a record"] += 1
+                self.ledger.damaged.add(rollout_id)
             try:
                 page = (await self._insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
             except Gone:  # all of it was acknowledged
