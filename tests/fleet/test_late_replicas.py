@@ -333,17 +333,23 @@ async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
     assert site.placeable() == ["a", "dummy"]
 
 
-@virtual
-async def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_fleets(clock):
-    base = WeightUpdate(0, "/models/base")
-    site = FleetSite(clock, "a", initial=(base, KVPolicy.KEEP))
-    site.engines["a"].fail("commit", times=1)
-    with pytest.raises(WeightUpdateFailed):
-        await site.push(1)
-    site.fleet.deregister("a")  # silent while the commit ended after all
-    site.fleet.register(replace(site.engines["a"].registration(), weight_version=1), clock.now())
-    assert site.fleet.weight_version == 0
-    assert site.placeable() == []
+@pytest.mark.parametrize("version", [0, None])
+def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_fleets(version):
+    @virtual
+    async def test(clock):
+        initial = None if version is None else (WeightUpdate(version, "/models/base"), KVPolicy.KEEP)
+        site = FleetSite(clock, "a", version=version, initial=initial)
+        site.engines["a"].fail("commit", times=1)
+        with pytest.raises(WeightUpdateFailed):
+            await site.push(1)
+        site.fleet.deregister("a")  # silent while the commit ended after all
+        site.fleet.register(replace(site.engines["a"].registration(), weight_version=1), clock.now())
+        assert site.fleet.weight_version == version
+        assert site.placeable() == []
+        await site.push(1, token="again")
+        assert (site.fleet.weight_version, site.placeable()) == (1, ["a"])
+
+    test()
 
 
 @virtual
