@@ -24,9 +24,13 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from contextvars import Context
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_MIN_TIMER_S = 2e-9  # the loop's resolution is 1e-9
 
 
 class Clock(Protocol):
@@ -129,6 +133,14 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._clock.now()
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Set a timer. One within the loop's resolution would fire before its time, and time might never move."""
+        now = self.time()
+        at = max(when, now + _MIN_TIMER_S) if when > now else when
+        return super().call_at(at, callback, *args, context=context)
 
 
 class _VirtualSelector(selectors.DefaultSelector):

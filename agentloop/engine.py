@@ -332,12 +332,8 @@ class EngineControl(TrainerFollower, Protocol):
     """An engine as the weight controller uses it: pauses, weight updates and sleep."""
 
     @property
-    def is_paused(self) -> bool:
-        """True while generation is frozen."""
-
-    @property
-    def asleep(self) -> frozenset[MemoryTag]:
-        """The memory that is given back at the moment; empty while awake."""
+    def weight_version(self) -> int | None:
+        """As in `TokenEngine`."""
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         """Freeze generation; returns once no token can be sampled any more. Idempotent.
@@ -399,6 +395,14 @@ class EngineControl(TrainerFollower, Protocol):
 
 class Engine(TokenEngine, EngineControl, Protocol):
     """One engine, of one or many GPUs: a tensor-parallel or an expert-parallel group behind one interface."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True while generation is frozen."""
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that is given back at the moment; empty while awake."""
 
     async def start(self) -> None:
         """Load the model and serve. Call once, on the event loop of all later calls."""

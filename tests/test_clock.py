@@ -97,3 +97,22 @@ async def test_the_real_clock_sleeps_at_least_as_long_as_asked() -> None:
     started_s = clock.now()
     await clock.sleep(0.02)
     assert clock.now() - started_s >= 0.019
+
+
+def test_deadlines_a_rounding_error_away_are_reached() -> None:
+    clock = VirtualClock()
+
+    async def wait(num_steps: int) -> int:
+        deadline_at, num_rounds = clock.now() + 3e-15, 0
+        for _ in range(num_steps):
+            await clock.sleep(0)
+        while clock.now() < deadline_at and num_rounds < 100:
+            num_rounds += 1
+            await clock.sleep(deadline_at - clock.now())
+        return num_rounds
+
+    async def main() -> list[int]:
+        await clock.sleep(5.9)
+        return await asyncio.gather(wait(0), wait(1))
+
+    assert clock.run(main()) == [1, 1]

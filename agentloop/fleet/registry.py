@@ -11,8 +11,8 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
 - a QUARANTINED replica leaves that state only through UPDATING and a finished commit of the fleet's version;
 - an ASLEEP replica has given memory back: it keeps its leases, takes no traffic, and what it says of its weights
   counts for nothing until it has been woken;
-- until the first update, the newest version that a replica brought along is the fleet's; not while an interrupted
-  update is unresolved.
+- until the first update begins to switch, the newest version that a replica brought along is the fleet's; not while
+  an interrupted update is unresolved.
 
 SUSPECT has two reasons, and each its own way back:
 - silence: `suspect_after_s` without a report. The next report ends it, and `dead_after_s` of silence make it GONE.
@@ -415,9 +415,9 @@ class Fleet:
         self._serve(version)
 
     def pin_version(self) -> None:
-        """Serve the present version, if there is one, until an update brings another. Registrations no longer set
-        it: a failed update may still end on a replica, which then brings its version."""
-        self._is_version_pinned = self._is_version_pinned or self._weight_version is not None
+        """Serve the present version, or none, until an update brings another. Registrations no longer set it: a
+        failed update may still end on a replica, which then brings its version."""
+        self._is_version_pinned = True
 
     def withhold_version(self) -> None:
         """Serve no version until `set_weight_version` or `stay_at`: it is not known which one is held."""

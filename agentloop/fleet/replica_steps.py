@@ -2,15 +2,16 @@
 
 Ownership: one object of the `ReplicaSync`; no other code of the service calls these on an engine. The callers of a
 step take the replica out of traffic and back, on the `Fleet`. The steps record only the version of its weights:
-unknown from the beginning of a commit, or of a sleep that discards them, to the end of the next commit. Every step
-raises TimeoutError after its deadline, and what the engine raises.
+unknown from the beginning of a commit, or of a sleep that discards them, to the end of the next commit, and once an
+engine's answer contradicts it. Every step raises TimeoutError after its deadline, and what the engine raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from agentloop.engine import (
     ALL_MEMORY,
@@ -29,6 +30,7 @@ from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.types import KVPolicy, PauseMode
 
+T = TypeVar("T")
 Connect = Callable[[str], EngineControl]
 
 _ANSWER_S = 1.0  # of a drain, beyond its grace
@@ -110,26 +112,37 @@ class ReplicaSteps:
         if now is None or now.weight_version is None:
             tags = tags - {MemoryTag.KV_CACHE}
         if tags and replica.registration.info.can_sleep:
-            await within(self.config.wake_timeout_s, self._engine(replica).wake(tags))
+            await self._order(replica, self.config.wake_timeout_s, self._engine(replica).wake(tags))
 
     async def resume(self, replica: ReplicaRecord) -> float:
         """End a pause. Returns the seconds of the look at new weights; 0 if no commit came before."""
-        return await within(self.config.resume_timeout_s, self._engine(replica).resume())
+        return await self._order(replica, self.config.resume_timeout_s, self._engine(replica).resume())
 
     async def pause_for_operator(self, replica: ReplicaRecord, mode: PauseMode) -> None:
         """Pause the engine in the mode of an operator's order."""
-        await within(self.config.operator_pause_timeout_s, self._engine(replica).pause(mode))
+        await self._order(replica, self.config.operator_pause_timeout_s, self._engine(replica).pause(mode))
 
     async def sleep(self, replica: ReplicaRecord, orders: StandingOrders) -> None:
         """Give back the memory that sleeps by `orders`, and no other: an update under way may stage into it."""
         if orders.sleep_level == 2:
             self._fleet.forget_version(replica)
-        await within(self.config.sleep_timeout_s, self._engine(replica).sleep(orders.sleep_level))
+        await self._order(replica, self.config.sleep_timeout_s, self._engine(replica).sleep(orders.sleep_level))
         await self.wake(replica, ALL_MEMORY - orders.asleep)
 
     async def offer(self, replica: ReplicaRecord) -> PushSource | None:
         """Offer a replica's weights for another replica to stage; None if its engine cannot send them."""
         return await within(self.config.offer_timeout_s, self._engine(replica).offer())
+
+    async def _order(self, replica: ReplicaRecord, timeout_s: float, order: Awaitable[T]) -> T:
+        """Await an order, and forget the replica's version if the engine holds another at its answer.
+
+        A look or a commit may have ended there after its caller was gone.
+        """
+        answer = await within(timeout_s, order)
+        now = self._fleet.get(replica.replica_id)
+        if now is not None and now.weight_version != self._engine(replica).weight_version:
+            self._fleet.forget_version(replica)
+        return answer
 
     def _engine(self, replica: ReplicaRecord) -> EngineControl:
         return self._connect(replica.url)

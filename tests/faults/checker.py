@@ -111,7 +111,8 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
 def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Groups with more complete samples than they keep, or with cancelled ones although they have fewer.
 
-    Not of rollouts that clients cancelled, or whose records were deleted.
+    Not of rollouts that clients cancelled, or whose records were deleted. A damaged record's sample runs again, and
+    may fail then, alone: its siblings have had their records.
     """
     for rollout_id, groups in world.ledger.accepted.items():
         if rollout_id in world.ledger.cancelling | world.ledger.acknowledging:
@@ -123,7 +124,8 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
                 continue  # one that had its place was lost with its worker, and its weights were gone then
             num_cancelled = sum(one.stop_reason is StopReason.CANCELLED for one in own)
             wanted = group.num_samples if group.keep is None else group.keep
-            if num_complete > wanted or (num_cancelled and num_complete < wanted):
+            is_short = num_complete < wanted and rollout_id not in world.ledger.damaged
+            if num_complete > wanted or (num_cancelled and is_short):
                 yield (
                     f"{rollout_id}/{group.group_id} keeps {wanted} of {group.num_samples}: "
                     f"{num_complete} are complete, {num_cancelled} cancelled"

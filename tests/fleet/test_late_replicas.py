@@ -333,17 +333,36 @@ async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
     assert site.placeable() == ["a", "dummy"]
 
 
+@pytest.mark.parametrize("version", [0, None])
+def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_fleets(version):
+    @virtual
+    async def test(clock):
+        initial = None if version is None else (WeightUpdate(version, "/models/base"), KVPolicy.KEEP)
+        site = FleetSite(clock, "a", version=version, initial=initial)
+        site.engines["a"].fail("commit", times=1)
+        with pytest.raises(WeightUpdateFailed):
+            await site.push(1)
+        site.fleet.deregister("a")  # silent while the commit ended after all
+        site.fleet.register(replace(site.engines["a"].registration(), weight_version=1), clock.now())
+        assert site.fleet.weight_version == version
+        assert site.placeable() == []
+        await site.push(1, token="again")
+        assert (site.fleet.weight_version, site.placeable()) == (1, ["a"])
+
+    test()
+
+
 @virtual
-async def test_a_commit_that_ends_after_its_update_has_failed_makes_nothing_the_fleets(clock):
-    base = WeightUpdate(0, "/models/base")
-    site = FleetSite(clock, "a", initial=(base, KVPolicy.KEEP))
-    site.engines["a"].fail("commit", times=1)
-    with pytest.raises(WeightUpdateFailed):
-        await site.push(1)
-    site.fleet.deregister("a")  # silent while the commit ended after all
-    site.fleet.register(replace(site.engines["a"].registration(), weight_version=1), clock.now())
-    assert site.fleet.weight_version == 0
-    assert site.placeable() == []
+async def test_a_commit_that_ends_after_its_coordinator_has_died_is_not_resumed(clock):
+    site = FleetSite(clock, "a")
+    await site.update(1)
+    engine = site.register("b", version=1)
+    engine.info = SLEEPER
+    site.fleet.register(engine.registration(), clock.now())
+    engine.weight_version = 2
+    assert await site.late.bring_up("b")
+    assert engine.calls[:5] == ["wake:kv_cache+weights", "wake:weights", "stage", "pause:keep:keep", "commit"]
+    assert (engine.weight_version, site.placeable()) == (1, ["a", "b"])
 
 
 # --- a served directory that was deleted ---

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
-from agentloop.engine import WeightUpdate
+from agentloop.engine import ALL_MEMORY, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
@@ -14,6 +14,7 @@ from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
+from tests.support.engine.engines import SLEEPER
 from tests.support.fleet.pushes import Sender, Wire
 from tests.support.fleet.weights import CONFIG, FleetSite, virtual
 
@@ -184,6 +185,26 @@ def test_a_paused_fleet_looks_when_it_is_resumed(tmp_path):
         await site.close()
 
     test()
+
+
+@virtual
+async def test_a_refusal_whose_answer_was_lost_is_found_by_the_next_pause_or_sleep(clock):
+    site = FleetSite(clock, "a", "b", info=SLEEPER)
+    await site.update(1)
+    engine = site.engines["a"]
+    engine.is_usable, engine.weight_version = False, None
+    await site.sync.pause(PauseMode.KEEP)
+    assert site.placeable() == ["b"]
+    site.fleet.rejoin(site.fleet.get("a"), "resume: no answer")
+    assert await site.late.bring_up("a")
+    assert (engine.weight_version, engine.is_paused, site.placeable()) == (1, True, ["a", "b"])
+    await site.sync.resume()
+    engine.is_usable, engine.weight_version = False, None
+    await site.sync.sleep(1)
+    await site.sync.wake(ALL_MEMORY)
+    assert site.placeable() == ["b"]
+    assert await site.late.bring_up("a")
+    assert (engine.weight_version, engine.asleep, site.placeable()) == (1, frozenset(), ["a", "b"])
 
 
 @virtual

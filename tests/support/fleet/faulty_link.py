@@ -227,6 +227,11 @@ class Caller:
         self._network = link.network
         self._next_order = next_order
 
+    @property
+    def weight_version(self) -> int | None:
+        """As of the last answer, which this stands for where it is read: right after one."""
+        return self._engine.weight_version
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order(CommandKind.STAGE, lambda: self._engine.stage(update))
 

@@ -192,6 +192,9 @@ class World:
         # A version that no update made served is what replicas brought along, and will bring again.
         if served and not (restored is None and is_settling):
             assert (-1 if restored is None else restored) >= served, f"{served} before the crash, then {restored}"
+        if restored is None:  # those that hold the newest version decide, and may be gone before they say so
+            self.history.served.clear()
+            self.history.reports.clear()
         self._is_down = False
 
     async def boot(self, replica_id: str, version: int | None) -> None:

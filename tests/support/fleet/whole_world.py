@@ -110,6 +110,7 @@ class Ledger:
     cancelling: set[str] = field(default_factory=set)  # from the first try on
     cancelled: set[str] = field(default_factory=set)  # the answer was heard
     acknowledging: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
     skipped: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # acknowledged, whether or not read
 
 
@@ -298,6 +299,7 @@ class WholeWorld(World):
         while len({*map(_key, delivered)} | skipped) < num_expected:
             if word is Word.DAMAGE and self._damage(rollout_id, cursor):
                 self.history.counts["damaged a record"] += 1
+                self.ledger.damaged.add(rollout_id)
             try:
                 page = (await self._insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
             except Gone:  # all of it was acknowledged
@@ -366,7 +368,12 @@ class WholeWorld(World):
         reader = TrajectoryReader(self.store_path)
         found = reader.acknowledged() or frozenset()
         reader.close()
-        self.ledger.skipped[rollout_id] |= {(group, index) for name, group, index in found if name == rollout_id}
+        skipped = {(group, index) for name, group, index in found if name == rollout_id}
+        with closing(sqlite3.connect(self.store_path)) as db:  # a retention at this moment leaves only the name
+            if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone():
+                groups = self.ledger.accepted[rollout_id]
+                skipped = {(one.group_id, index) for one in groups for index in range(one.num_samples)}
+        self.ledger.skipped[rollout_id] |= skipped
 
     def _damage(self, rollout_id: str, cursor: int) -> bool:
         """Flip a byte of a record that was not read yet, if there is one."""
