@@ -61,7 +61,10 @@ class TokenTexts:
     def columns(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs, offset: int
     ) -> dict[str, Any]:
-        """Return `choices[].logprobs` of a text completion; `offset` is the number of characters before."""
+        """Return `choices[].logprobs` of a text completion; `offset` is the number of characters before.
+
+        Without alternatives `top_logprobs` has the sampled tokens, as vLLM's.
+        """
         texts = [self.of(token_id)[0] for token_id in token_ids]
         offsets = []
         for text in texts:
@@ -70,7 +73,8 @@ class TokenTexts:
         return {
             "tokens": texts,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [{self.of(one)[0]: logprob for one, logprob in row} for row in top] if top else None,
+            "top_logprobs": [{self.of(one)[0]: logprob for one, logprob in row} for row in top]
+            or [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
             "text_offset": offsets,
         }
 

@@ -34,7 +34,6 @@ from agentloop.chat.fields import (
     read_json,
     refused,
     type_tag,
-    unsupported,
 )
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody, Whole
 from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
@@ -43,6 +42,7 @@ from agentloop.errors import InvalidRequest, UnsupportedParameter
 MAX_MESSAGE_CALLS = 512  # of one message
 MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
+MAX_PROMPTS = 1024  # of one text completion
 MAX_ANSWERS = 512  # texts that an answer may be
 MAX_CALL_PRIORITY = (1 << 31) - 1
 
@@ -389,25 +389,46 @@ class ChatBody(CallBase, TemplateBody):
         return self
 
 
-def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        raise unsupported("one prompt a request")
-    return value
+_PromptText = Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS)]
+_PromptIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+_Prompt = Annotated[
+    Annotated[_PromptText, Tag("~text")] | Annotated[_PromptIds, Tag("~list")], Discriminator(by_shape)
+]
+
+
+def _by_depth(value: Any) -> str:
+    return "~batch" if isinstance(value, list) and value and isinstance(value[0], str | list) else "~one"
 
 
 class CompletionBody(CallBase):
-    """The body of `POST /v1/completions`: one prompt, as text or as token ids."""
+    """The body of `POST /v1/completions`: a prompt as text or as token ids, or a list of prompts."""
 
     prompt: Annotated[
-        Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS), Tag("~text")]
-        | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("~list")],
-        Discriminator(by_shape),
-        BeforeValidator(_one_prompt),
+        Annotated[_Prompt, Tag("~one")]
+        | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag("~batch")],
+        Discriminator(_by_depth),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     best_of: Annotated[Json, refused(unless=1)] = None
     echo: Refused = None
     suffix: Refused = None
+
+    @model_validator(mode="after")
+    def _batch_is_whole(self) -> Self:
+        if self.is_batch and (self.stream or self.named_session is not None):
+            raise UnsupportedParameter("one prompt a request in a stream or a session", param="prompt")
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """True if `prompt` is a list of prompts, though of one."""
+        return _by_depth(self.prompt) == "~batch"
+
+    @property
+    def num_chars(self) -> int:
+        """The characters or ids of all prompts."""
+        prompts: Any = self.prompt
+        return sum(map(len, prompts)) if self.is_batch else len(prompts)
 
 
 class TokenizeBody(TemplateBody):

@@ -6,9 +6,9 @@ The prompt goes to the policy as it is: no template, and control tokens that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult
 from agentloop.chat.choices import ChoiceWriter
 from agentloop.chat.dialect import Answer
 from agentloop.chat.logprobs import TokenTexts
@@ -24,12 +24,13 @@ DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API samples where a completion names no `max_tokens`."""
 
 
-def prompt_ids_of(body: CompletionBody, renderer: Renderer) -> tuple[int, ...]:
-    """Return the ids of the prompt, in time linear in its text. Raises InvalidRequest."""
-    ids = renderer.ids(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    if max(ids, default=0) >= renderer.vocab_size:
+def prompts_of(body: CompletionBody, renderer: Renderer) -> list[tuple[int, ...]]:
+    """Return the ids of each prompt, in time linear in its text. Raises InvalidRequest."""
+    prompts: Any = body.prompt if body.is_batch else [body.prompt]
+    found = [tuple(renderer.ids(one) if isinstance(one, str) else one) for one in prompts]
+    if max(map(max, filter(None, found)), default=0) >= renderer.vocab_size:
         raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="prompt")
-    return tuple(ids)
+    return found
 
 
 def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
@@ -46,6 +47,18 @@ def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel)
     )
 
 
+def joined(answers: Sequence[Answer]) -> Answer:
+    """Return the answer to a list of prompts: the choices of each, and in them what is of their prompt."""
+    of_one = ("session", "weight_version_start", "weight_version_end")
+    choices = [
+        {**choice, **{name: answer[name] for name in of_one}} for answer in answers for choice in answer["choices"]
+    ]
+    counts = [answer["usage"] for answer in answers]
+    usage = {name: sum(one[name] for one in counts) for name, value in counts[0].items() if isinstance(value, int)}
+    whole = {name: value for name, value in answers[0].items() if name not in (*of_one, "prompt_token_ids")}
+    return {**whole, "choices": [{**one, "index": index} for index, one in enumerate(choices)], "usage": usage}
+
+
 class CompletionWriter(ChoiceWriter):
     """Writes one completion."""
 
@@ -60,6 +73,14 @@ class CompletionWriter(ChoiceWriter):
     def parts(self, piece: TurnPiece) -> list[Answer]:
         """The text, if there is any."""
         return [{"text": piece.content}] if piece.content else []
+
+    def whole(self, result: ChatResult) -> Answer:
+        """Return the answer. As in vLLM's each choice has the prompt's ids too."""
+        answer = super().whole(result)
+        if "prompt_token_ids" in answer:
+            for choice in answer["choices"]:
+                choice["prompt_token_ids"] = answer["prompt_token_ids"]
+        return answer
 
     def whole_part(self, reply: Reply) -> Answer:
         return {"text": reply.message.content}

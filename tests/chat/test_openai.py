@@ -19,7 +19,7 @@ from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, ChatWriter, read_chat, to_call
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody
-from agentloop.chat.openai_completions import CompletionWriter, prompt_ids_of
+from agentloop.chat.openai_completions import CompletionWriter, prompts_of
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
@@ -475,14 +475,14 @@ def completion(**fields: Any) -> CompletionBody:
 
 def test_a_completion_call(renderer: TemplateRenderer) -> None:
     asked_body = completion(stop="x", logprobs=3, max_tokens=4)
-    ids = prompt_ids_of(asked_body, renderer)
+    [ids] = prompts_of(asked_body, renderer)
     assert renderer.decode(ids) == "Hello"
     call = completion_call(asked_body, ids, ChatModel(HERMES, renderer.vocab_size, timeout_s=5.0))
     assert (call.prompt_ids, call.messages, call.max_tokens, call.stop) == (ids, (), 4, ("x",))
     assert call.sampling.num_top_logprobs == 3
     assert completion_call(completion(), ids, ChatModel(HERMES, renderer.vocab_size)).max_tokens == 16
     with pytest.raises(InvalidRequest):
-        prompt_ids_of(completion(prompt=[renderer.vocab_size]), renderer)
+        prompts_of(completion(prompt=[renderer.vocab_size]), renderer)
 
 
 async def test_completions_streamed_and_whole(texts: TokenTexts) -> None:

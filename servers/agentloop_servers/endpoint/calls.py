@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -18,10 +18,11 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
+from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, first_cause
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
@@ -59,14 +60,32 @@ async def answer_call(
 
     Raises as `find_or_create_session`, and what the call raises.
     """
-    session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
-    with endpoint.hold_call_place(session.record.owner):
-        call = bounded(request, chat_call)
-        result = await unless_client_leaves(request, session.call(call, key))
-    if result is None:
+    return await answer_calls(request, endpoint, [chat_call], name, lambda results: render(results[0]))
+
+
+async def answer_calls(
+    request: Request,
+    endpoint: Endpoint,
+    chat_calls: Sequence[ChatCall],
+    name: str | None,
+    render: Callable[[Sequence[ChatResult]], Any],
+) -> Response:
+    """Answer calls side by side, as `answer_call` does one; several have a session each."""
+    sessions = [await find_or_create_session(request, endpoint, name) for _ in chat_calls]
+    calls, key = [bounded(request, call) for call in chat_calls], await call_key(request)
+    with ExitStack() as places:
+        for session in sessions:
+            places.enter_context(endpoint.hold_call_place(session.record.owner))
+        works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
+        try:
+            results = await unless_client_leaves(request, side_by_side(works))
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+    if results is None:
         return unread_response()
-    replies, headers = [node.reply for node in result.choices], {TURN_HEADER: result.choices[0].node_id}
-    return await json_of_replies(replies, lambda: render(result), headers)
+    replies = [node.reply for result in results for node in result.choices]
+    headers = {TURN_HEADER: results[0].choices[0].node_id}
+    return await json_of_replies(replies, lambda: render(results), headers)
 
 
 async def json_of_replies(

@@ -38,6 +38,7 @@ from agentloop_servers.endpoint.calls import (
     MAX_AFFINITY_CHARS,
     affinity_of,
     answer_call,
+    answer_calls,
     bounded,
     check_model,
     find_or_create_session,
@@ -215,14 +216,24 @@ class CallRoutes:
         return await self._choices(request, call, asked.body, writer)
 
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
-        """Continue a raw prompt."""
+        """Continue a raw prompt, or each of a list; those are sessions of their own."""
         endpoint = self._endpoint
         check_model(request, endpoint, body.model, body.named_session)
-        reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
-        prompt_ids = await off_loop(len(body.prompt), reading)
-        call = openai_completions.to_call(body, prompt_ids, endpoint.chat_model)
-        writer = openai_completions.CompletionWriter(body, self._texts, int(endpoint.unix_time()))
-        return await self._choices(request, call, body, writer)
+        if body.is_batch and names_session(request):
+            raise UnsupportedParameter("one prompt a request in a session", param="prompt")
+        reading = partial(openai_completions.prompts_of, body, endpoint.renderer)
+        prompts = await off_loop(body.num_chars, reading)
+        calls = [openai_completions.to_call(body, ids, endpoint.chat_model) for ids in prompts]
+        write = partial(openai_completions.CompletionWriter, body, self._texts, int(endpoint.unix_time()))
+        if not body.is_batch:
+            return await self._choices(request, calls[0], body, write())
+        return await answer_calls(
+            request,
+            endpoint,
+            calls,
+            None,
+            lambda results: openai_completions.joined([write().whole(one) for one in results]),
+        )
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.

@@ -250,9 +250,10 @@ CASES: dict[str, Case] = {
     "46 token id beyond the vocabulary": Case(
         orjson.dumps({"tokens": [SPEC.vocab_size]}), "tokens", path="/detokenize"
     ),
-    "46 prompt of two texts": Case(
-        with_(COMPLETIONS, prompt=["a", "b"]), "prompt", code=UNSUPPORTED, path=COMPLETIONS
+    "46 two prompts in a stream": Case(
+        with_(COMPLETIONS, prompt=["a", "b"], stream=True), "prompt", code=UNSUPPORTED, path=COMPLETIONS
     ),
+    "46 empty prompt of two": Case(with_(COMPLETIONS, prompt=["a", ""]), "prompt.1", path=COMPLETIONS),
     "46 prompt beyond the vocabulary": Case(
         with_(COMPLETIONS, prompt=[SPEC.vocab_size]), "prompt", path=COMPLETIONS
     ),

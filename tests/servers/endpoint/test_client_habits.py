@@ -227,3 +227,33 @@ async def test_a_thread_is_refused_as_anthropics_sdk_reads_it(service: ChatServi
     status, answer, _ = await service.call("POST", MESSAGES, json=body)
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+async def test_a_list_of_prompts_is_answered_as_each_of_them(service: ChatService) -> None:
+    """As TRL's client of vLLM asks: each choice has its prompt's ids, and the sampled token beside its logprob."""
+    prompts = [[5, 6, 7], [8, 9]]
+    asked = {"model": MODEL, "max_tokens": 4, "seed": 3, "n": 2, "logprobs": 0, "return_token_ids": True}
+    asked |= {"return_tokens_as_token_ids": True}
+    status, answer, _ = await service.call("POST", "/v1/completions", json={**asked, "prompt": prompts})
+    assert status == 200, answer
+    alone = [
+        (await service.call("POST", "/v1/completions", json={**asked, "prompt": one}))[1]["choices"]
+        for one in prompts
+    ]
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert len({choice["session"]["session_id"] for choice in choices}) == 2
+    for choice, one in zip(choices, [one for found in alone for one in found], strict=True):
+        assert {**choice, "index": one["index"]}.items() >= one.items()
+        assert choice["weight_version_start"] == choice["weight_version_end"] == 0
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+        named = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+        assert logprobs["top_logprobs"] == [{token: logprob} for token, logprob in named]
+    assert [choice["prompt_token_ids"] for choice in choices] == [prompts[0]] * 2 + [prompts[1]] * 2
+    assert answer["usage"]["prompt_tokens"] == 5
+    texts = {**asked, "prompt": ["hi", "hi"]}
+    assert len((await service.call("POST", "/v1/completions", json=texts))[1]["choices"]) == 4
+    url = f"/sessions/{(await session_of(service))['session_id']}/v1/completions"
+    refused = (await service.call("POST", url, json=texts))[1]["error"]
+    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "prompt")

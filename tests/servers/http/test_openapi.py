@@ -51,8 +51,8 @@ RULES = {
     r"the arguments have at most|give a rid|an update is a|for \d+ names|workers follow",
     "strict: 1.0 is no integer": r"Input should be a valid integer",
     "the model's bounds": r"leaves no room|outside \[0|context",
-    "what is not implemented": r"not supported|images are not fetched|only text is answered|one prompt a request|"
-    r"cannot be continued|not edited|engine cannot",
+    "what is not implemented": r"not supported|images are not fetched|only text is answered|"
+    r"one prompt a request in|cannot be continued|not edited|engine cannot",
     "free JSON that no codec holds": r"nested (deeper|too deeply)|beyond 64 bits|not JSON of 64-bit|lone surrogate",
     "no schema for a compiler": r"\$ref|a schema has|a pattern has",
     "not of this service": r"weight roots|unknown (tool|loop|reward)",
