@@ -305,7 +305,7 @@ class ReplicaStatus:
     heartbeat_age_s: float
     num_workers: int = 1
     weight_dtype: str | None = None
-    error: str | None = None  # why it is quarantined
+    error: str | None = None  # why it takes no traffic
     is_paused: bool = False  # by its last report, as the following
     asleep: tuple[MemoryTag, ...] = ()
     kv_predicted_tokens: int = 0  # that those with leases hold, and will grow by in their next turns

@@ -108,7 +108,7 @@ class TrainerGroups:
         known = self._groups.get(group)
         if known is None:
             raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
-        lost = [one.replica_id for one in known.members if not self._is_same(one)]
+        lost = [one.replica_id for one in known.members if self._is_lost(one)]
         if lost:
             await self._leave(known)
             raise Conflict(f"group {group!r} has lost {', '.join(lost)}: make it again", param="group_name")
@@ -160,7 +160,8 @@ class TrainerGroups:
     # --- inside ---
 
     def _members(self) -> tuple[ReplicaRecord, ...]:
-        sound = [one for one in self._fleet.replicas if one.state is not ReplicaState.QUARANTINED]
+        found = (one for one in self._fleet.replicas if one.state is not ReplicaState.QUARANTINED)
+        sound = [one for one in found if not one.needs_probe]
         if not sound:
             raise NoHealthyReplica("no replica can join a group now")
         return tuple(sorted(sound, key=lambda one: one.replica_id))
@@ -170,9 +171,9 @@ class TrainerGroups:
             raise Conflict(f"no transfer of group {group!r} is open: start one first")
         return self._transfer
 
-    def _is_same(self, member: ReplicaRecord) -> bool:
+    def _is_lost(self, member: ReplicaRecord) -> bool:
         now = self._fleet.get(member.replica_id)
-        return now is not None and now.incarnation == member.incarnation
+        return now is None or now.incarnation != member.incarnation or now.needs_probe
 
     def _silent_at(self) -> float:
         return self._clock.now() + self._steps.config.stage_timeout_s
@@ -189,7 +190,7 @@ class TrainerGroups:
         self._groups.pop(group.init.name, None)
         if self._transfer is not None and self._transfer.group is group:
             self._transfer = None
-        there = [one for one in group.members if self._is_same(one)]
+        there = [one for one in group.members if not self._is_lost(one)]
         await self._on_members(there, [LeaveGroup(group.init.name)] * len(there))
 
     async def _on_members(

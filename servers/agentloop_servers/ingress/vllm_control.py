@@ -364,8 +364,9 @@ def version_text(status: ServiceStatus) -> str | None:
 
 
 def num_workers(status: ServiceStatus) -> int:
-    """Count the processes that hold weights and can join a trainer's group."""
-    return sum(one.num_workers for one in status.replicas if one.state != "quarantined")
+    """Count the processes that can join a trainer's group: not those of replicas whose calls fail."""
+    found = [one for one in status.replicas if one.state != "quarantined"]
+    return sum(one.num_workers for one in found if one.state != "suspect" or one.error is None)
 
 
 def _largest_replica(status: ServiceStatus) -> int:
