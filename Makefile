@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -51,12 +51,17 @@ $(VENV)/clients/%/.installed: requirements/clients/%.npm
 # Real trainers on the real service, each in an environment of its own, and what resolves beside the client. Needs the
 # package index; on a machine without a GPU the lock's torch is the lane's CPU build.
 TRAINERS := $(basename $(notdir $(wildcard requirements/trainers/*.txt)))
-test-trainers: $(VENV)/.dev $(TRAINERS:%=$(VENV)/trainers/%/.installed)
+TRAINER_ENVIRONMENTS = $(VENV)/.dev $(TRAINERS:%=$(VENV)/trainers/%/.installed) $(VENV)/clients/verifiers/.installed
+test-trainers: $(TRAINER_ENVIRONMENTS)
 	$(BIN)/python -m pytest -m trainers $(ARGS)
+
+# Of these what trainers' own clients do against one service, each alike: it writes the table of docs/contracts.md.
+test-contracts: $(TRAINER_ENVIRONMENTS)
+	$(BIN)/python -m pytest -m trainers $(ARGS) tests/trainers/test_contracts.py
 
 $(VENV)/trainers/%/.installed: requirements/trainers/%.txt
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
+	@PIP_IGNORE_REQUIRES_PYTHON=1 $(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
 	@touch $@
 
 # The contract of an engine over SGLang's own code on a CPU, which no wheel of it is built for, in an environment of its

@@ -155,14 +155,3 @@ async def test_an_unmodified_client_is_captured_token_for_token(client, site):
             prompt == prompt_ids and sampled[: len(sampled_ids)] == sampled_ids for prompt, sampled in served
         )
     assert {prompt for prompt, _ in served} == {prompt for prompt, _ in captured}
-
-
-async def test_skyrl_samples_and_controls(site):
-    """Its client names sessions in a header alone: what it samples is what the engine did, and no record."""
-    already = len(site.engine.served)
-    [said] = await run_script("skyrl", "skyrl_client.py", site.url)
-    served = {(prompt, sampled) for prompt, sampled in site.engine.served[already:]}
-    assert len(said["served"]) == 4
-    for prompt_ids, token_ids in said["served"]:
-        assert (tuple(prompt_ids), tuple(token_ids)) in served
-    assert "`weight_dir`" in said["refused"]

@@ -114,9 +114,9 @@ async def run_service(
         say("the service is ready")
         native = None
         if options.transport.startswith("native-"):
-            from tests.gpu.native_trainer import native_trainer, send_weights  # noqa: PLC0415 - vLLM is slow to import
+            from examples.native_trainer import native_trainer, send_weights  # noqa: PLC0415 - vLLM is slow to import
 
-            native = await asyncio.to_thread(native_trainer, url, options.transport, tensors)
+            native = await asyncio.to_thread(native_trainer, url, tensors, options.transport)
 
         async def update(version: int, kv_policy: KVPolicy | None = None) -> UpdateReport:
             if native is None:

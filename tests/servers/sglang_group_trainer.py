@@ -48,25 +48,36 @@ class SglangTrainer(Trainer):
             dist.broadcast(one, src=0, group=self.group)
         receiving.result()
 
-
-def main(url: str, order: dict[str, Any]) -> None:
-    trainer, version = SglangTrainer(url), order["version"]
-    tensors = load_file(Path(order["folder"]) / "model.safetensors")
-    trainer.join()
-    for number in range(order.get("rounds", 1)):
-        trainer.call("POST", "/pause_generation", {"mode": "in_place"})
-        trainer.call("GET", "/flush_cache")
-        if order.get("has_session"):
-            trainer.call("POST", "/begin_weight_update", {"selector": "all"})
-        names, size = list(tensors), math.ceil(len(tensors) / order.get("parts", 1))
+    def round(
+        self, tensors: Mapping[str, torch.Tensor], version: int, parts: int = 1, *, is_flat: bool, has_session: bool
+    ) -> None:
+        """Bring all tensors in a pause. Without a session the end of the pause is that of the update."""
+        self.call("POST", "/pause_generation", {"mode": "in_place"})
+        self.call("GET", "/flush_cache")
+        if has_session:
+            self.call("POST", "/begin_weight_update", {"selector": "all"})
+        names, size = list(tensors), math.ceil(len(tensors) / parts)
         for first in range(0, len(names), size):
             part = {name: tensors[name] for name in names[first : first + size]}
-            trainer.update(part, version + number, is_flat=order.get("is_flat", False))
-        if order.get("has_session"):
-            trainer.call("POST", "/end_weight_update", {})
-        trainer.call("POST", "/continue_generation", {})
+            self.update(part, version, is_flat=is_flat)
+        if has_session:
+            self.call("POST", "/end_weight_update", {})
+        self.call("POST", "/continue_generation", {})
+
+    def leave(self) -> None:
+        self.call("POST", "/destroy_weights_update_group", {"group_name": GROUP})
+
+
+def main(url: str, order: dict[str, Any]) -> None:
+    trainer = SglangTrainer(url)
+    tensors = load_file(Path(order["folder"]) / "model.safetensors")
+    options = {"parts": 1, "is_flat": False, "has_session": False}
+    options |= {name: order[name] for name in options.keys() & order.keys()}
+    trainer.join()
+    for version in range(order["version"], order["version"] + order.get("rounds", 1)):
+        trainer.round(tensors, version, **options)
         print(trainer.call("GET", "/get_weight_version")["weight_version"], flush=True)
-    trainer.call("POST", "/destroy_weights_update_group", {"group_name": GROUP})
+    trainer.leave()
 
 
 if __name__ == "__main__":

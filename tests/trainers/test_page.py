@@ -1,4 +1,7 @@
-"""The GRPO loop of docs/trainers.md, as it stands there, against the whole service with simulated replicas."""
+"""The GRPO loop of docs/trainers.md, as it stands there, against the whole service with simulated replicas.
+
+And the table of docs/contracts.md, which a run of the clients' suite has written.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from tests.support.service.whole_service import simulated_config, whole_service
+from tests.trainers.contract_clients import BEGIN, END, PAGE, ROOT, table
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 1024
 
 
@@ -43,3 +46,8 @@ async def test_the_pages_loop_trains_and_pushes(tmp_path: Path) -> None:
             assert (await client.status()).weight_version == before + 2
     assert len(rewards) == 2
     assert all(0 <= reward <= 1 for reward in rewards)
+
+
+def test_the_table_of_what_was_run_has_the_suites_clients_in_their_versions() -> None:
+    written = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert written == table(lambda *_: "yes"), "run `make test-contracts`"

