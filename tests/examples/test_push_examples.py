@@ -12,11 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from agentloop.plugins import resolve
+from agentloop_servers.config import ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.service.whole_service import whole_service
 from tests.support.transfer.receiving import ReceivingFleet
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +91,21 @@ async def run_rank(rank, port, url):
             await process.wait()
     assert process.returncode == 0
     return output.decode()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+async def test_engines_with_random_weights_make_sense_after_a_push(tmp_path, capsys, monkeypatch):
+    """By vLLM's own verbs from the dummy weights on, and then by our client's push."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = resolve("examples.13_sense:main", param="example")
+    async with whole_service(ServiceConfig.load(ROOT / "examples" / "13_sense.yaml"), tmp_path) as url:
+        for is_native in (True, False):
+            noise, sense = await main(url, is_native, num_tasks=4)
+            assert noise == 0 < sense
+    output = capsys.readouterr().out
+    assert "ready: False, version: None" in output
+    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("version")] == [
+        f"version {version}" for version in range(4)
+    ]

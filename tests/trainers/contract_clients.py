@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "contracts.md"
 BEGIN, END = "<!-- what was run: make test-contracts -->\n", "<!-- end -->"
 VERBS = ("rollouts", "update", "pause", "refused", "killed")
 HEADS = ("rollouts", "update", "pause", "refused version", "killed replica")
-PUBLISHED = "none: requests as published"
+PUBLISHED = "- (requests as published)"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def table(cell: Callable[[str, str], str]) -> str:
     """Make the page's table; `cell` tells what a client that has a verb proved of it."""
     lines = [f"| client | package | dialect | {' | '.join(HEADS)} |", "|" + "---|" * (3 + len(HEADS))]
     for name, client in CLIENTS.items():
-        lacks = {verb: f"none: {reason}" for verb, reason in client.lacks.items()}
+        lacks = {verb: f"- ({reason})" for verb, reason in client.lacks.items()}
         cells = [lacks.get(verb) or cell(name, verb) for verb in VERBS]
         lines.append(f"| {' | '.join((client.label, client.version, client.dialect, *cells))} |")
     return "\n".join(lines) + "\n"
