@@ -92,6 +92,7 @@ class ContractSite:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
+                limit=1 << 24,
             )
 
     def assert_served(self, said: dict[str, Any]) -> None:
@@ -209,6 +210,8 @@ async def lose_a_replica(site: ContractSite) -> None:
     async with asyncio.timeout(VERB_TIMEOUT_S):
         while (victim := next((one for one in site.engines if callers <= site.running(one)), None)) is None:
             await asyncio.sleep(0.02)
+            for call in calls:
+                assert not call.done(), call.exception()
     os.kill(site.pid_of(victim), signal.SIGKILL)
     is_killed.set()
     site.killed = dict(zip(callers, await asyncio.gather(*calls, return_exceptions=True), strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class Sglang:
         self.is_miles = sys.argv[3] == "miles"
 
     def run(self, work: Callable[[SlimeLikeTrainer, list[Sample]], Awaitable[None]]) -> dict[str, Any]:
-        samples = [Sample(f"{sys.argv[3]}-{at}", list(prompt)) for at, prompt in enumerate(self.prompts)]
+        samples = [Sample(uuid.uuid4().hex, list(prompt)) for prompt in self.prompts]
 
         async def main() -> None:
             async with aiohttp.ClientSession() as http:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import typing
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class SkyRl:
 
     def rollouts(self, **sampling: Any) -> dict[str, Any]:
         """Sample by ids in sessions, and ask what its trainer asks."""
-        names = [f"skyrl/{number}" for number in range(len(self.prompts))]
+        names = [uuid.uuid4().hex for _ in self.prompts]
         batch = {"prompt_token_ids": self.prompts, "session_ids": names, "cache_salt": "0"}
 
         async def work(client: RemoteInferenceClient) -> list[list[int]]:

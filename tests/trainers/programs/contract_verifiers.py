@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import uuid
 from typing import Any
 
 from verbs import NEVER, error_of, serve
@@ -35,7 +36,7 @@ class Verifiers:
                 "model": "default",
                 "messages": [{"role": "user", "content": f"verifiers: {number} + {number}?"}],
             }
-            said = await client.get_response(ChatDialect(), body, sampling, session_id=f"trace-{number}")
+            said = await client.get_response(ChatDialect(), body, sampling, session_id=uuid.uuid4().hex)
             tokens = said.tokens
             assert len(tokens.completion_logprobs) == len(tokens.completion_ids) > 0
             return tokens.prompt_ids, tokens.completion_ids
