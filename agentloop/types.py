@@ -245,18 +245,27 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward by another model of the service: it reads the rubric and the conversation, and answers yes, no, or a
+    number from 0 to 1."""
+
+    model: str
+    rubric: str
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutTask(SamplingOptions):
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
     `stop` are stop strings. `loop` and `reward` are names of shipped ones or import paths
-    (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
+    (`my_package.my_loop:MyLoop`), or `reward` is a `Judge`; `tools` are names that the service configures.
     """
 
     task_id: str
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     loop: str = "tool_loop"
-    reward: str | None = None
+    reward: str | Judge | None = None
     reference: JSON = None
     limits: Limits = Limits()
     images: tuple[Image, ...] = ()  # those that `messages` show, each once

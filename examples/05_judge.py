@@ -1,42 +1,45 @@
-"""A judge that shares its GPU: it sleeps until it is asked. First: agentloop serve --config servers/judge.yaml
+"""Three models in one service: the policy, a user who answers it, and a judge who gives the reward.
 
-python examples/05_judge.py http://127.0.0.1:8001 examples/tiny_policy/v0
+agentloop serve --config servers/judge.yaml     on one GPU, where they take turns; servers/three.yaml on a CPU
+python examples/05_judge.py http://127.0.0.1:8000
 """
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 
-from agentloop.client import RolloutClient
-from agentloop.rendering.renderer import TemplateRenderer
-from agentloop.types import Message
+from agentloop.client import RolloutClient, load_tasks
+from agentloop.rollout import LoopContext
+from agentloop.types import Judge, Message, RolloutTask
 
-ANSWERS = [("What is 2 + 3?", "The answer is 5."), ("What is 2 + 3?", "The answer is 6.")]
-QUESTION = "Question: {}\nAnswer: {}\nIs the answer right? Say yes or no."
-
-
-async def scores(
-    client: RolloutClient, renderer: TemplateRenderer, pairs: Sequence[tuple[str, str]]
-) -> list[float]:
-    """1 for every answer that the judge finds right, else 0."""
-    prompts = [renderer.render([Message("user", QUESTION.format(*pair))], []) for pair in pairs]
-    await client.wake()
-    try:
-        calls = (client.generate(prompt, max_tokens=8, temperature=0.0) for prompt in prompts)
-        verdicts = [renderer.decode(verdict.token_ids) for verdict in await asyncio.gather(*calls)]
-    finally:
-        await client.sleep(level=1)  # its memory is somebody else's until the next call
-    return [float("yes" in verdict.lower()) for verdict in verdicts]
+RUBRIC = "Was the user's question answered, and the answer right?"
 
 
-async def main(url: str, model_path: str) -> None:
-    renderer = TemplateRenderer.from_directory(model_path)
+class Talk:
+    """The policy answers, the user asks back, the policy answers again. Only the policy's tokens are trained on."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        for is_last in (False, True):
+            while (turn := await ctx.sample()).calls:
+                await ctx.run_tools(turn.calls)
+            if is_last:
+                return
+            said = [Message("user", turn.content)]  # from where the user stands
+            ctx.observe(Message("user", await ctx.model("user").chat(said, max_tokens=32, temperature=1.0)))
+
+
+def tasks(number: int) -> list[RolloutTask]:
+    """Return tasks of the shipped ones, talked about with the user and scored by the judge."""
+    shipped = load_tasks("examples/data/tasks.jsonl")[:number]
+    return [replace(one, loop="examples.05_judge:Talk", reward=Judge("judge", RUBRIC)) for one in shipped]
+
+
+async def main(url: str) -> None:
     async with RolloutClient(url) as client:
-        await client.sleep(level=1)
-        for (question, answer), score in zip(ANSWERS, await scores(client, renderer, ANSWERS), strict=True):
-            print(f"{question} {answer}  {score:.0f}")
-        print("asleep again:", *sorted((await client.status()).asleep))
+        rollout = await client.submit(tasks(4), num_samples=2)
+        async for trajectory in rollout:
+            print(trajectory.task_id, trajectory.stop_reason, trajectory.reward, trajectory.reward_error or "")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1]))

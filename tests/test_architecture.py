@@ -199,6 +199,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
         "agentloop_servers.tls",
     },
+    "agentloop_servers.model_calls": {"agentloop.chat", "agentloop.rollout", "agentloop_servers.endpoint"},
     "agentloop_servers.placement": {
         "agentloop.api",
         "agentloop_servers.cluster",
@@ -219,6 +220,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.engine_config",
         "agentloop_servers.engines.vllm",
         "agentloop_servers.host",
+        "agentloop_servers.model_calls",
         "agentloop_servers.placement",
     },
     "agentloop_servers.engine_hosts": {

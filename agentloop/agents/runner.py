@@ -24,7 +24,7 @@ from agentloop.client.session import AgentSession, SessionEnd, describe
 from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
 from agentloop.rollout.rewards import RewardFunction, load_reward, score
 from agentloop.score import Score, resolved, score_of
-from agentloop.types import RolloutTask, Trajectory
+from agentloop.types import Judge, RolloutTask, Trajectory
 
 __all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "AgentRun", "run_agents"]
 
@@ -95,7 +95,9 @@ async def run_agents(
     `on_malformed_call` are those of its sessions.
     """
     rollout_id = rollout_id or f"r-{uuid.uuid4().hex[:16]}"
-    rewards = {task.reward: load_reward(task.reward) for task in tasks if task.reward is not None}
+    if any(isinstance(task.reward, Judge) for task in tasks):
+        raise InvalidRequest("a judge scores trajectories of workers; an agent asks it itself", param="reward")
+    rewards = {task.reward: load_reward(task.reward) for task in tasks if isinstance(task.reward, str)}
 
     def open_session(sample: _Sample) -> AgentSession:
         own = sample.task.limits
@@ -245,7 +247,7 @@ class _SampleRunner:
                 return resolved(score_of(returned), await session.trajectory()), None
             except RewardError as error:
                 return None, f"the agent's score: {error}"
-        if task.reward is None:
+        if not isinstance(task.reward, str):
             return None, None
         return await self._score(session, task, self._rewards[task.reward])
 

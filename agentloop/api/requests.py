@@ -70,6 +70,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_TASK_MESSAGES = 1024
 MAX_TASK_CONTENT_CHARS = 1 << 20
+MAX_RUBRIC_CHARS = 16_384
 MAX_TASK_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 64
 MAX_TASK_PARTS = 1024  # texts and images of one message
@@ -353,6 +354,17 @@ class LimitsBody(Body):
     on_long_tool_response: Literal["answer", "stop"] = _LIMITS.on_long_tool_response.value
 
 
+class JudgeBody(Body):
+    """A reward by another model of the service."""
+
+    model: Name
+    rubric: Annotated[str, Field(min_length=1, max_length=MAX_RUBRIC_CHARS)]
+
+
+def _reward_shape(value: Any) -> str:
+    return "~text" if isinstance(value, str) else "~judge"
+
+
 class TaskBody(SamplingOptionsBody):
     """`RolloutTask`. A line of a task file has this form too."""
 
@@ -360,7 +372,12 @@ class TaskBody(SamplingOptionsBody):
     messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_TASK_MESSAGES)
     tools: list[Name] = Field(default_factory=list, max_length=MAX_TASK_TOOLS)
     loop: ImportName = _TASK.loop
-    reward: ImportName | None = None
+    reward: (
+        Annotated[
+            Annotated[ImportName, Tag("~text")] | Annotated[JudgeBody, Tag("~judge")], Discriminator(_reward_shape)
+        ]
+        | None
+    ) = None
     reference: Json = None
     limits: LimitsBody = LimitsBody()
     stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(

@@ -18,6 +18,8 @@ from agentloop.types import KVPolicy, PauseMode
 T = TypeVar("T")
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
+TURN_REASON = "another model's turn"
+"""The reason of a sleep by which models take turns on their accelerators."""
 
 
 @dataclass(frozen=True, slots=True)

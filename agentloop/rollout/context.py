@@ -35,6 +35,7 @@ from agentloop.parsers.grammar import behind_thought
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import off_loop
 from agentloop.rollout.budget import Budget, LimitReached
+from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
 from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
@@ -83,6 +84,7 @@ class LoopContext:
         placer: ImagePlacer | None = None,
         journal: RunJournal | None = None,
         stopwatch: Stopwatch | None = None,
+        models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
         lost_before: Mapping[LossCause, int] | None = None,
         trace_of: Callable[[str], str] = lambda turn_id: "",
     ) -> None:
@@ -111,11 +113,11 @@ class LoopContext:
         self._end = TurnEnd()  # of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self._journal = journal
+        self._models = models
         self._trace_of = trace_of
         self._kept_answers: dict[str, ToolResult] = {}  # by call, of the turn that the trajectory resumes at
         self._began_at = time.perf_counter()
-        self._num_resampled_before = 0
-        self._engine_before_s = 0.0
+        self._num_resampled_before, self._engine_before_s = 0, 0.0
         self.num_resumed_turns = 0
         self.spent_before_s = 0.0  # on workers that were lost
         self._score = Score()
@@ -123,8 +125,7 @@ class LoopContext:
         self.has_lost_call = False  # a generation was begun whose tokens never came
         self._is_over = False
         self.num_tool_errors = 0
-        self.generate_s = 0.0
-        self.tool_s = 0.0
+        self.generate_s, self.tool_s = 0.0, 0.0
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -312,6 +313,10 @@ class LoopContext:
             raise LimitReached(StopReason.STALE)  # by weights that the task does not accept
         self._check_age()
         return reply
+
+    def model(self, name: str) -> OtherModel:
+        """Return another model of the service, as a user simulator or a judge. None of it is on the path."""
+        return OtherModel(name, self._models, self.trajectory_id)
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
         """Run a turn's calls side by side and observe one tool message for each, in their order.

@@ -16,6 +16,7 @@ from typing import TypeAlias, cast
 from agentloop.aio import UserTasks, in_daemon_thread
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
+from agentloop.rollout.models import ModelsPort, NoModels
 from agentloop.rollout.tool import ToolSession
 from agentloop.score import Score, resolved, score_of
 from agentloop.types import Message, RolloutTask, Trajectory
@@ -25,8 +26,9 @@ RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Sco
 
 One with a parameter named `trajectory` gets the record too, as it will be but for the score: its paths, and what
 the loop and the tools said of it. One with a parameter named `tools` gets the trajectory's tool sessions by name,
-which are closed after it. Synchronous functions run in a thread of their own, asynchronous ones on the worker's
-loop, where alone a session's coroutines may be awaited.
+which are closed after it, and one named `models` the service's other models (`agentloop/rollout/models.py`).
+Synchronous functions run in a thread of their own, asynchronous ones on the worker's loop, where alone a session's
+coroutines may be awaited.
 """
 
 _QUOTES_AND_SPACE = " \t\r\n\"'`\u201c\u201d\u2018\u2019"
@@ -95,6 +97,7 @@ async def score(
     trajectory: Trajectory,
     timeout_s: float = 10.0,
     tools: Mapping[str, ToolSession] | None = None,
+    models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
 ) -> tuple[Score | None, str | None]:
     """Run a reward function. Returns its score, `resolved`, or None and one line on what failed.
 
@@ -102,7 +105,11 @@ async def score(
     cancellation. A synchronous function that overruns is abandoned in its thread: it takes no other call's place
     and does not hold up the end of the process.
     """
-    given: dict[str, object] = {"trajectory": trajectory, "tools": {} if tools is None else tools}
+    given: dict[str, object] = {
+        "trajectory": trajectory,
+        "tools": {} if tools is None else tools,
+        "models": models,
+    }
     given = {name: value for name, value in given.items() if takes(function, name)}
     evaluation = asyncio.create_task(_evaluate(function, task, trajectory, given), name=f"reward {task.task_id}")
     try:

@@ -47,6 +47,7 @@ from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
+from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels, judge_score
 from agentloop.rollout.rewards import RewardFunction, load_reward, score, takes
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.tool import ToolSession
@@ -57,6 +58,7 @@ from agentloop.trace_context import EngineTraces, turn_context
 from agentloop.types import (
     FAILURES,
     Assignment,
+    Judge,
     KVPolicy,
     LossCause,
     OnStale,
@@ -110,6 +112,7 @@ class RunParts:
     reporter: LeaseReporter
     tally: MetricsTally = field(default_factory=MetricsTally)
     journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
+    models: ModelsPort = field(default_factory=NoModels)  # beside the policy
     newest: NewestVersion = field(default_factory=NewestVersion)
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
     rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
@@ -231,7 +234,9 @@ class TrajectoryRun:
         parts, task, assignment = self._parts, self._task, self._assignment
         try:
             self._loop = await parts.loops.get(task.loop)
-            if task.reward is not None:
+            if isinstance(task.reward, Judge):
+                self._reward_function = partial(judge_score, task.reward, parts.models)
+            elif task.reward is not None:
                 self._reward_function = await parts.rewards.get(task.reward)
             for name in task.tool_setup:
                 if name not in task.tools:
@@ -350,7 +355,10 @@ class TrajectoryRun:
                 tools = await scope.sessions()
             except AgentLoopError as error:
                 return None, str(error)
-        return await score(function, self._task, record, self._task.limits.reward_timeout_s, tools)
+        timeout_s = self._task.limits.reward_timeout_s
+        if isinstance(self._task.reward, Judge):
+            timeout_s = max(timeout_s, JUDGE_TIMEOUT_S)
+        return await score(function, self._task, record, timeout_s, tools, self._parts.models)
 
     def _final_record(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
@@ -461,6 +469,7 @@ class TrajectoryRun:
             placer=shared.placer,
             journal=self._journal,
             stopwatch=self._stopwatch,
+            models=shared.models,
             lost_before=assignment.lost_tokens,
             trace_of=partial(turn_context, shared.config.traces, trajectory_id, assignment.traceparent),
         )

@@ -30,6 +30,7 @@ from agentloop.metrics import MetricsTally
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.hand_ins import HandIns
+from agentloop.rollout.models import ModelsPort, NoModels
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import AssignedRun, RunParts, TrajectoryRun, WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
@@ -78,6 +79,7 @@ class Worker:
         host: str = "",
         tally: MetricsTally | None = None,
         parser_name: str = "",
+        models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
     ) -> None:
         """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
         `reporter` is that of the runs which `begin` makes; the worker stops it. `host` is its address.
@@ -102,6 +104,7 @@ class Worker:
             reporter=self._reporter,
             tally=MetricsTally() if tally is None else tally,
             journal=journal,
+            models=models,
         )
         self._journal = journal
         self._begin = begin or partial(TrajectoryRun, self._parts)

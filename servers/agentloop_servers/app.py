@@ -15,11 +15,12 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import ray
@@ -40,9 +41,10 @@ from agentloop.errors import Conflict, EngineLost, InvalidRequest, NotFound, err
 from agentloop.fleet.registry import FleetConfig
 from agentloop.fleet.store_follower import FollowedStore
 from agentloop.generation.image_prompts import ImagePlacer
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.metrics import MetricSample, MetricsTally
 from agentloop.plugins import resolve, resolve_extra
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
@@ -80,6 +82,7 @@ from agentloop_servers.cluster import (
 )
 from agentloop_servers.config import (
     ServiceConfig,
+    TurnSettings,
     keep_config,
     keep_tokenizer,
     located,
@@ -88,12 +91,14 @@ from agentloop_servers.config import (
 )
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import HOLDER_WAIT_S, ShardRouter, take_shard_lock
+from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.endpoint.users import ServedUsers
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engine_hosts import EngineHosts
@@ -110,11 +115,12 @@ from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits, error_response, route_of
 from agentloop_servers.ingress.admin import ModeRules
-from agentloop_servers.ingress.app import create_app
+from agentloop_servers.ingress.app import MODELS_PATH, create_app
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.metrics import engine_text
+from agentloop_servers.model_calls import ModelCalls
 from agentloop_servers.placement import on_each_node, processes, replicas_wanted, share_of_node
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
@@ -143,17 +149,25 @@ _log = structlog.get_logger("app")
 
 def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
     """Begin one of Serve's processes: without the keys, which Ray's own may have in their environment."""
-    config.keys.hide()
+    config.hide_keys()
     return begin_process(run_dir, config.log.rotation)
 
 
 class CoordinatorDeployment:
-    """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
+    """One per model: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, trust: Trust, head: str
+        self,
+        service: ServiceConfig,
+        run_dir: Path,
+        trust: Trust,
+        head: str,
+        model: str,
+        others: Sequence[ModelRun],
     ) -> None:
-        self._closing = _begin(config, run_dir)
+        """`others` are the models that `model` takes turns with, if there are any."""
+        self._closing = _begin(service, run_dir)
+        config = service.of_model(model)
         self._closing.callback((await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)).release)
         store = open_store(config, run_dir, trust.key)
         self._closing.push_async_callback(store.close)
@@ -183,6 +197,7 @@ class CoordinatorDeployment:
                 waiting=WaitingConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
                 read_users=lambda: user_table(config),
                 follows=followed_store(config, run_dir),
+                begins_asleep=service.turns is not None,
             ),
             clock=RealClock(),
             probe=clients.probe,
@@ -194,18 +209,47 @@ class CoordinatorDeployment:
         tally, gauges = self._coordinator.replicas.tally, partial(run_gauges, config, run_dir)
         tally.trace = trace
         self._closing.report("coordinator", self._coordinator.report_metrics, tally, gauges)
+        await self._serve(service, model, trust, others)
+
+    async def _serve(self, service: ServiceConfig, model: str, trust: Trust, others: Sequence[ModelRun]) -> None:
+        """Open the private port, tell where it is, and begin what follows the fleet."""
+        config = service.of_model(model)
         self._server = CoordinatorServer(self._coordinator, trust, node_address(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
-        await asyncio.to_thread(announce_coordinator, serve.get_replica_context().app_name, self._server.url)
+        app_name = serve.get_replica_context().app_name
+        await asyncio.to_thread(announce_coordinator, app_name, self._server.url, model)
         if any(entry.max_replicas is not None for entry in config.entries):
-            self._closing.callback(asyncio.create_task(self._keep_wanted(config), name="wanted").cancel)
+            self._closing.callback(asyncio.create_task(self._keep_wanted(config, model), name="wanted").cancel)
+        if others:
+            self._closing.callback(asyncio.create_task(self._take_turns(service, others), name="turns").cancel)
         freeze_gc()
 
-    async def _keep_wanted(self, config: ServiceConfig) -> None:
+    async def _take_turns(self, service: ServiceConfig, others: Sequence[ModelRun]) -> None:
+        """Have this model and the others take turns on their accelerators."""
+        clients = {other.name: coordinator_client(other.trust, model=other.name) for other in others}
+        configs = {name: service.of_model(name) for name in ("", *clients)}
+        replicas, settings = self._coordinator.replicas, cast(TurnSettings, service.turns)
+        ports = {"": (self._coordinator.status, replicas.sleep, replicas.wake)}
+        ports |= {name: (one.front.status, one.front.sleep, one.front.wake) for name, one in clients.items()}
+        turns = ModelTurns(
+            {name: TurnsModel(*port, configs[name].num_replicas) for name, port in ports.items()},
+            RealClock(),
+            min_stay_s=settings.min_stay_s,
+            max_wait_s=settings.max_wait_s,
+            start_timeout_s=max(entry.start_timeout_s for one in configs.values() for entry in one.entries),
+        )
+        try:
+            await turns.run()
+        finally:
+            await asyncio.gather(*(client.close() for client in clients.values()))
+
+    async def _keep_wanted(self, config: ServiceConfig, model: str) -> None:
         """Tell Serve how many replicas are of use, of those whose number may change."""
         app_name, told = serve.get_replica_context().app_name, dict[str, int]()
-        entries = {entry.name: engine_deployment(config, entry) for entry in config.entries if entry.max_replicas}
+        entries = {
+            entry.name: engine_deployment(config, entry, model) for entry in config.entries if entry.max_replicas
+        }
         while True:
             await asyncio.sleep(LOOK_AT_WORK_S)
             wanted = replicas_wanted(config.entries, await self._coordinator.status())
@@ -244,24 +288,26 @@ async def end_with_lease(store: TrajectoryStore) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def coordinator_client(trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S) -> CoordinatorClient:
-    """Return the coordinator of this process's application, wherever it is now."""
-    app_name = serve.get_replica_context().app_name
-    return CoordinatorClient(partial(find_coordinator, app_name), trust, command_timeout_s=command_timeout_s)
+def coordinator_client(
+    trust: Trust, command_timeout_s: float = COMMAND_TIMEOUT_S, model: str = ""
+) -> CoordinatorClient:
+    """Return the coordinator of a model of this process's application, wherever it is now."""
+    find = partial(find_coordinator, serve.get_replica_context().app_name, model)
+    return CoordinatorClient(find, trust, command_timeout_s=command_timeout_s)
 
 
 class EngineReplicaDeployment:
     """One engine and its private port; the Serve handle is never called with tokens."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, trust: Trust, entry_index: int
+        self, service: ServiceConfig, run_dir: Path, trust: Trust, entry_index: int, model: str
     ) -> None:
-        self._closing = _begin(config, run_dir)
+        self._closing, config = _begin(service, run_dir), service.of_model(model)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
         prepare_engine_network(config)
-        client = coordinator_client(trust)
+        client = coordinator_client(trust, model=model)
         self._closing.push_async_callback(client.close)
         store = followed_store(config, run_dir)
         self._replica = Replica(
@@ -291,7 +337,12 @@ class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, trust: Trust, stores_turns: bool
+        self,
+        config: ServiceConfig,
+        run_dir: Path,
+        trust: Trust,
+        stores_turns: bool,
+        others: Sequence[ModelRun],
     ) -> None:
         self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
@@ -305,10 +356,10 @@ class AgentLoopWorkerDeployment:
         home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
         journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
-        traces = engine_traces(config, run_dir)
-        limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy, traces=traces)
-        limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
+        limits = worker_config(config, engine_traces(config, run_dir))
         worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
+        models = ModelCalls({other.name: await self._calls_of(config, other, worker_id) for other in others})
+        shared: dict[str, Any] = {"tally": self._closing.tally, "parser_name": chat.name, "models": models}
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
         if settings.isolation == "process":
             images = takes_images(config)
@@ -320,8 +371,7 @@ class AgentLoopWorkerDeployment:
                 reporter,
                 journal=journal,
                 own_s=toolbox.own_s,
-                tally=self._closing.tally,
-                parser_name=chat.name,
+                **shared,
             )
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
@@ -339,14 +389,26 @@ class AgentLoopWorkerDeployment:
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
             host=node_address(config),
-            tally=self._closing.tally,
-            parser_name=chat.name,
+            **shared,
         )
         self._closing.report(f"worker-{worker_id}", client.metrics.report_metrics)
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
         freeze_gc()
+
+    async def _calls_of(self, service: ServiceConfig, other: ModelRun, worker_id: str) -> TokenCalls:
+        """Return the calls to another model."""
+        config, closing = service.of_model(other.name), self._closing
+        clients, client = EngineClients(other.trust), coordinator_client(other.trust, model=other.name)
+        closing.push_async_callback(clients.close)
+        closing.push_async_callback(client.close)
+        reporter = LeaseReporter(f"{worker_id}-{other.name}", client.workers.report_leases)
+        closing.push_async_callback(reporter.close)
+        leases = CallLeases(client.front, clients.connect, reporter)
+        closing.push_async_callback(leases.close)
+        parts = await asyncio.to_thread(session_parts, config, closing.tally)
+        return TokenCalls(parts, leases)
 
     async def check_health(self) -> None:
         if self._running.done():
@@ -364,9 +426,11 @@ class IngressDeployment:
         config: ServiceConfig,
         run_dir: Path,
         trust: Trust,
-        keys: Keys,
+        keys: Mapping[str, Keys],
+        others: Sequence[ModelRun],
         *deployed_with: DeploymentHandle,
     ) -> None:
+        """`keys` are those of each model that has its own, by name; "" is the policy, and all others."""
         self._closing = _begin(config, run_dir)
         client = coordinator_client(trust, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
@@ -375,14 +439,19 @@ class IngressDeployment:
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
         tally = self._closing.tally
-        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally)
+        timeout_s = config.updates.timeout_s + CALL_MARGIN_S
+        beside = {other: coordinator_client(other.trust, timeout_s, other.name) for other in others}
+        for its_client in beside.values():
+            self._closing.push_async_callback(its_client.close)
+        fronts = {other: its_client.front for other, its_client in beside.items()}
+        self._process = IngressProcess(config, run_dir, trust, client.front, keys=keys, tally=tally, others=fronts)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
         name = f"ingress-{self._process.number}"
         self._closing.report(
             name, client.metrics.report_metrics, gauges=partial(ingress_gauges, name, self._process)
         )
-        if (notice := keys.notice) is not None:
+        if (notice := keys[""].notice) is not None:
             _log.warning("open_admin_routes", because=notice)
         freeze_gc()
 
@@ -412,10 +481,13 @@ class IngressProcess:
         trust: Trust,
         coordinator: FrontPort,
         holder_wait_s: float = HOLDER_WAIT_S,
-        keys: Keys | None = None,
+        keys: Mapping[str, Keys] | None = None,
         tally: MetricsTally | None = None,
+        others: Mapping[ModelRun, FrontPort] = MappingProxyType({}),
     ) -> None:
-        """`keys` are digests; None: those of this process's environment. Requests are counted in `tally`."""
+        """`keys` are digests; None: those of this process's environment. Requests are counted in `tally`. `others`
+        are the models beside the policy, with their coordinators."""
+        self._others = others
         self.tally = MetricsTally() if tally is None else tally
         self._keys = keys
         self._holder_wait_s = holder_wait_s
@@ -436,37 +508,57 @@ class IngressProcess:
         shard, lock = await take_shard_lock(self._run_dir, numbers, first=first_shard)
         closing.callback(lock.release)
         self.number = shard
-        clients = EngineClients(self._trust)
-        closing.push_async_callback(clients.close)
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
-        router = ShardRouter(self._coordinator, shard, num_processes, self._holder_wait_s, trust)
         self.tally.trace = traced(config, self._run_dir, closing)
-        where = home_or(sessions_name(shard), config, self._run_dir, self._trust.key)
-        sessions, endpoint = build_endpoint(
-            config, where, self._run_dir, self._trust.key, self._coordinator, clients, router, self.tally
-        )
-        closing.push_async_callback(sessions.close)
-        await sessions.start()
-        keys = self._keys or keys_of(config)
+        all_keys = self._keys or {"": keys_of(config)}
+        policy = ModelRun("", self._run_dir, self._trust)
+        opened = await self._open(policy, self._coordinator, num_processes, trust)
+        endpoint, sessions = opened.endpoint, opened.endpoint.sessions
+        keys = all_keys[""]
         read = None if config.users is None else lambda: load_users(located(config.users or ""))
         endpoint.users = users = ServedUsers(keys, self._coordinator, read, sessions.num_of_owners)
         sessions.on_new = users.add_session
         closing.push_async_callback(users.close)
         await users.start()
-        app = build_app(config, self._run_dir, self._coordinator, clients, endpoint, keys)
+        beside, apps = dict[str, OpenedModel](), dict[str, FastAPI]()
+        for other, coordinator in self._others.items():
+            beside[other.name] = its = await self._open(other, coordinator, num_processes, trust)
+            its.endpoint.users, its.endpoint.path = users, f"{MODELS_PATH}/{other.name}"
+            apps[other.name] = its_app = its.to_app(all_keys.get(other.name, keys), {}, is_inside=True)
+            await closing.enter_async_context(its_app.router.lifespan_context(its_app))
+        endpoint.others = {name: its.endpoint for name, its in beside.items()}
+        app = opened.to_app(keys, apps)
         server = DirectServer(app, address := node_address(config), tls=config.tls_files, trust=trust)
         closing.push_async_callback(server.close)
-        name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
+        reached_at = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(int(lock.text or 0), public)
         lock.set_text(url.rpartition(":")[2])
         host_url = "" if config.cluster is None else url_of(address, config.port, config.scheme)
-        # The one process is on the public port too, where a call waits while it is started again.
-        endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
-        endpoint.public_url = None if name is None else name.rstrip("/")
-        closing.push_async_callback(router.close)
-        await router.start(url, host_url)
-        self._health_checks = [part.check_health for part in (sessions, server, router, users)]
+        for one in (opened, *beside.values()):
+            # The one process is on the public port too, where a call waits while it is started again.
+            one.endpoint.direct_url = host_url or (url if config.num_ingress > 1 else None)
+            one.endpoint.public_url = None if reached_at is None else reached_at.rstrip("/")
+            closing.push_async_callback(one.router.close)
+            await one.router.start(url, host_url)
+            self._health_checks += [one.router.check_health, one.endpoint.sessions.check_health]
+        self._health_checks += [server.check_health, users.check_health]
         self.app, self.sessions, self.direct_url = app, sessions, url
+
+    async def _open(
+        self, model: ModelRun, coordinator: FrontPort, num_processes: int | None, trust: Trust | None
+    ) -> OpenedModel:
+        """Open a model's endpoint, with the sessions that this process has of it."""
+        config, closing = self._config.of_model(model.name), self._closing
+        clients = EngineClients(model.trust)
+        closing.push_async_callback(clients.close)
+        router = ShardRouter(coordinator, self.number, num_processes, self._holder_wait_s, trust)
+        where = home_or(sessions_name(self.number), config, model.run_dir, model.trust.key)
+        sessions, endpoint = build_endpoint(
+            config, where, model.run_dir, model.trust.key, coordinator, clients, router, self.tally
+        )
+        closing.push_async_callback(sessions.close)
+        await sessions.start()
+        return OpenedModel(config, model.run_dir, coordinator, clients, endpoint, router)
 
     async def _numbers(self) -> tuple[int, ...]:
         """The processes that may be this one: those of this host."""
@@ -502,6 +594,18 @@ def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
     return EngineTraces(run_dir.name, asked.sample) if asked is not None and asked.engine else None
 
 
+def worker_config(config: ServiceConfig, traces: EngineTraces | None) -> WorkerConfig:
+    """Return the bounds of a worker."""
+    settings = config.workers
+    return WorkerConfig(
+        capacity=settings.num_at_once,
+        turn_timeout_s=settings.turn_timeout_s,
+        max_standstill_s=settings.max_standstill_s,
+        kv_policy=config.kv_policy,
+        traces=traces,
+    )
+
+
 def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None:
     """Return the store of versions that the service follows, if it does. Raises InvalidRequest."""
     if (given := config.weights) is None:
@@ -513,6 +617,23 @@ def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None
     return FollowedStore(source, made.latest, made.located, given.poll_s)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model as an ingress process serves it."""
+
+    config: ServiceConfig
+    run_dir: Path
+    coordinator: FrontPort
+    clients: EngineClients
+    endpoint: Endpoint
+    router: ShardRouter
+
+    def to_app(self, keys: Keys, others: Mapping[str, FastAPI], *, is_inside: bool = False) -> FastAPI:
+        """Return its HTTP app. Raises InvalidRequest without the keys that its host asks for."""
+        made = self.config, self.run_dir, self.coordinator, self.clients, self.endpoint
+        return build_app(*made, keys, others, is_inside=is_inside)
+
+
 def build_app(
     config: ServiceConfig,
     run_dir: Path,
@@ -520,6 +641,9 @@ def build_app(
     clients: EngineClients,
     endpoint: Endpoint,
     keys: Keys,
+    others: Mapping[str, FastAPI] = MappingProxyType({}),
+    *,
+    is_inside: bool = False,
 ) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
     keys.check_bind(config.host)
@@ -537,6 +661,8 @@ def build_app(
         nodes_without=None if config.cluster is None else nodes_without,
         model=config.model_path(),
         labels=TokenLabels(located(config.model), run_dir),
+        others=others,
+        is_inside=is_inside,
     )
 
 
@@ -562,6 +688,29 @@ def run_gauges(config: ServiceConfig, run_dir: Path) -> tuple[MetricSample, ...]
     )
 
 
+def session_parts(
+    config: ServiceConfig,
+    tally: MetricsTally,
+    traces: EngineTraces | None = None,
+    keep_image_files: Callable[[tuple[Image, ...]], Awaitable[None]] | None = None,
+) -> SessionParts:
+    """Return what the chat calls of a process share. It loads the model's chat format."""
+    facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
+    return SessionParts(
+        renderer=chat.renderer,
+        reader=TurnReader(chat.renderer, chat.parser, chat.name),
+        parser=chat.parser,
+        kv_policy=config.kv_policy,
+        max_context_tokens=facts.max_context_tokens,
+        vocab_size=facts.vocab_size,
+        can_constrain=can_constrain(config),
+        tally=tally,
+        placer=ImagePlacer(takes_images=takes_images(config)),
+        keep_image_files=keep_image_files,
+        traces=traces,
+    )
+
+
 def build_endpoint(
     config: ServiceConfig,
     where: Path | Home,
@@ -574,24 +723,9 @@ def build_endpoint(
 ) -> tuple[Sessions, Endpoint]:
     """The chat endpoint of one ingress process, and its sessions, not started."""
     facts, settings = model_sizes(config), config.endpoint
-    chat = load_chat_format(config.model_path(), config.chat)
-    parts = SessionParts(
-        renderer=chat.renderer,
-        reader=TurnReader(chat.renderer, chat.parser, chat.name),
-        parser=chat.parser,
-        kv_policy=config.kv_policy,
-        max_context_tokens=facts.max_context_tokens,
-        vocab_size=facts.vocab_size,
-        can_constrain=can_constrain(config),
-        tally=MetricsTally() if tally is None else tally,
-        placer=ImagePlacer(takes_images=takes_images(config)),
-        keep_image_files=(
-            ImageFiles(run_dir / IMAGES_FOLDER).keep
-            if config.cluster is None and config.store is None
-            else coordinator.keep_images
-        ),
-        traces=engine_traces(config, run_dir),
-    )
+    keeps_images = config.cluster is None and config.store is None
+    keep = ImageFiles(run_dir / IMAGES_FOLDER).keep if keeps_images else coordinator.keep_images
+    parts = session_parts(config, MetricsTally() if tally is None else tally, engine_traces(config, run_dir), keep)
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
         max_resident_bytes=settings.max_resident_mib << 20,
@@ -609,8 +743,8 @@ def build_endpoint(
     )
     endpoint = Endpoint(
         sessions=sessions,
-        renderer=chat.renderer,
-        parser=chat.parser,
+        renderer=parts.renderer,
+        parser=parts.parser,
         model_name=config.served_name,
         max_model_len=facts.max_context_tokens,
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
@@ -662,35 +796,25 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     if keys.notice is not None:
         _log.warning("open_admin_routes", because=keys.notice)
     check_trust(config, keys)
-    weight_config(config)
     if config.tls is not None:
         config.tls.check()
     check_certificates(config)
-    load_chat_format(config.model_path(), config.chat)
-    for entry in config.entries:
-        check_entry(config, entry)
+    configs = {name: config.of_model(name) for name in ("", *(one.name for one in config.models))}
+    for one in configs.values():
+        check_model(one)
+    if config.served_name in configs:
+        raise InvalidRequest(f"two models are called {config.served_name!r}", param="models")
     check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
-    where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
-    common = (*where, trust)
+    dirs = {name: run_dir / "models" / f"{run_dir.name}.{name}" for name in configs if name}
+    others = [ModelRun(name, path, begun_run(configs[name], path)) for name, path in dirs.items()]
     stored, head = store_elsewhere(config, run_dir), where_the_run_is(config, node_address, config)
-    coordinator = processes(
-        CoordinatorDeployment,
-        COORDINATOR_NAME,
-        actor=coordinator_place(config),
-        health_check_period_s=1.0,  # all wait for it
-        stays_s=COORDINATOR_STAYS_S,
-    ).bind(stored, run_dir, trust, head)
-    engines = [
-        processes(
-            EngineReplicaDeployment,
-            engine_deployment(config, entry),
-            actor=engine_actor_options(config, entry),
-            placement=engine_placement(config, entry),
-            ends_within_s=10.0 if entry.max_replicas is None else ENDS_TURNS_WITHIN_S,
-        ).bind(*common, index)
-        for index, entry in enumerate(config.entries)
+    deployed = [
+        one
+        for model in (ModelRun("", run_dir, trust), *others)
+        for one in model_processes(stored, configs[model.name], model, head, () if model.name else others)
     ]
+    where = (config.model_copy(update={"store": None}), run_dir)  # no password where users' code may run
     workers = processes(
         AgentLoopWorkerDeployment,
         "AgentLoopWorker",
@@ -703,9 +827,53 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         placement=on_each_node(config, config.num_ingress),
         max_ongoing_requests=10_000,
     )
+    of_workers = [replace(other, trust=other.trust.of_workers) for other in others]
+    own_keys = {one.name: keys_of(configs[one.name]) for one in config.models if one.keys is not None}
     # Serve deploys what the ingress is bound to: the others are named here for that reason alone.
-    others = (coordinator, *engines, workers.bind(*where, trust.of_workers, config.store is not None))
-    return ingress.bind(stored, run_dir, trust, keys, *others)
+    deployed.append(workers.bind(*where, trust.of_workers, config.store is not None, of_workers))
+    return ingress.bind(stored, run_dir, trust, {"": keys, **own_keys}, others, *deployed)
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """A model of the service and its run, as processes know it: "" is the policy."""
+
+    name: str
+    run_dir: Path
+    trust: Trust
+
+
+def model_processes(
+    service: ServiceConfig, config: ServiceConfig, model: ModelRun, head: str, others: Sequence[ModelRun]
+) -> list[serve.Application]:
+    """Return the coordinator of a model, and its engine replicas. `service` has the store; `others` take turns."""
+    stateless = service.model_copy(update={"store": None})
+    coordinator = processes(
+        CoordinatorDeployment,
+        of_model(COORDINATOR_NAME, model.name),
+        actor=coordinator_place(config),
+        health_check_period_s=1.0,  # all wait for it
+        stays_s=COORDINATOR_STAYS_S,
+    ).bind(service, model.run_dir, model.trust, head, model.name, others if service.turns is not None else ())
+    engines = [
+        processes(
+            EngineReplicaDeployment,
+            engine_deployment(config, entry, model.name),
+            actor=engine_actor_options(config, entry),
+            placement=engine_placement(config, entry),
+            ends_within_s=10.0 if entry.max_replicas is None else ENDS_TURNS_WITHIN_S,
+        ).bind(stateless, model.run_dir, model.trust, index, model.name)
+        for index, entry in enumerate(config.entries)
+    ]
+    return [coordinator, *engines]
+
+
+def check_model(config: ServiceConfig) -> None:
+    """Raise InvalidRequest, and what `load_chat_format` raises, for a model that cannot be served as it should."""
+    weight_config(config)
+    load_chat_format(config.model_path(), config.chat)
+    for entry in config.entries:
+        check_entry(config, entry)
 
 
 def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
@@ -729,9 +897,14 @@ def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     return trust
 
 
-def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
+def engine_deployment(config: ServiceConfig, entry: EngineEntry, model: str = "") -> str:
     """Return the name of the deployment of an entry's replicas."""
-    return ENGINE_NAME if config.engines is None else f"{ENGINE_NAME}-{entry.name}"
+    return of_model(ENGINE_NAME if config.engines is None else f"{ENGINE_NAME}-{entry.name}", model)
+
+
+def of_model(name: str, model: str) -> str:
+    """Return the name of a deployment of a model."""
+    return f"{name}@{model}" if model else name
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
@@ -748,10 +921,12 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
 
 def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
     """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
+    configs = {name: config.of_model(name) for name in ("", *(one.name for one in config.models))}
     for name, option in (("GPU", "device"), ("CPU", "num_cpus")):
         asked = {
-            entry.name: (entry.replicas * entry.hosts, engine_bundle(config, entry).get(name, 0.0))
-            for entry in config.entries
+            of_model(entry.name, model): (entry.replicas * entry.hosts, engine_bundle(one, entry).get(name, 0.0))
+            for model, one in configs.items()
+            for entry in one.entries
         }
         total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
         if total > there:

@@ -214,9 +214,10 @@ def check_certificates(config: ServiceConfig) -> None:
         files.client()
 
 
-def announce_coordinator(app_name: str, url: str) -> None:
-    """Keep the coordinator's URL in Ray's key-value store, where every process of the application finds it."""
-    _announce(_key(app_name), url)
+def announce_coordinator(app_name: str, url: str, model: str = "") -> None:
+    """Keep the URL of a model's coordinator in Ray's key-value store, where every process of the application finds
+    it; "" is the policy."""
+    _announce(_key(app_name, model), url)
 
 
 def announce_wanted(app_name: str, deployment: str, num: int) -> None:
@@ -230,15 +231,15 @@ def find_wanted(app_name: str, deployment: str) -> int | None:
     return int(found) if found else None
 
 
-async def find_coordinator(app_name: str) -> str:
-    """Return the coordinator's URL once it listens there: a new coordinator announces another one.
+async def find_coordinator(app_name: str, model: str = "") -> str:
+    """Return the URL of a model's coordinator once it listens there: a new coordinator announces another one.
 
     A Serve handle would say it too, but its answer to a host that has vanished blocks the coordinator's event loop
     for a minute. Raises ServiceUnavailable if Ray does not answer.
     """
     while True:
         try:
-            found = await asyncio.to_thread(_internal_kv_get, _key(app_name), namespace=_KV_NAMESPACE)
+            found = await asyncio.to_thread(_internal_kv_get, _key(app_name, model), namespace=_KV_NAMESPACE)
         except Exception as error:  # Ray's are plain ones
             raise ServiceUnavailable(f"Ray does not say where the coordinator is: {error_line(error)}") from error
         if found and await _listens(url := str(found, "ascii")):
@@ -250,8 +251,8 @@ def _announce(key: bytes, value: str) -> None:
     _internal_kv_put(key, value.encode(), overwrite=True, namespace=_KV_NAMESPACE)
 
 
-def _key(app_name: str) -> bytes:
-    return f"coordinator of {app_name}".encode()
+def _key(app_name: str, model: str) -> bytes:
+    return f"coordinator of {app_name} {model}".rstrip().encode()
 
 
 def _wanted_key(app_name: str, deployment: str) -> bytes:

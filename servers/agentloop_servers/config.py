@@ -336,8 +336,8 @@ class ClusterSettings(_Strict):
         return None if given is None else str(ipaddress.ip_network(given))
 
 
-class ServiceConfig(_Strict):
-    """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
+class ModelConfig(_Strict):
+    """A model and its engines: the policy's part of a service, and an entry of its `models`."""
 
     mode: Mode = Mode.STANDALONE
     """The owner of the accelerators and the source of weights: `standalone`, `hybrid`, `colocated` or `debug`."""
@@ -353,12 +353,6 @@ class ServiceConfig(_Strict):
     """Kinds of replicas, in place of `engine` and `replicas`."""
     chat: ChatSettings = ChatSettings()
     """The model's chat format."""
-    workers: WorkerSettings = WorkerSettings()
-    """The agent-loop workers."""
-    ingress_replicas: Annotated[int, Field(ge=1)] | None = None
-    """Ingress processes, each with its share of the sessions; left out: what the run began with."""
-    endpoint: EndpointSettings = EndpointSettings()
-    """The chat endpoint."""
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     """What an update does to older KV: `keep`, `fresh` or `recompute`."""
     updates: UpdateSettings = UpdateSettings()
@@ -367,54 +361,10 @@ class ServiceConfig(_Strict):
     """A store of published versions to follow; needs the extra `store`."""
     balancer: BalancerSettings = BalancerSettings()
     """What begins, and where."""
-    cluster: ClusterSettings | None = None
-    """The nodes of a Ray cluster; on one node nothing of it counts."""
-    host: str = "127.0.0.1"
-    """The address of the public port; beyond loopback keys are required."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """The public port; 0: a free one, on a Ray of its own."""
-    public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
-    """The URL by which others reach the service, as behind a proxy; left out: by `host` and `port`."""
-    tls: TlsSettings | None = None
-    """The certificate of the public port."""
     weight_roots: list[str] = []
     """Directories that weights may be loaded from; the model's parent always may."""
-    image_roots: list[str] = []
-    """Folders whose images a task may show; left out: images come as data URLs only."""
-    keys: KeysConfig = KeysConfig()
-    """The environment variables of the keys."""
-    log: LogSettings = LogSettings()
-    """The run's log."""
-    tracing: TracingSettings | None = None
-    """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
-    metrics: MetricsSettings = MetricsSettings()
-    """The metrics of `GET /metrics`."""
-    run_dir: str | None = None
-    """The run's directory; left out: a new one under `runs`."""
-    keep_tokenizer: bool = False
-    """Keep a copy of the tokenizer in the run's directory, for the viewer once the model's folder is gone."""
-    store: Annotated[SecretStr | None, Field(exclude=True)] = None
-    """A database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite
-    and files in the run directory."""
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0
     """The time that new requests wait for a resume; then they get 503."""
-    max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
-    """Trajectories that wait; a submit beyond it gets 429."""
-    max_queued_mib: Annotated[int, Field(ge=1)] = 1024
-    """Tasks with unfinished samples, in memory; a submit beyond it gets 429."""
-    retention: RetentionSettings = RetentionSettings()
-    """Records that are deleted."""
-    users: str | None = None
-    """A file of users with keys and limits, in place of `keys`."""
-    min_free_mib: Annotated[int, Field(ge=0)] = 256
-    """Free space on the run's disk, below which nothing new is accepted."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_removed(cls, given: object) -> object:
-        for place, _ in _removed_keys(given):
-            raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
-        return given
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
@@ -439,6 +389,126 @@ class ServiceConfig(_Strict):
         if self.engines is not None:
             return tuple(self.engines)
         return (EngineEntry.model_validate({**self.engine.model_dump(), "replicas": self.replicas}),)
+
+    @property
+    def allows_push(self) -> bool:
+        """Tell if a trainer may push tensors."""
+        return self.mode in (Mode.STANDALONE, Mode.HYBRID)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Tell if the fleet can give its memory back."""
+        return self.mode in (Mode.HYBRID, Mode.COLOCATED)
+
+
+class NamedModel(ModelConfig):
+    """A model beside the policy, as a judge, a teacher or a user simulator. See docs/models.md."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+    """The name by which calls pick it; its own routes are below `/models/NAME`."""
+    mode: Mode = Mode.DEBUG
+    """The source of its weights, as of the policy; `debug` and `colocated` keep those of the folder."""
+    keys: KeysConfig | None = None
+    """The environment variables of its own keys; left out: the service's keys open it."""
+
+
+class TurnSettings(_Strict):
+    """Models that share their accelerators: one is awake at a time, and a call to another one wakes it."""
+
+    min_stay_s: Annotated[float, Field(ge=0)] = 10.0
+    """The least time that a model is awake, while it has work."""
+    max_wait_s: Annotated[float, Field(gt=0)] = 60.0
+    """The time after which a model that calls wait for gets its turn, though the other one has work."""
+
+
+class ServiceConfig(ModelConfig):
+    """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
+
+    models: list[NamedModel] = []
+    """Models beside the policy, each with engines, weights and records of its own."""
+    turns: TurnSettings | None = None
+    """How all models take turns on their accelerators; left out: all are awake."""
+    workers: WorkerSettings = WorkerSettings()
+    """The agent-loop workers."""
+    ingress_replicas: Annotated[int, Field(ge=1)] | None = None
+    """Ingress processes, each with its share of the sessions; left out: what the run began with."""
+    endpoint: EndpointSettings = EndpointSettings()
+    """The chat endpoint."""
+    cluster: ClusterSettings | None = None
+    """The nodes of a Ray cluster; on one node nothing of it counts."""
+    host: str = "127.0.0.1"
+    """The address of the public port; beyond loopback keys are required."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The public port; 0: a free one, on a Ray of its own."""
+    public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
+    """The URL by which others reach the service, as behind a proxy; left out: by `host` and `port`."""
+    tls: TlsSettings | None = None
+    """The certificate of the public port."""
+    image_roots: list[str] = []
+    """Folders whose images a task may show; left out: images come as data URLs only."""
+    keys: KeysConfig = KeysConfig()
+    """The environment variables of the keys."""
+    log: LogSettings = LogSettings()
+    """The run's log."""
+    tracing: TracingSettings | None = None
+    """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The metrics of `GET /metrics`."""
+    run_dir: str | None = None
+    """The run's directory; left out: a new one under `runs`."""
+    keep_tokenizer: bool = False
+    """Keep a copy of the tokenizer in the run's directory, for the viewer once the model's folder is gone."""
+    store: Annotated[SecretStr | None, Field(exclude=True)] = None
+    """A database for records, sessions and turn journals, `postgresql://USER@HOST:PORT/DATABASE`; left out: SQLite
+    and files in the run directory."""
+    max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
+    """Trajectories that wait; a submit beyond it gets 429."""
+    max_queued_mib: Annotated[int, Field(ge=1)] = 1024
+    """Tasks with unfinished samples, in memory; a submit beyond it gets 429."""
+    retention: RetentionSettings = RetentionSettings()
+    """Records that are deleted."""
+    users: str | None = None
+    """A file of users with keys and limits, in place of `keys`."""
+    min_free_mib: Annotated[int, Field(ge=0)] = 256
+    """Free space on the run's disk, below which nothing new is accepted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_removed(cls, given: object) -> object:
+        for place, _ in _removed_keys(given):
+            raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
+        return given
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        names = [one.name for one in self.models]
+        if len({*names, "default"}) <= len(names):
+            raise ValueError(f"models: names are unique, and not 'default': {', '.join(names)}")
+        if self.models and self.cluster is not None:
+            raise ValueError("models beside the policy run on one host: give `cluster` or `models`")
+        are_able = self.models and self.can_sleep and all(one.can_sleep for one in self.models)
+        if self.turns is not None and not are_able:
+            raise ValueError("turns are of several models in modes hybrid or colocated, which can sleep")
+        return self
+
+    def of_model(self, name: str) -> ServiceConfig:
+        """Return the config of a model beside the policy, as that of a service of its own; "" is the policy."""
+        if not name:
+            return self
+        found = next(one for one in self.models if one.name == name)
+        endpoint = self.endpoint.model_copy(update={"model_name": name})
+        update = {field: getattr(found, field) for field in ModelConfig.model_fields}
+        update |= {"models": [], "turns": None, "endpoint": endpoint}
+        if found.keys is not None:
+            update |= {"keys": found.keys, "users": None}
+        return self.model_copy(update=update)
+
+    def hide_keys(self) -> dict[str, str]:
+        """Take all keys out of this process's environment; return them."""
+        hidden = self.keys.hide()
+        for one in self.models:
+            hidden |= {} if one.keys is None else one.keys.hide()
+        return hidden
 
     @property
     def served_name(self) -> str:
@@ -476,11 +546,6 @@ class ServiceConfig(_Strict):
         return "http" if self.tls is None else "https"
 
     @property
-    def allows_push(self) -> bool:
-        """Tell if a trainer may push tensors."""
-        return self.mode in (Mode.STANDALONE, Mode.HYBRID)
-
-    @property
     def allows_weights(self) -> bool:
         """Tell if served weights may change at all: a directory, an adapter, or a push where that is allowed."""
         return self.mode is not Mode.COLOCATED
@@ -489,11 +554,6 @@ class ServiceConfig(_Strict):
     def allows_adapters(self) -> bool:
         """Tell if a LoRA adapter may be served."""
         return self.allows_weights and self.entries[0].lora_rank is not None
-
-    @property
-    def can_sleep(self) -> bool:
-        """Tell if the fleet can give its memory back."""
-        return self.mode in (Mode.HYBRID, Mode.COLOCATED)
 
     @property
     def awaits_weights(self) -> bool:

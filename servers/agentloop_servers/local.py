@@ -84,7 +84,7 @@ async def running_service(
     try:
         app = application(config, run_dir)
         begin()
-        hidden = config.keys.hide()  # before anything is started; the application has their digests
+        hidden = config.hide_keys()  # before anything is started; the application has their digests
         if config.users is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
         if address is None:

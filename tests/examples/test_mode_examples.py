@@ -7,7 +7,6 @@ import importlib
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
 from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.transfer.adapters import POLICY, shipped_policy
@@ -40,22 +39,6 @@ async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsy
         for replica in report.replicas:
             assert (replica.held_in, replica.transport, replica.error) == (held_in, "shm", None)
             assert replica.num_bytes >= num_bytes
-
-
-async def test_the_judge_example_sleeps_again_after_it_has_scored(tmp_path, capsys):
-    example = importlib.import_module("examples.05_judge")
-    async with (
-        whole_service(simulated_config(mode="colocated", engine=SHORT), tmp_path) as url,
-        RolloutClient(url) as client,
-    ):
-        await example.main(url, str(POLICY))
-        status = await client.status()
-        assert set(status.asleep) == set(MemoryTag)
-        await client.wake()
-        assert (await client.status()).is_ready
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("What is 2 + 3?") for line in lines) == 2
-    assert lines.count("asleep again: kv_cache weights") == 1
 
 
 async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path):

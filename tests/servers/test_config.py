@@ -108,7 +108,8 @@ def test_the_modes_of_the_shipped_configs():
         "standalone": Mode.STANDALONE,
         "moe": Mode.STANDALONE,
         "hybrid": Mode.HYBRID,
-        "judge": Mode.COLOCATED,
+        "judge": Mode.HYBRID,
+        "three": Mode.DEBUG,
         "mixed": Mode.STANDALONE,
         "sglang": Mode.STANDALONE,
     }

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import NamedModel, ServiceConfig
 from agentloop_servers.engine_config import EngineConfig, EngineEntry
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -31,7 +31,8 @@ def _nested(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
     for name, field in model.model_fields.items():
         for inner in _models_in(field.annotation):
             yield f"{prefix}{name}", inner
-            yield from _nested(inner, f"{prefix}{name}.")
+            if inner is not NamedModel:
+                yield from _nested(inner, f"{prefix}{name}.")
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -48,6 +49,9 @@ def _section(path: str, model: type[BaseModel]) -> str:
     if model is EngineEntry:
         about.append("Beside these, every key of `engine`.")
         fields = {name: field for name, field in fields.items() if name not in EngineConfig.model_fields}
+    if model is NamedModel:
+        about.append("Beside these, every key that the service has down to `max_pause_s`.")
+        fields = {name: field for name, field in fields.items() if name in model.__annotations__}
     rows = [f"| `{name}` | {_default(field)} | {field.description} |" for name, field in fields.items()]
     return "\n".join([title, "", " ".join(about), "", "| key | default | meaning |", "|---|---|---|", *rows, ""])
 

@@ -30,7 +30,7 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
-from agentloop.fleet.desired_state import FleetWeights, StandingOrders
+from agentloop.fleet.desired_state import TURN_REASON, FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
 from agentloop.fleet.store_follower import FollowedStore, StoreFollower
 from agentloop.images import Image
@@ -99,6 +99,8 @@ class Coordinator:
         """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
         weights = await self._store.saved_state(FLEET_WEIGHTS, FleetWeights)
         orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
+        if orders is None and self._config.begins_asleep:  # its replicas wait for its first turn
+            orders = StandingOrders().put_to_sleep(1, TURN_REASON, time.time())
         self._saved_reports = await self._store.saved_state(UPDATES, tuple[UpdateReport, ...]) or ()
         self.replicas.sync.restore(weights, orders, self._saved_reports)
         self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))

@@ -55,6 +55,7 @@ class CoordinatorConfig:
 
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
     initial_weights: WeightUpdate | None = None  # that engines load at their start, under their own version
+    begins_asleep: bool = False  # a new run: its models start one after the other
     max_queued_trajectories: int = 100_000
     max_queued_bytes: int = 1 << 30  # of unfinished tasks, images too
     max_attempts: int = 3  # of one trajectory, over lost workers

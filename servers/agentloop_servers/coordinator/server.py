@@ -87,7 +87,7 @@ class CoordinatorServer(PrivateServer):
             *(rollouts, rollouts, rollouts),
             coordinator,
         )
-        for_workers = calls_of(WorkerPort) | calls_of(MetricsPort)
+        for_workers = calls_of(WorkerPort) | calls_of(LeasePort) | calls_of(MetricsPort)
         calls = calls_of(ReplicaPort) | for_workers | calls_of(FrontPort)
         routes = []
         for name, call in calls.items():

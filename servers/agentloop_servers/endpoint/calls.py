@@ -212,11 +212,11 @@ async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -
 
 
 def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
-    """Check that a model is served; in a session any name will do. Raises ModelNotFound.
+    """Check that a model is served; in a session any name but another model's is the session's.
 
-    Agents have model names of their own.
+    Agents have model names of their own. Raises as `Endpoint.check_model`.
     """
-    if body_session_id is None and not names_session(request):
+    if name in endpoint.others or (body_session_id is None and not names_session(request)):
         endpoint.check_model(name)
 
 

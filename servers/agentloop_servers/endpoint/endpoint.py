@@ -6,7 +6,7 @@ Ownership: sessions belong to `registry.py`, conversations to `agentloop/session
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +24,14 @@ DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""
 
 MAX_ADAPTERS = 64
+
+
+class ServedBeside(Exception):
+    """The call is for another model of the service, whose app answers it: `ingress/app.py`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Endpoint:
     created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
     unix_time: Callable[[], float] = time.time
     shards: ShardRouter | None = None  # to the endpoint's other processes, if there are any
+    path: str = ""  # below which its routes are, within the service
     public_url: str | None = None  # as others reach the service; None: the address that a connection came in on
     direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
@@ -58,6 +67,7 @@ class Endpoint:
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
+    others: Mapping[str, Endpoint] = field(default_factory=dict)  # of the models beside this one, by name
     num_open_calls: int = field(default=0, init=False)
 
     @property
@@ -82,11 +92,12 @@ class Endpoint:
             return None
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFound for a name that this service does not serve."""
+        """Raises ModelNotFound for a name that is not served, and ServedBeside for another model's."""
+        if name in self.others:
+            raise ServedBeside(name)
         if name not in (self.model_name, DEFAULT_MODEL) and name not in self.adapters:
-            raise ModelNotFound(
-                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}", param="model"
-            )
+            names = ", ".join(map(repr, (self.model_name, *self.adapters, *self.others)))
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist; there is {names}", param="model")
 
     def name_adapter(self, name: str) -> None:
         """Accept an adapter's name for the policy, too; beyond `MAX_ADAPTERS` the oldest is dropped."""

@@ -350,15 +350,17 @@ class CallRoutes:
     # --- models and tokens ---
 
     async def models(self) -> Response:
-        """The one model that is served, under its name and those of adapters that were loaded into it."""
-        names = (self._endpoint.model_name, *self._endpoint.adapters)
-        version = await self._endpoint.weight_version()
-        return json_response({"object": "list", "data": [self._model(name, version) for name in names]})
+        """The models that are served: the policy under its name and those of adapters, and the others."""
+        shown = []
+        for endpoint in (self._endpoint, *self._endpoint.others.values()):
+            version = await endpoint.weight_version()
+            shown += [_shown_model(endpoint, name, version) for name in (endpoint.model_name, *endpoint.adapters)]
+        return json_response({"object": "list", "data": shown})
 
     async def model(self, request: Request, model: str) -> Response:
         """The model, by its name or as `default`; in a session by any name."""
         check_model(request, self._endpoint, model)
-        return json_response(self._model(model, await self._endpoint.weight_version()))
+        return json_response(_shown_model(self._endpoint, model, await self._endpoint.weight_version()))
 
     async def tokenize(self, request: Request, body: Tokenize) -> Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
@@ -386,16 +388,16 @@ class CallRoutes:
         messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
         return renderer.render(messages, tools, template_kwargs(body, self._endpoint.chat_model.template_arguments))
 
-    def _model(self, name: str, weight_version: int | None) -> dict[str, Any]:
-        endpoint = self._endpoint
-        return {
-            "id": name,
-            "object": "model",
-            "created": endpoint.created_at,
-            "owned_by": "agentloop",
-            "max_model_len": endpoint.max_model_len,
-            "weight_version": weight_version,
-        }
+
+def _shown_model(endpoint: Endpoint, name: str, weight_version: int | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": endpoint.created_at,
+        "owned_by": "agentloop",
+        "max_model_len": endpoint.max_model_len,
+        "weight_version": weight_version,
+    }
 
 
 def error_event(error: AgentLoopError) -> bytes:

@@ -116,7 +116,7 @@ class SessionRoutes:
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys
         request.scope["state"]["session_id"] = session_id
-        path, (host, port) = f"/sessions/{session_id}/v1", request.scope["server"]
+        path, (host, port) = f"{endpoint.path}/sessions/{session_id}/v1", request.scope["server"]
         created = NewSessionAnswer(
             session_id=session_id,
             base_url=f"{endpoint.public_url or url_of(host, port, request.url.scheme)}{path}",

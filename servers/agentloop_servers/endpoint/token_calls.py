@@ -80,7 +80,7 @@ class TokenCalls:
         switches: Sequence[AbortSwitch] = (),
         show: Show | None = None,
     ) -> list[Reply]:
-        """Sample all choices of a raw prompt side by side: all of them or none.
+        """Sample all choices of a raw prompt, or a conversation, side by side: all of them or none.
 
         A choice with a switch may be ended early. With `show` the choices are streamed. Raises
         ContextLengthExceeded and InvalidRequest (naming `prompt_param`), Overloaded, DeadlineExceeded and what the
@@ -134,7 +134,8 @@ class TokenCalls:
             keeps_kv=keeps_kv,
             traceparent=chat_call.traceparent,
         )
-        whole = TurnRequest(request, Reading((), 0, reads_calls=False, reads_thoughts=False), chat_call.stop)
+        reading = Reading((), 0, reads_calls=False, reads_thoughts=chat_call.prompt_ids is None)
+        whole = TurnRequest(request, reading, chat_call.stop)
         choices = [
             replace(whole, choice_index=index, switch=switches[index] if switches else None)
             for index in range(chat_call.num_choices)

@@ -306,8 +306,10 @@ def authenticate(
     Raises Unauthorized without one, and Forbidden for an agent's key unless the route `takes_agents`."""
 
     async def check(request: Request) -> None:
-        credential = credential_of(request)
-        if credential is not None and credential.startswith(_SESSION_KEY_PREFIXES):
+        credential, passed_on = credential_of(request), request.scope["state"].get("passed_on")
+        if passed_on is not None:
+            caller = passed_on
+        elif credential is not None and credential.startswith(_SESSION_KEY_PREFIXES):
             key = opened_by(credential)
             if key is None:  # where no keys are asked for, too: its calls would land in other sessions
                 raise Unauthorized("this session key is none of this service")

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from agentloop.api.coordinator import FrontPort
 from agentloop.engine import TokenEngine
@@ -23,11 +24,11 @@ from agentloop.generation.leases import LeaseConfig, LeaseReporter
 from agentloop.metrics import MetricsTally
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import routes_calls, routes_sessions
-from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.endpoint import Endpoint, ServedBeside
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, caller_of
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
@@ -37,6 +38,9 @@ from agentloop_servers.ingress.sglang_control import SglangControlRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 from agentloop_servers.viewer.app import viewer_routers
 from agentloop_servers.viewer.records import TokenLabels
+
+MODELS_PATH = "/models"
+"""Below it are the models beside the policy, each with all routes of its own."""
 
 _ABOUT: dict[str, Any] = {
     "title": "agentloop",
@@ -62,6 +66,8 @@ def create_app(
     nodes_without: Callable[[str], tuple[str, ...]] | None = None,
     labels: TokenLabels = TokenLabels(None),  # noqa: B008 - it has none
     model: Path = Path(),
+    others: Mapping[str, FastAPI] = MappingProxyType({}),
+    is_inside: bool = False,
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
@@ -72,6 +78,9 @@ def create_app(
     `labels` are the viewer's; `model` has the weights that engines begin with. With an `endpoint`, agents are
     served and recorded too, and trainers that speak to vLLM's or SGLang's server; its sessions are the caller's to
     start and close, and their parts have the tally.
+
+    `others` are the apps of models beside this one, each below `/models/NAME`; calls that name one go there. Such
+    an app `is_inside` this one, behind its guard, and its lifespan is the caller's to enter.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -81,7 +90,7 @@ def create_app(
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
     images, sglang = tuple(image_roots), _sglang_calls(endpoint, leases)
     rollouts = RolloutRoutes(
-        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang
+        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang, others
     )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without, model)
 
@@ -93,19 +102,28 @@ def create_app(
         if endpoint is None:
             await reporter.close()
 
-    local_only, turns, scopes = keys.is_open, keys.turn_user, dict[int, Scope]()
-    guard = Middleware(
-        HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=scopes
-    )
-    app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=[guard])
-    app.state.in_flight = scopes
-    add_error_handlers(app, limits)
+    app = _empty_app(keys, limits, tally, lifespan, is_inside=is_inside)
     if endpoint is not None and sglang is not None:
-        _include_endpoint(app, endpoint, keys, sglang, coordinator, admin)
+        _include_endpoint(app, endpoint, keys, sglang, coordinator, admin, others)
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
     for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
         app.include_router(router)
     describe(app)
+    return app
+
+
+def _empty_app(
+    keys: Keys, limits: HttpLimits, tally: MetricsTally, lifespan: Callable[[FastAPI], Any], *, is_inside: bool
+) -> FastAPI:
+    """Make an app without routes, behind the guard unless it `is_inside` another one's."""
+    local_only, turns, scopes = keys.is_open, keys.turn_user, dict[int, Scope]()
+    guard = Middleware(
+        HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=scopes
+    )
+    middleware = [] if is_inside else [guard]
+    app = FastAPI(**_ABOUT, lifespan=lifespan, redirect_slashes=False, middleware=middleware)
+    app.state.in_flight = scopes
+    add_error_handlers(app, limits)
     return app
 
 
@@ -114,12 +132,23 @@ def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls 
 
 
 def _include_endpoint(
-    app: FastAPI, endpoint: Endpoint, keys: Keys, sglang: SglangCalls, coordinator: FrontPort, admin: AdminRoutes
+    app: FastAPI,
+    endpoint: Endpoint,
+    keys: Keys,
+    sglang: SglangCalls,
+    coordinator: FrontPort,
+    admin: AdminRoutes,
+    others: Mapping[str, FastAPI],
 ) -> None:
     """Add the routes for agents and the dialects' control verbs, first: most requests are theirs.
 
-    A handler that raises HeldElsewhere is answered by the process that it names.
+    A handler that raises HeldElsewhere is answered by the process that it names, and one that raises ServedBeside
+    by the model's app.
     """
+
+    async def pass_on(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServedBeside)
+        return _OfModel(request, others[error.name], f"{MODELS_PATH}/{error.name}", await request.body())
 
     async def forward(request: Request, error: Exception) -> Response:
         assert isinstance(error, HeldElsewhere)
@@ -127,6 +156,7 @@ def _include_endpoint(
         return await endpoint.shards.forward(request, error.rank)
 
     app.add_exception_handler(HeldElsewhere, forward)
+    app.add_exception_handler(ServedBeside, pass_on)
     app.include_router(routes_calls.router(endpoint, keys, sglang.token_calls))
     controls = (
         VllmControlRoutes(coordinator, admin, endpoint),
@@ -135,3 +165,35 @@ def _include_endpoint(
     for routes in (sglang, *controls):
         app.include_router(routes.router(keys))
     app.include_router(routes_sessions.router(endpoint, keys))
+    for name, other in others.items():
+        app.mount(f"{MODELS_PATH}/{name}", other)
+
+
+class _OfModel(Response):
+    """An answer of another model's app to a call that came to this one. Outside of a session: a model beside the
+    policy has no place in the session's path."""
+
+    def __init__(self, request: Request, app: FastAPI, root_path: str, body: bytes) -> None:
+        super().__init__()
+        self._request = request
+        self._app = app
+        self._root_path = root_path
+        self._request_body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, body = self._request, self._request_body
+        path = request.scope["path"]
+        if (session_id := request.path_params.get("session_id")) is not None:
+            path = path.removeprefix(f"/sessions/{session_id}")
+        state = dict(request.scope["state"])
+        if caller_of(request).key is not None:
+            state["passed_on"] = Caller((caller_of(request).owner,))
+        headers = [(name, value) for name, value in request.scope["headers"] if name != SESSION_HEADER.encode()]
+        full = f"{self._root_path}{path}"
+        changed = {"path": full, "raw_path": full.encode(), "root_path": self._root_path, "path_params": {}}
+        parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def again() -> Message:
+            return next(parts, None) or await receive()
+
+        await self._app({**request.scope, **changed, "state": state, "headers": headers}, again, send)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +28,21 @@ from agentloop.api.requests import (
     MAX_WAIT_S,
     AcknowledgeBody,
     AnnotateBody,
+    JudgeBody,
     SubmitBody,
 )
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.chat.fields import read_body
 from agentloop.chat.sglang import GenerateCallBody, SglangBody
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
+from agentloop.errors import (
+    AgentLoopError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    Overloaded,
+    UnsupportedParameter,
+)
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout.loops import load_loop
@@ -122,8 +131,10 @@ class RolloutRoutes:
         image_roots: Sequence[Path] = (),
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
         sglang: SglangCalls | None = None,
+        models: Collection[str] = (),
     ) -> None:
         self._sglang = sglang
+        self._models = models  # beside the policy
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
         self._keys = keys
@@ -304,17 +315,25 @@ class RolloutRoutes:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
         return tasks
 
+    def _check_judge(self, model: str) -> None:
+        if model not in self._models:
+            names = ", ".join(map(repr, self._models)) or "none"
+            raise ModelNotFound(f"no model {model!r} beside the policy; there is {names}", param="reward.model")
+
     def _check_names(self, body: SubmitBody) -> None:
         """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
             try:
                 self._allowed_imports.check(task.loop, param="loop")
-                self._allowed_imports.check(task.reward or "", param="reward")
                 if ":" not in task.loop:
                     load_loop(task.loop)
-                if task.reward is not None and ":" not in task.reward:
-                    load_reward(task.reward)
-            except (InvalidRequest, Forbidden) as error:
+                if isinstance(task.reward, JudgeBody):
+                    self._check_judge(task.reward.model)
+                elif task.reward is not None:
+                    self._allowed_imports.check(task.reward, param="reward")
+                    if ":" not in task.reward:
+                        load_reward(task.reward)
+            except (InvalidRequest, Forbidden, NotFound) as error:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
             objection = None if self._endpoint is None else self._endpoint.renderer.facts.tools_objection
             if task.tools and objection is not None:

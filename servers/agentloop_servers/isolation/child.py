@@ -34,6 +34,7 @@ from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import Image, ImageTokens
 from agentloop.logs import configure_logging
 from agentloop.rollout.journal_homes import JournalFolder, StoredJournals
+from agentloop.rollout.models import ModelCall
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
@@ -119,6 +120,9 @@ class WorkerLink:
     ) -> tuple[str, ...]:
         return await self._ask(WorkerCall.KEEP_TURNS, (parts, forgotten), tuple[str, ...])
 
+    async def chat(self, call: ModelCall) -> str:
+        return await self._ask(WorkerCall.CHAT, call, str)
+
     async def kept_turns(self, assignment_id: str) -> tuple[tuple[str, bytes], ...]:
         return await self._ask(WorkerCall.KEPT_TURNS, assignment_id, tuple[tuple[str, bytes], ...])
 
@@ -154,6 +158,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         placer=ImagePlacer(takes_images=setup.takes_images),
         reporter=LeaseReporter("", None),
         journal=None if folder is None else TurnJournal(home),
+        models=link,
     )
 
 

@@ -36,6 +36,7 @@ class WorkerCall(StrEnum):
     MOVE = "move"  # bool, that the replica failed -> Lease without its address
     KEEP_TURNS = "keep_turns"  # the arguments of WorkerPort.keep_turns -> its answer
     KEPT_TURNS = "kept_turns"  # str, the assignment -> the answer of WorkerPort.kept_turns
+    CHAT = "chat"  # ModelCall -> str
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from agentloop.generation.leased_engine import Connect, NewestVersion
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
 from agentloop.metrics import MetricsTally, count_record
+from agentloop.rollout.models import ModelCall, ModelsPort, NoModels
 from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
@@ -140,6 +141,7 @@ class IsolatedRuns:
         own_s: Callable[[Sequence[str]], float] = lambda tools: 0.0,
         tally: MetricsTally | None = None,
         parser_name: str = "",
+        models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
     ) -> None:
         """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
         may take beside a trajectory's own."""
@@ -147,6 +149,7 @@ class IsolatedRuns:
         self.own_s = own_s
         self.tally = MetricsTally() if tally is None else tally
         self.parser_name = parser_name
+        self.models = models
         self.coordinator = coordinator
         self.connect = connect
         self.reporter = reporter
@@ -369,6 +372,9 @@ class ProcessRun:
                 for named in (*(part.assignment_id for part in parts), *(name for name, _ in forgotten)):
                     self._check_own(named)
                 return encode(await self._runs.coordinator.keep_turns(parts, forgotten))
+            case WorkerCall.CHAT:
+                call = decode(ask.body, ModelCall)
+                return encode(await self._runs.models.chat(replace(call, affinity=self._assignment.assignment_id)))
             case WorkerCall.KEPT_TURNS:
                 self._check_own(assignment_id := decode(ask.body, str))
                 return encode(await self._runs.coordinator.kept_turns(assignment_id))

@@ -1,0 +1,158 @@
+"""Models that take turns on their accelerators: who is awake when, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from agentloop.api.coordinator import QueueStatus, ReplicaStatus, ServiceStatus
+from agentloop.clock import VirtualClock
+from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.errors import EngineLost
+from agentloop.fleet.desired_state import TURN_REASON
+from agentloop.types import Load
+from agentloop_servers.coordinator.model_turns import IDLE_S, ModelTurns, TurnsModel
+
+STEP_S = 0.1
+
+
+class Model:
+    """A model whose calls take time while it is awake, and are frozen while it sleeps."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        self.site, self.name = site, name
+        self.calls: list[float] = []  # seconds of work that each still needs
+        self.asleep = ALL_MEMORY
+        self.reason = TURN_REASON
+        self.has_started = False
+        self.failures = 0
+
+    async def status(self) -> ServiceStatus:
+        running = [] if self.asleep else self.calls
+        load = Load(num_running=len(running), num_waiting=len(self.calls) - len(running))
+        replicas = (ReplicaStatus(self.name, "", "", 0, load, 0, 0.0),) if self.has_started else ()
+        return ServiceStatus(
+            not self.asleep,
+            False,
+            0,
+            replicas,
+            0,
+            (),
+            (),
+            asleep=tuple(self.asleep),
+            sleep_reason=self.reason,
+            queue=QueueStatus(0, 0, 0, 0),
+        )
+
+    async def sleep(self, level: int, reason: str) -> None:
+        self.asleep, self.reason = ALL_MEMORY, reason
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise EngineLost("it does not wake")
+        await asyncio.sleep(0.5)
+        others = [one.name for one in self.site.models.values() if one is not self and not one.asleep]
+        assert not others, f"{self.name} wakes beside {others}"
+        self.asleep, self.reason, self.has_started = frozenset(), "", True
+        self.site.turns.append((self.name, round(self.site.clock.now(), 1)))
+
+
+class Site:
+    """A policy and two models that share accelerators."""
+
+    def __init__(self, **settings: float) -> None:
+        self.clock = VirtualClock()
+        self.models = {name: Model(self, name) for name in ("", "judge", "user")}
+        self.turns: list[tuple[str, float]] = []
+        ports = {name: TurnsModel(one.status, one.sleep, one.wake, 1) for name, one in self.models.items()}
+        asked = {"min_stay_s": 5.0, "max_wait_s": 20.0, "start_timeout_s": 60.0, **settings}
+        self.keeper = ModelTurns(ports, self.clock, **asked)
+
+    async def work(self) -> None:
+        while True:
+            await self.clock.sleep(STEP_S)
+            for model in self.models.values():
+                if not model.asleep:
+                    model.calls = [left - STEP_S for left in model.calls if left > STEP_S]
+
+
+def virtually(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        site = Site()
+
+        async def main() -> None:
+            tasks = [asyncio.create_task(site.keeper.run()), asyncio.create_task(site.work())]
+            while len(site.turns) < 3:
+                await site.clock.sleep(STEP_S)
+            await test(site)
+            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+
+        site.clock.run(main())
+
+    run.__doc__ = test.__doc__
+    return run
+
+
+@virtually
+async def test_each_starts_alone_and_the_policy_stays_awake(site: Site) -> None:
+    assert [name for name, _ in site.turns] == ["judge", "user", ""]
+    await site.clock.sleep(60)
+    assert len(site.turns) == 3
+    assert {name for name, model in site.models.items() if not model.asleep} == {""}
+
+
+@virtually
+async def test_an_idle_model_gives_way_and_a_busy_one_after_its_time(site: Site) -> None:
+    await site.clock.sleep(10)
+    site.models["judge"].calls = [1.0] * 8
+    await site.clock.sleep(2)
+    assert site.turns[-1][0] == "judge", "the policy was idle"
+    site.models[""].calls = [100.0]
+    await site.clock.sleep(IDLE_S + 3)
+    assert (site.turns[-1][0], site.models["judge"].calls) == ("", [])
+    began = site.turns[-1][1]
+    site.models["user"].calls = [1.0]
+    site.models["judge"].calls = [1.0]
+    await site.clock.sleep(19)
+    assert site.turns[-1] == ("", began), "it has work, and the others have not waited long"
+    await site.clock.sleep(12)
+    assert {name for name, at in site.turns if at > began + 15} == {"judge", "user", ""}
+    await site.clock.sleep(120)
+    assert not any(model.calls for model in site.models.values()), "a switch ends nothing"
+
+
+@virtually
+async def test_a_stream_of_calls_to_two_models_does_not_thrash(site: Site) -> None:
+    for _ in range(120):
+        site.models[""].calls.append(3.0)
+        site.models["judge"].calls.append(3.0)
+        await site.clock.sleep(1)
+    gaps = [after - before for (_, before), (_, after) in zip(site.turns[3:], site.turns[4:], strict=False)]
+    assert len(gaps) >= 3
+    assert min(gaps) >= 5.0, gaps
+
+
+@virtually
+async def test_a_sleep_by_somebody_else_holds_for_all(site: Site) -> None:
+    """A trainer that shares the accelerators."""
+    await site.models[""].sleep(1, "training")
+    site.models["judge"].calls = [1.0]
+    await site.clock.sleep(60)
+    assert all(model.asleep for model in site.models.values())
+    site.models[""].reason = TURN_REASON
+    await site.clock.sleep(5)
+    assert [name for name, model in site.models.items() if not model.asleep] == ["judge"] or site.models[
+        "judge"
+    ].calls == []
+
+
+@virtually
+async def test_a_model_that_does_not_wake_is_tried_again(site: Site) -> None:
+    site.models["judge"].failures = 2
+    site.models["judge"].calls = [1.0]
+    await site.clock.sleep(20)
+    assert site.models["judge"].calls == []
