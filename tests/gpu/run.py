@@ -363,6 +363,16 @@ PARTS = (
         cycled,
     ),
     Part(
+        "model-turns",
+        "two models take turns on one GPU: 20 switches under load, and 512 judge rewards",
+        module("tests.gpu.model_turns", "--device", "{device}", "--eager", out="model-turns"),
+        480,
+        last_line,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
         "deltas",
         "a store of published versions is followed under load: preparation, pause and size beside directory pushes",
         delta_updates,

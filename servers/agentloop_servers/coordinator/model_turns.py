@@ -114,10 +114,9 @@ class ModelTurns:
         is_idle = now - turn.busy_at >= IDLE_S
         has_had_its_time = now - turn.began_at >= self._min_stay_s and now - since >= self._max_wait_s
         if is_idle or has_had_its_time:
-            _log.info(
-                "model_turn", model=wanted, waited_s=round(now - since, 1), stayed_s=round(now - turn.began_at, 1)
-            )
             await self._give(wanted)
+            times = {"waited_s": now - since, "stayed_s": now - turn.began_at, "switch_s": self._clock.now() - now}
+            _log.info("model_turn", model=wanted, **{name: round(value, 3) for name, value in times.items()})
 
     async def _give(self, name: str) -> None:
         """Put all other models to sleep, then wake this one."""
