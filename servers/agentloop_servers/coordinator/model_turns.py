@@ -79,13 +79,13 @@ class ModelTurns:
                 _log.warning("turn_failed", code=error.code, error=str(error))
 
     async def _start(self, name: str) -> None:
-        """Have a model's replicas start while all others sleep: each needs the memory alone."""
-        deadline_at = self._clock.now() + self._start_timeout_s
+        """Have a model's replicas start, unless they have, while all others sleep: each needs the memory alone."""
+        model, deadline_at = self._models[name], self._clock.now() + self._start_timeout_s
         while self._clock.now() < deadline_at:
             try:
-                await self._give(name)
-                if len((await self._models[name].status()).replicas) >= self._models[name].num_replicas:
+                if len((await model.status()).replicas) >= model.num_replicas:
                     return
+                await self._give(name)
             except AgentLoopError as error:  # its coordinator may not be there yet
                 _log.debug("model_not_started", model=name, code=error.code, error=str(error))
             await self._clock.sleep(LOOK_S)

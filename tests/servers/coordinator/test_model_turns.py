@@ -62,13 +62,13 @@ class Model:
 class Site:
     """A policy and two models that share accelerators."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self) -> None:
         self.clock = VirtualClock()
         self.models = {name: Model(self, name) for name in ("", "judge", "user")}
         self.turns: list[tuple[str, float]] = []
-        ports = {name: TurnsModel(one.status, one.sleep, one.wake, 1) for name, one in self.models.items()}
-        asked = {"min_stay_s": 5.0, "max_wait_s": 20.0, "start_timeout_s": 60.0, **settings}
-        self.keeper = ModelTurns(ports, self.clock, **asked)
+        self.ports = {name: TurnsModel(one.status, one.sleep, one.wake, 1) for name, one in self.models.items()}
+        self.settings = {"min_stay_s": 5.0, "max_wait_s": 20.0, "start_timeout_s": 60.0}
+        self.keeper = ModelTurns(self.ports, self.clock, **self.settings)
 
     async def work(self) -> None:
         while True:
@@ -148,6 +148,18 @@ async def test_a_sleep_by_somebody_else_holds_for_all(site: Site) -> None:
     assert [name for name, model in site.models.items() if not model.asleep] == ["judge"] or site.models[
         "judge"
     ].calls == []
+
+
+@virtually
+async def test_a_new_coordinator_goes_on_with_the_model_that_is_awake(site: Site) -> None:
+    site.models["user"].calls = [30.0]
+    await site.clock.sleep(5)
+    num_turns = len(site.turns)
+    again = ModelTurns(site.ports, site.clock, **site.settings)
+    task = asyncio.create_task(again.run())
+    await site.clock.sleep(10)
+    assert site.turns[num_turns:] == []
+    task.cancel()
 
 
 @virtually
