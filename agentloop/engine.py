@@ -182,8 +182,8 @@ class WeightUpdate:
     `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
     directory with a LoRA adapter in the PEFT format, for the served base weights. `published` becomes a directory
     of the replica's host before an engine stages it. `transfer` identifies parts of a trainer's group that the
-    engine has received. `is_forced` weights are served even if they sample noise. Raises InvalidRequest for no or
-    several sources, and a version beyond 63 bits.
+    replicas of `receivers` have received. `is_forced` weights are served even if they sample noise. Raises
+    InvalidRequest for no or several sources, and a version beyond 63 bits.
     """
 
     version: int
@@ -191,6 +191,7 @@ class WeightUpdate:
     push: PushSource | None = None
     adapter: str | None = None
     transfer: str | None = None
+    receivers: tuple[str, ...] = ()
     is_forced: bool = False
     published: PublishedSource | None = None
 

@@ -378,6 +378,7 @@ class ServiceStatus:
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
     degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each, by `findings`
     update: UpdateProgress | None = None  # the one under way
+    groups: tuple[str, ...] = ()  # trainers' broadcast groups
     transfer: str = ""  # the group whose transfer is open
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
     users: tuple[UserUsage, ...] = ()
@@ -594,17 +595,17 @@ class LeasePort(Protocol):
 class TrainerPort(Protocol):
     """The fleet in a trainer's own broadcast group, for one transfer of weights at a time."""
 
-    async def init_group(self, group: GroupInit) -> None:
-        """Have all workers join a group. Ranks follow the order of the replicas' ids.
+    async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
+        """Have all workers join a group, with `is_replacement` in place of one of its name.
 
-        Raises Conflict (the name exists), InvalidRequest (another world size), NoHealthyReplica or
-        WeightUpdateFailed.
+        Ranks follow the order of the replicas' ids. Raises Conflict (the name exists), InvalidRequest
+        (another world size), NoHealthyReplica or WeightUpdateFailed.
         """
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
         """Begin a transfer; with `is_repeatable` also if this group's is open, which goes on.
 
-        Raises NotFound, and Conflict if another transfer is open or a replica of the group was lost.
+        Raises NotFound, and Conflict if another transfer is open, or the group is not joined or has lost a replica.
         """
 
     async def receive_part(self, part: TransferPart) -> None:
@@ -617,6 +618,7 @@ class TrainerPort(Protocol):
         """Bring the fleet to the weights that came, as `update_weights` does.
 
         Without a `version` it is that of the parts, else the next one. Raises Conflict without an open transfer.
+        One whose update was refused before it began stays open.
         """
 
     async def destroy_group(self, name: str) -> None:

@@ -389,7 +389,7 @@ class ReplicaSync:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
         source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
-        run = await self._stage_and_switch(self._takers(), source, ALL_MEMORY)
+        run = await self._stage_and_switch(self._takers(update.receivers), source, ALL_MEMORY)
         report = UpdateReport(
             version=update.version,
             previous_version=previous_version,
@@ -413,10 +413,13 @@ class ReplicaSync:
             message = f"versions grow: {version} after {served}; with `force` the fleet goes back"
             raise InvalidRequest(message, param="version")
 
-    def _takers(self) -> list[ReplicaRecord]:
+    def _takers(self, receivers: tuple[str, ...]) -> list[ReplicaRecord]:
+        """Return the replicas of an update. Those that are not in a trainer's group are late ones after it."""
         replicas = self._unclaimed(
             ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
         )
+        if receivers:
+            replicas = [one for one in replicas if one.replica_id in receivers or one.state is ReplicaState.ASLEEP]
         if not replicas:
             raise NoHealthyReplica("no replica can take new weights now")
         return replicas

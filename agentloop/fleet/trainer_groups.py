@@ -50,6 +50,7 @@ Update = Callable[[WeightUpdate], Awaitable[UpdateReport]]
 class _Group:
     init: GroupInit
     members: tuple[ReplicaRecord, ...]  # as they joined
+    is_joined: bool
 
 
 @dataclass(slots=True)
@@ -79,10 +80,13 @@ class TrainerGroups:
         transfer = self._transfer
         return "" if transfer is None or self._is_silent(transfer) else transfer.group.init.name
 
-    async def init_group(self, group: GroupInit) -> None:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The groups whose members have joined."""
+        return tuple(name for name, group in self._groups.items() if group.is_joined)
+
+    async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
         await self._end_silent()
-        if group.name in self._groups:
-            raise Conflict(f"group {group.name!r} exists", param="group_name")
         members = self._members()
         num_workers = sum(one.registration.info.num_workers for one in members)
         if group.backend is not GroupBackend.IPC and group.world_size != group.rank_offset + num_workers:
@@ -90,13 +94,18 @@ class TrainerGroups:
                 f"world_size is {group.world_size}, but {num_workers} workers follow from rank {group.rank_offset}",
                 param="world_size",
             )
-        made = self._groups[group.name] = _Group(group, members)
-        if group.backend is GroupBackend.IPC:
+        if is_replacement:
+            await self.destroy_group(group.name)
+        if group.name in self._groups:
+            raise Conflict(f"group {group.name!r} exists", param="group_name")
+        made = self._groups[group.name] = _Group(group, members, is_joined=group.backend is GroupBackend.IPC)
+        if made.is_joined:
             return
         failed = await self._on_members(members, _ranked(group, members))
         if failed:
             await self._leave(made)
             raise WeightUpdateFailed(f"group {group.name!r} was not joined: {_text(failed)}")
+        made.is_joined = True
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
         await self._end_silent()
@@ -108,6 +117,8 @@ class TrainerGroups:
         known = self._groups.get(group)
         if known is None:
             raise NotFound(f"there is no group {group!r}: make it first", param="group_name")
+        if not known.is_joined:
+            raise Conflict(f"group {group!r} is still being joined", param="group_name")
         lost = [one.replica_id for one in known.members if self._is_lost(one)]
         if lost:
             await self._leave(known)
@@ -140,13 +151,21 @@ class TrainerGroups:
     async def end_transfer(self, group: str, version: int | None = None) -> UpdateReport:
         await self._end_silent()
         transfer = self._opened(group)
-        self._transfer = None
         if not transfer.num_parts:
             raise InvalidRequest("the transfer ends without a tensor")
         version = transfer.version if version is None else version
         if version is None:
             version = 0 if self._fleet.weight_version is None else self._fleet.weight_version + 1
-        return await self._update(WeightUpdate(version, transfer=transfer.transfer_id))
+        receivers = tuple(one.replica_id for one in transfer.group.members)
+        self._transfer = None
+        try:
+            return await self._update(WeightUpdate(version, transfer=transfer.transfer_id, receivers=receivers))
+        except (Conflict, InvalidRequest, NoHealthyReplica) as error:
+            # Refused before it began, so the parts are still there.
+            is_known = self._transfer is None and self._groups.get(group) is transfer.group
+            if is_known and not isinstance(error, CheckpointUnreadable):
+                self._transfer, transfer.ends_at = transfer, self._silent_at()
+            raise
 
     async def destroy_group(self, name: str) -> None:
         if (group := self._groups.get(name)) is not None:
@@ -187,7 +206,9 @@ class TrainerGroups:
             await self._leave(self._transfer.group)
 
     async def _leave(self, group: _Group) -> None:
-        self._groups.pop(group.init.name, None)
+        if self._groups.get(group.init.name) is not group:
+            return  # it was left before, and its name may be another group's now
+        del self._groups[group.init.name]
         if self._transfer is not None and self._transfer.group is group:
             self._transfer = None
         there = [one for one in group.members if not self._is_lost(one)]

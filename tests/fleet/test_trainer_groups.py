@@ -1,5 +1,6 @@
 """Trainers' groups over a fleet: ranks, states, and who fails."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,93 @@ async def test_a_replica_that_fails_in_a_part_leaves_traffic_and_gets_the_weight
     site.engines["a"].offered = push_source()
     assert await site.late.bring_up("b")
     assert (site.engines["b"].weight_version, site.placeable()) == (4, ["a", "b"])
+
+
+@virtual
+async def test_a_replica_that_came_after_the_group_gets_the_weights_from_another(clock):
+    site = FleetSite(clock, "a", "b")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    site.register("c")
+    site.fleet.begin_update(site.fleet.get("c"))
+    site.fleet.admit(site.fleet.get("c"))
+    await groups.begin_transfer("g")
+    await groups.receive_part(PART)
+    assert site.placeable() == ["a", "b", "c"]
+    report = await groups.end_transfer("g", 4)
+    assert [(one.replica_id, one.error) for one in report.replicas] == [("a", None), ("b", None)]
+    assert (site.placeable(), site.state("c"), site.engines["c"].updates) == (["a", "b"], ReplicaState.JOINING, [])
+    site.engines["a"].offered = push_source()
+    assert await site.late.bring_up("c")
+    assert (site.engines["c"].weight_version, site.placeable()) == (4, ["a", "b", "c"])
+
+
+@virtual
+async def test_what_fails_late_in_an_old_group_does_not_end_the_new_one(clock):
+    for is_joining in (False, True):
+        site = FleetSite(clock, "a")
+        groups, engine = groups_of(site), site.engines["a"]
+        if not is_joining:
+            await groups.init_group(group(world_size=2))
+            await groups.begin_transfer("g")
+        engine.seconds["follow"] = 10.0
+        late = groups.init_group(group(world_size=2)) if is_joining else groups.receive_part(PART)
+        failing = asyncio.create_task(late)
+        await clock.sleep(1.0)
+        if is_joining:
+            assert groups.names == ()
+            with pytest.raises(Conflict, match="still being joined"):
+                await groups.begin_transfer("g")
+        engine.seconds["follow"] = 0.0
+        await groups.destroy_group("g")
+        await groups.init_group(group(world_size=2))
+        engine.fail("follow", times=1)
+        with pytest.raises(WeightUpdateFailed):
+            await failing
+        assert (groups.names, engine.orders[-1]) == (("g",), group(world_size=2))
+        await groups.begin_transfer("g")
+
+
+@virtual
+async def test_a_replacement_that_is_refused_leaves_the_group_as_it_is(clock):
+    site = FleetSite(clock, "a")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=2), is_replacement=True)
+    await groups.begin_transfer("g")
+    with pytest.raises(InvalidRequest):
+        await groups.init_group(group(world_size=3), is_replacement=True)
+    assert groups.open_transfer == "g"
+    await groups.init_group(group(world_size=2), is_replacement=True)
+    assert (groups.open_transfer, orders(site, LeaveGroup)) == ("", {"a": [LeaveGroup("g")]})
+    await groups.begin_transfer("g")
+
+
+@virtual
+async def test_a_transfer_stays_open_until_its_update_begins(clock):
+    site = FleetSite(clock, "a")
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=2))
+    await groups.begin_transfer("g")
+    with pytest.raises(InvalidRequest, match="without a tensor"):
+        await groups.end_transfer("g")
+    await groups.receive_part(PART)
+    await site.update(5)
+    for version, kind, refusal in ((5, Conflict, "what the fleet serves"), (4, InvalidRequest, "versions grow")):
+        with pytest.raises(kind, match=refusal):
+            await groups.end_transfer("g", version)
+    site.engines["a"].seconds["stage"] = 10.0
+    other = asyncio.create_task(site.update(6))
+    await clock.sleep(1.0)
+    with pytest.raises(Conflict, match="is going on"):
+        await groups.end_transfer("g")
+    await other
+    assert (await groups.end_transfer("g")).version == 7
+    await groups.begin_transfer("g")
+    await groups.receive_part(PART)
+    site.engines["a"].fail("stage", times=1)
+    with pytest.raises(CheckpointUnreadable):
+        await groups.end_transfer("g")
+    assert groups.open_transfer == ""
 
 
 @virtual

@@ -151,6 +151,7 @@ class Coordinator:
             rollouts=self.rollouts.queue.rollouts,
             updates=replicas.sync.reports,
             update=replicas.sync.progress,
+            groups=replicas.groups.names,
             transfer=replicas.groups.open_transfer,
             asleep=tuple(sorted(desired.orders.asleep)),
             paused_s=max(0.0, now - orders.paused_at) if orders.is_paused else None,

@@ -168,10 +168,10 @@ class AdminRoutes:
         """Look at the store of published versions now, not at the next poll. Idempotent."""
         return json_response(await self.ask(self._coordinator.look_at_store()))
 
-    async def init_group(self, group: GroupInit) -> None:
+    async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
         """Have all replicas join a trainer's broadcast group. No route: dialects have verbs for it."""
         self._rules.check_source(WeightUpdate(0, transfer=group.name))
-        await self.ask(self._coordinator.init_group(group))
+        await self.ask(self._coordinator.init_group(group, is_replacement))
 
     async def pull_version(self, source: str, folder: str, version: int) -> None:
         """Have each host make a version of those in `source`, to which the path `folder` leads then."""

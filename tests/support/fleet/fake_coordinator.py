@@ -320,7 +320,7 @@ class FakeCoordinator:
     async def look_at_store(self) -> StoreStatus:
         raise Conflict("this service follows no store of versions", param="weights")
 
-    async def init_group(self, group: GroupInit) -> None:
+    async def init_group(self, group: GroupInit, is_replacement: bool = False) -> None:
         raise InvalidRequest(f"world_size is {group.world_size}, but 0 workers follow", param="world_size")
 
     async def begin_transfer(self, group: str, is_repeatable: bool = False) -> None:
