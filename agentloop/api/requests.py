@@ -206,7 +206,7 @@ class ConstraintBody(Body):
 
 
 class VersionDemandBody(Body):
-    """`VersionDemand`."""
+    """The weight versions that a call accepts; it waits `wait_s` for them, and is a 409 then."""
 
     min_version: Version | None = None
     exact_version: Version | None = None

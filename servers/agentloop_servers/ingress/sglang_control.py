@@ -19,7 +19,7 @@ from agentloop.api.requests import Body, Directory, Json, PauseBody, SleepBody, 
 from agentloop.chat import sglang
 from agentloop.chat.fields import Ignored, Refused, read_body, refused
 from agentloop.engine import GroupBackend, GroupInit, Packing, TransferPart
-from agentloop.errors import AgentLoopError, UnsupportedParameter
+from agentloop.errors import AgentLoopError, Conflict, UnsupportedParameter
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
@@ -28,6 +28,7 @@ from agentloop_servers.http.guard import json_body, speaks
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response
 from agentloop_servers.ingress.admin import AdminRoutes
+from agentloop_servers.ingress.vllm_control import GROUP as VLLM_GROUP
 from agentloop_servers.ingress.vllm_control import (
     DtypeName,
     TensorLists,
@@ -242,7 +243,9 @@ class SglangControlRoutes:
         return _done("the group is there")
 
     async def begin_update(self, body: Selected) -> Response:
-        """Answer that tensors may come: the first of them begin the update."""
+        """Check that a group is there. The transfer begins with the first tensors."""
+        if not {*(await self._admin.status()).groups} - {VLLM_GROUP}:
+            raise Conflict("there is no group: call `/init_weights_update_group` before")
         return _done("tensors may come")
 
     async def update_from_group(self, body: UpdateFromGroup) -> Response:
@@ -255,8 +258,9 @@ class SglangControlRoutes:
         return _done("the tensors have come")
 
     async def end_update(self, body: Selected) -> Response:
-        """Bring every replica to the weights that came."""
-        await self._end_transfer()
+        """Bring every replica to the weights that came; without any it is a 409."""
+        if not await self._end_transfer():
+            raise Conflict("no transfer is open: no tensors have come")
         return _done("the weights are served")
 
     async def destroy_group(self, body: NamedGroup) -> Response:
@@ -264,9 +268,13 @@ class SglangControlRoutes:
         await self._admin.ask(self._coordinator.destroy_group(body.group_name))
         return _done("the group is gone")
 
-    async def _end_transfer(self) -> None:
-        if group := (await self._admin.status()).transfer:
-            await self._admin.ask(self._coordinator.end_transfer(group))
+    async def _end_transfer(self) -> bool:
+        """End the open transfer of a group of this dialect. Returns if there was one."""
+        group = (await self._admin.status()).transfer
+        if group in ("", VLLM_GROUP):
+            return False
+        await self._admin.ask(self._coordinator.end_transfer(group))
+        return True
 
     async def flush_cache(self) -> Response:
         """Answer 200, and drop nothing: an update's `kv_policy` says which KV of older weights may be used."""

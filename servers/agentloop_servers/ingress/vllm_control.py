@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api.coordinator import FrontPort, ServiceStatus
 from agentloop.api.requests import Body, Directory, PauseBody, SleepBody, Version, WakeBody
+from agentloop.chat.fields import Ignored
 from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
@@ -54,6 +56,7 @@ _RAW_MODE = "raw_logprobs"
 
 VersionText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 BufferBytes = Annotated[int, Field(ge=1, le=1 << 40)]
+Base64 = Annotated[bytes, Field(strict=False), AfterValidator(partial(base64.b64decode, validate=True))]
 TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
 DtypeName = Annotated[str, Field(max_length=32)]
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
@@ -100,7 +103,7 @@ class InitInfo(Body):
     world_size: Annotated[int, Field(ge=2)] = 2
     packed: bool = False
     packed_buffer_size_bytes: BufferBytes = 1 << 30
-    packed_num_buffers: Annotated[int, Field(ge=1)] = 2
+    packed_num_buffers: Ignored = None
 
     def to_group(self) -> GroupInit:
         """Return the group. An engine of IPC has no ranks."""
@@ -135,10 +138,10 @@ class UpdateInfo(TensorLists):
     dtype_names: list[DtypeName]
     packed: bool | None = None
     packed_buffer_size_bytes: BufferBytes | None = None
-    packed_num_buffers: Annotated[int, Field(ge=1)] | None = None
+    packed_num_buffers: Ignored = None
     ipc_handles: None = None
-    ipc_handles_pickled: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]+$")] | None = None
-    tensor_sizes: list[int] | None = None
+    ipc_handles_pickled: Base64 | None = None
+    tensor_sizes: Ignored = None
 
     def to_part(self) -> TransferPart:
         """Return the part."""
@@ -147,7 +150,7 @@ class UpdateInfo(TensorLists):
             self.tensors,
             None if self.packed is None else Packing.PACKED if self.packed else Packing.PLAIN,
             self.packed_buffer_size_bytes or 0,
-            base64.b64decode(self.ipc_handles_pickled or ""),
+            self.ipc_handles_pickled or b"",
         )
 
 
@@ -260,8 +263,7 @@ class VllmControlRoutes:
 
     async def init_transfer(self, body: Init) -> Response:
         """Have the workers of all replicas join the trainer's group, in place of an earlier one."""
-        await self._admin.ask(self._coordinator.destroy_group(GROUP))
-        await self._admin.init_group(body.init_info.to_group())
+        await self._admin.init_group(body.init_info.to_group(), is_replacement=True)
         return json_response({"message": "Weight transfer initialized"})
 
     async def start_update(self) -> Response:
@@ -329,7 +331,7 @@ class VllmControlRoutes:
     async def get_world_size(self, include_dp: Flag = True) -> Response:
         """Count the processes that hold weights: of all replicas, or of the largest one."""
         status = await self._admin.status()
-        return json_response({"world_size": num_workers(status) if include_dp else _largest_replica(status)})
+        return json_response({"world_size": num_workers(status) if include_dp else max(_worlds(status), default=0)})
 
 
 def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
@@ -349,9 +351,9 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
             "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
         },
         "parallel_config": {
-            "world_size": _largest_replica(status),
+            "world_size": max(_worlds(status), default=0),
             "world_size_across_dp": num_workers(status),
-            "data_parallel_size": len(status.replicas),
+            "data_parallel_size": len(_worlds(status)),
         },
         "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
         "weight_transfer_config": {"backend": "nccl"},
@@ -364,13 +366,14 @@ def version_text(status: ServiceStatus) -> str | None:
 
 
 def num_workers(status: ServiceStatus) -> int:
-    """Count the processes that can join a trainer's group: not those of replicas whose calls fail."""
+    """Count the processes that can join a trainer's group."""
+    return sum(_worlds(status))
+
+
+def _worlds(status: ServiceStatus) -> list[int]:
+    """Return the world sizes of the replicas that can: not of quarantined ones, nor of those whose calls fail."""
     found = [one for one in status.replicas if one.state != "quarantined"]
-    return sum(one.num_workers for one in found if one.state != "suspect" or one.error is None)
-
-
-def _largest_replica(status: ServiceStatus) -> int:
-    return max((one.num_workers for one in status.replicas), default=0)
+    return [one.num_workers for one in found if one.state != "suspect" or one.error is None]
 
 
 def refuse(router: APIRouter, verbs: Mapping[str, str]) -> None:

@@ -120,6 +120,9 @@ async def test_what_trainers_read_of_the_server(service: ChatService) -> None:
     assert isinstance((await done(service, "GET", "/server_info"))["vllm_config"], str)
     assert await done(service, "GET", "/get_world_size") == {"world_size": 2}
     assert await done(service, "GET", "/get_world_size", params={"include_dp": "false"}) == {"world_size": 1}
+    service.coordinator.replica_error = "lost"  # quarantined: they join no group
+    for include_dp in ("true", "false"):
+        assert await done(service, "GET", "/get_world_size", params={"include_dp": include_dp}) == {"world_size": 0}
     answer = await done(service, "POST", "/reset_prefix_cache", json={"reset_running_requests": False})
     assert answer == {"success": False}
 

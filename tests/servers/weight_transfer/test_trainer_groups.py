@@ -80,7 +80,8 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
     tensors = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
     by_id = {"init_info": {**info, "nccl_unique_id_b64": "A"}}
     uneven = {"update_info": {**tensors, "shapes": []}}
-    ipc = {"init_info": {"packed": False}}  # it has no ranks
+    ipc = {"init_info": {"packed": False, "packed_num_buffers": "two"}}  # it has no ranks; that is not used
+    handles = {"update_info": {**tensors, "tensor_sizes": "none", "ipc_handles_pickled": "A"}}
     named = "init_info.nccl_unique_id_b64"
     calls: list[tuple[str, Any, tuple[int, str, str | None]]] = [
         ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
@@ -88,12 +89,20 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
         ("start_weight_update", None, (404, "not_found", "group_name")),
         ("update_weights", {"update_info": tensors}, (409, "conflict", None)),
         ("update_weights", uneven, (400, "invalid_request", "update_info.shapes")),
+        ("update_weights", handles, (400, "invalid_request", "update_info.ipc_handles_pickled")),
+        ("begin_weight_update", {}, (409, "conflict", None)),
+        ("end_weight_update", {}, (409, "conflict", None)),
         ("finish_weight_update", None, (409, "conflict", None)),
         ("finish_weight_update", {"weight_version": "seven"}, (400, "invalid_request", "weight_version")),
         ("init_weight_transfer_engine", ipc, (200, "", None)),
+        ("begin_weight_update", {}, (409, "conflict", None)),  # it is vLLM's
+        ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
         ("start_weight_update", None, (200, "", None)),
         ("start_weight_update", None, (409, "conflict", None)),
+        ("continue_generation", {}, (200, "", None)),
+        ("end_weight_update", {}, (409, "conflict", None)),
         ("finish_weight_update", None, (400, "invalid_request", None)),
+        ("start_weight_update", None, (409, "conflict", None)),
         ("shutdown_weight_transfer_engine", None, (200, "", None)),
     ]
     async with aiohttp.ClientSession(site.urls[0]) as http:
