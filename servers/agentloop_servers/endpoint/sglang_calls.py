@@ -91,6 +91,7 @@ class SglangCalls:
 
     async def generate(self, request: Request, body: SglangBody) -> Response:
         """Sample a prompt or a batch: whole, or with `stream` as events that have all that there is so far."""
+        request.scope["state"]["envelope"] = sglang.error_body
         endpoint, caller = self._endpoint, caller_of(request)
         if caller.session_id is not None:
             raise UnsupportedParameter("this form of the call is in no session's record", param="input_ids")

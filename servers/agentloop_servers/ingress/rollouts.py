@@ -33,7 +33,7 @@ from agentloop.api.requests import (
 )
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.chat.fields import read_body
-from agentloop.chat.sglang import GenerateCallBody, SglangBody, error_body
+from agentloop.chat.sglang import GenerateCallBody, SglangBody
 from agentloop.errors import (
     AgentLoopError,
     Forbidden,
@@ -52,7 +52,7 @@ from agentloop_servers.endpoint import routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.http.auth import Keys, authenticate, caller_of, names_session
-from agentloop_servers.http.guard import HttpLimits, json_body, speaks, traceparent_of
+from agentloop_servers.http.guard import HttpLimits, json_body, traceparent_of
 from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import (
     in_time,
@@ -161,8 +161,7 @@ class RolloutRoutes:
             if self._endpoint is None
             else authenticate(self._keys, self._endpoint.sessions.keys.opened_by)
         )
-        spoken = Depends(speaks(error_body))
-        router = APIRouter(dependencies=[spoken, Depends(is_user)], responses=errors(), tags=["rollouts"])
+        router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
         add_route(router, "POST", "/generate", self.generate, GenerateCallBody, responses=answered(Generation))
         return router
 

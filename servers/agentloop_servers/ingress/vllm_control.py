@@ -129,7 +129,7 @@ class InitBody(Body):
 class UpdateInfo(TensorLists):
     """vLLM's `update_info`: the tensors of one part.
 
-    `packed` and its buffers' size are those of the `init_info` where they are not given. IPC's handles come pickled.
+    `packed` and the buffers' size are those of the `init_info` if they are not given. IPC's handles come pickled.
     """
 
     dtypes_field: ClassVar[str] = "dtype_names"
