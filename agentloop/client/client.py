@@ -51,7 +51,7 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
-from agentloop.client.publish import Publisher, PublishOptions, PublishReport, open_publisher, tensor_bytes
+from agentloop.client.publish import PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
 from agentloop.client.session import AgentSession
@@ -101,7 +101,6 @@ class RolloutClient:
         self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
         self._listen_host = listen_host
         self._pusher: Pusher | None = None  # made by the first push
-        self._publishers: dict[PublishOptions, Publisher] = {}
         self._has_warned_of_truncation = False
 
     async def __aenter__(self) -> RolloutClient:
@@ -110,8 +109,6 @@ class RolloutClient:
 
     async def __aexit__(self, *exception: object) -> None:
         try:
-            for publisher in self._publishers.values():
-                publisher.close()
             if self._pusher is not None:
                 await self._pusher.close()
         finally:
@@ -408,14 +405,12 @@ class RolloutClient:
 
         Whole tensors, or a directory, as `update_weights` takes them; one process publishes. The store is a
         directory or a URL of fsspec's. The last version is kept on this host, in `cache`, for the next delta; every
-        `full_every`th is full. Raises PointerWentBack for a version that is not beyond the last one,
+        `full_every`th publication is full. Raises PointerWentBack for a version that is not beyond the last one,
         LayoutMismatch, StoreUnreachable, StoreRefused. A service that does not answer is no error: it polls.
         """
         options = PublishOptions(store, run, encoding, checksum, full_every, cache)
-        if options not in self._publishers:
-            self._publishers[options] = await asyncio.to_thread(open_publisher, options)
-        publish = self._publishers[options].publish
-        report = await run_to_end(asyncio.to_thread(publish, tensor_bytes(weights, dtype), version))
+        publisher = await asyncio.to_thread(open_publisher, options)
+        report = await run_to_end(asyncio.to_thread(publisher.publish, tensor_bytes(weights, dtype), version))
         try:
             await self._transport.exchange("POST", "/admin/weights/follow", is_admin=True)
         except (AgentLoopError, Retryable) as error:

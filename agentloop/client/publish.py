@@ -36,8 +36,8 @@ class PublishOptions:
     run: str
     encoding: str = "xor"  # of deltas: or "overwrite"
     checksum: str = "xxh3-128"  # or "blake3", "adler32"
-    full_every: int = 16  # versions from one full one to the next; 1: no deltas
-    cache: str | None = None  # the folder of the last version published; None: one of this process alone
+    full_every: int = 16  # publications from one full one to the next; 1: no deltas
+    cache: str | None = None  # the folder of the last version published; None: one of the run in ~/.cache
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
@@ -62,9 +62,6 @@ class Publisher(Protocol):
 
     def publish(self, tensors: Sequence[TensorBytes] | Path, version: int) -> PublishReport:
         """Publish a version, and move the pointer to it. The tensors must not change until this returns."""
-
-    def close(self) -> None:
-        """Remove what this process keeps for itself. Idempotent."""
 
 
 def open_publisher(options: PublishOptions) -> Publisher:

@@ -1,8 +1,9 @@
 """The follower of a store of published versions: when its pointer moves, the fleet is updated.
 
-It polls the pointer, and looks at once when it is woken: a notification that is lost only delays. An update that
-fails is tried again, ever later up to a minute, or as soon as the pointer moves; the fleet serves on. A sleeping
-fleet is left asleep: its memory is another process's.
+It polls the pointer, and looks at once when it is woken: a notification that is lost only delays. After an update
+that fails it looks ever later, up to a minute; the fleet serves on. A sleeping fleet is left asleep: its memory is
+another process's. The version that the fleet was at is saved: one that an operator brings back to an older version
+stays there until the next one is published, whatever restarts.
 
 Ownership: one task of the coordinator; it decides on the fleet through `update` alone. `status` is what it says.
 """
@@ -26,11 +27,10 @@ POINTER_TIMEOUT_S = 60.0  # of the pointer: libraries of stores try again by the
 
 @dataclass(frozen=True, slots=True)
 class FollowedStore:
-    """A run's versions in a store. `located` makes an update of one a directory of the host that calls it."""
+    """A run's versions in a store."""
 
     source: PublishedSource
     read_latest: Callable[[], Awaitable[int]]
-    located: Callable[[WeightUpdate], Awaitable[WeightUpdate]]
     poll_s: float = 5.0
 
 
@@ -43,18 +43,28 @@ class StoreFollower:
         served: Callable[[], int | None],
         is_asleep: Callable[[], bool],
         update: Callable[[WeightUpdate], Awaitable[object]],
+        save: Callable[[WeightUpdate], Awaitable[None]],
         log: FilteringBoundLogger,
     ) -> None:
-        """`served`: the fleet's version. `update` brings it to another one, or raises an AgentLoopError."""
+        """`served`: the fleet's version. `update` brings it to another one, or raises an AgentLoopError.
+
+        `save` keeps what was followed for `restore`.
+        """
         self._store = store
         self._served = served
         self._is_asleep = is_asleep
         self._update = update
+        self._save = save
         self._log = log
         self._woken = asyncio.Event()
-        self._done: int | None = None  # the last version that the fleet was brought to from here
+        self._done: int | None = None  # the last version of the store that the fleet was at
         self._failures = (-1, 0)  # a version, and how often its update has failed
         self.status = StoreStatus()
+
+    def restore(self, followed: WeightUpdate | None) -> None:
+        """Take up what an earlier follower saved, if it followed the same run."""
+        if followed is not None and followed.published == self._store.source:
+            self._done = followed.version
 
     def wake(self) -> None:
         """Look at the pointer now."""
@@ -89,22 +99,24 @@ class StoreFollower:
             raise StoreUnreachable(f"no answer from the store within {POINTER_TIMEOUT_S:g} s") from error
 
     async def _follow(self, latest: int, before: StoreStatus) -> StoreStatus:
-        served, source = self._served(), self._store.source
+        served, update = self._served(), WeightUpdate(latest, published=self._store.source)
         newest = max(self._done or 0, served or 0)
         if latest < newest:
             raise PointerWentBack(f"the latest version is {latest}, after {newest}: a pointer moves forward only")
-        if latest in (served, self._done):
-            return StoreStatus(latest)
-        if self._is_asleep():
-            return StoreStatus(latest, "asleep")
-        self.status = StoreStatus(latest, "updating", before.error)
-        try:
-            await self._update(WeightUpdate(latest, published=source))
-        except AgentLoopError:
-            version, num = self._failures
-            self._failures = latest, num + 1 if version == latest else 1
-            raise
-        self._done, self._failures = latest, (-1, 0)
+        if latest not in (served, self._done):
+            if self._is_asleep():
+                return StoreStatus(latest, "asleep")
+            self.status = StoreStatus(latest, "updating", before.error)
+            try:
+                await self._update(update)
+            except AgentLoopError:
+                version, num = self._failures
+                self._failures = latest, num + 1 if version == latest else 1
+                raise
+        self._failures = (-1, 0)
+        if latest != self._done:
+            await self._save(update)
+            self._done = latest
         return StoreStatus(latest)
 
     def _backoff_s(self) -> float:

@@ -309,7 +309,7 @@ class EngineReplicaDeployment:
         prepare_engine_network(config)
         client = coordinator_client(trust, model=model)
         self._closing.push_async_callback(client.close)
-        store = followed_store(config, run_dir)
+        versions = served_versions(config, run_dir)
         self._replica = Replica(
             f"{entry.name}-{context.replica_id.unique_id}",
             build_engine(config, entry, EngineHosts(config, run_dir, entry) if entry.hosts > 1 else None),
@@ -318,7 +318,7 @@ class EngineReplicaDeployment:
             node_address(config),
             config=replace(replica_config(config, entry), node_id=ray.get_runtime_context().get_node_id()),
             starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
-            located=None if store is None else store.located,
+            located=None if versions is None else versions.located,
         )
         self._closing.push_async_callback(self._replica.close)
         name, report = self._replica.replica_id, client.metrics.report_metrics
@@ -611,10 +611,15 @@ def followed_store(config: ServiceConfig, run_dir: Path) -> FollowedStore | None
     if (given := config.weights) is None:
         return None
     source = PublishedSource(given.store, given.run)
-    made = cast(Callable[..., Any], resolve_extra(VERSIONS, "store"))(
-        source, Path(given.cache or run_dir / "weights")
-    )
-    return FollowedStore(source, made.latest, made.located, given.poll_s)
+    return FollowedStore(source, served_versions(config, run_dir).latest, given.poll_s)
+
+
+def served_versions(config: ServiceConfig, run_dir: Path) -> Any:
+    """Return the `ServedVersions` of that store, None without one. Raises InvalidRequest."""
+    if (given := config.weights) is None:
+        return None
+    source, folder = PublishedSource(given.store, given.run), Path(given.cache or run_dir / "weights")
+    return cast(Callable[..., Any], resolve_extra(VERSIONS, "store"))(source, folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,20 +23,27 @@ class Site:
         self.is_asleep = False
         self.failure: Exception | None = None
         self.asked: list[int] = []
-        store = FollowedStore(SOURCE, self._read, self._located, poll_s)
-        log = structlog.get_logger()
-        self.follower = StoreFollower(store, lambda: self.served, lambda: self.is_asleep, self._update, log)
+        self.saved: WeightUpdate | None = None
+        self._poll_s = poll_s
+        self.begin_anew()
+
+    def begin_anew(self, source: PublishedSource = SOURCE) -> None:
+        """As a new coordinator, which follows `source`."""
+        store, log = FollowedStore(source, self._read, self._poll_s), structlog.get_logger()
+        is_asleep = lambda: self.is_asleep  # noqa: E731
+        self.follower = StoreFollower(store, lambda: self.served, is_asleep, self._update, self._save, log)
+        self.follower.restore(self.saved)
 
     async def _read(self) -> int:
         if isinstance(self.latest, Exception):
             raise self.latest
         return self.latest
 
-    async def _located(self, update: WeightUpdate) -> WeightUpdate:
-        raise AssertionError("a follower stages nothing")
+    async def _save(self, followed: WeightUpdate) -> None:
+        self.saved = followed
 
     async def _update(self, update: WeightUpdate) -> None:
-        assert update.published == SOURCE
+        assert update.published is not None
         self.asked.append(update.version)
         if self.failure is not None:
             raise self.failure
@@ -56,6 +63,12 @@ async def test_it_follows_the_pointer_forward_and_says_that_it_went_back() -> No
     site.served = 1  # the operator has gone back by hand
     await site.follower.look()
     assert (site.asked, site.follower.status.error) == ([3], ""), "which holds until the next version"
+    site.begin_anew()
+    await site.follower.look()
+    assert site.asked == [3], "also for the next coordinator"
+    site.begin_anew(PublishedSource("/store", "run-2"))
+    await site.follower.look()
+    assert site.asked == [3, 3], "but another run's version is another"
 
 
 async def test_a_sleeping_fleet_is_left_asleep() -> None:
@@ -77,9 +90,15 @@ async def test_a_version_that_fails_is_tried_ever_later_and_the_next_one_at_once
     site.latest, site.failure = 4, None
     assert await site.follower.look() == 5.0
     assert (site.served, site.follower.status.error) == (4, "")
+    site.latest, site.failure = 5, ChecksumMismatch("tensor w")
+    assert [await site.follower.look() for _ in range(2)] == [5.0, 10.0]
+    site.served = 5  # by a push
+    assert await site.follower.look() == 5.0, "no update fails any more"
+    site.served = 4
+    assert (await site.follower.look(), site.asked[-2:]) == (5.0, [5, 5]), "an older version by hand holds here too"
     site.latest = StoreUnreachable("no route")
     assert await site.follower.look() == 5.0, "a look costs nothing"
-    assert site.follower.status.latest == 4
+    assert site.follower.status.latest == 5
 
 
 async def test_it_looks_when_it_is_woken_and_a_bug_ends_it() -> None:

@@ -79,7 +79,7 @@ def publish_weights(
     version: Annotated[int, typer.Option(min=0, help="The version they become.")],
     encoding: Annotated[str, typer.Option(help="Of deltas: xor or overwrite.")] = "xor",
     full_every: Annotated[int, typer.Option(min=1, help="Versions from one full one to the next.")] = 16,
-    cache: Annotated[str | None, typer.Option(help="A folder for the last version; else it is fetched.")] = None,
+    cache: Annotated[str | None, typer.Option(help="A folder for the last version.")] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:

@@ -29,6 +29,7 @@ from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
 from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
+from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import TURN_REASON, FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
@@ -44,6 +45,7 @@ from agentloop_servers.coordinator.rollouts import Rollouts
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
+FOLLOWED_VERSION = "followed_version"
 ENDPOINT_PLACES = "endpoint_places"
 """The names under which the store keeps what the next coordinator goes on with."""
 
@@ -113,6 +115,7 @@ class Coordinator:
             asyncio.create_task(self._probe_suspects(), name="coordinator-probe"),
         ]
         if self._follower is not None:
+            self._follower.restore(await self._store.saved_state(FOLLOWED_VERSION, WeightUpdate))
             self._background.append(asyncio.create_task(self._follower.run(), name="coordinator-follow"))
 
     async def close(self) -> None:
@@ -261,8 +264,9 @@ class Coordinator:
         def is_asleep() -> bool:
             return bool(replicas.sync.desired.orders.asleep)
 
-        update = replicas.update_weights
-        return StoreFollower(store, lambda: replicas.fleet.weight_version, is_asleep, update, self._log)
+        save = partial(self._store.save_state, FOLLOWED_VERSION)
+        served, update = (lambda: replicas.fleet.weight_version), replicas.update_weights
+        return StoreFollower(store, served, is_asleep, update, save, self._log)
 
     async def endpoint_numbers(self, disk: str, num: int) -> tuple[int, ...]:
         """Return the numbers of a host's endpoint processes."""

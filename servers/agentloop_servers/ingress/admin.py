@@ -177,8 +177,7 @@ class AdminRoutes:
         """Have each host make a version of those in `source`, to which the path `folder` leads then."""
         self._rules.check_source(WeightUpdate(version, directory=folder))
         found = await asyncio.to_thread(self._found, source, "source_dir")
-        parent = resolve_weights(os.path.dirname(folder), self._weight_roots, param="local_checkpoint_dir")
-        to = str(parent / os.path.basename(folder))
+        to = self._new_path(folder, "local_checkpoint_dir")
         await self.ask(self._coordinator.pull_version(PullVersion(found, to, version, str(self._model))))
 
     async def sleep(self, body: Sleep) -> Response:
@@ -214,6 +213,11 @@ class AdminRoutes:
         if self._nodes_without is not None and (missing := self._nodes_without(directory)):
             raise InvalidRequest(f"not there on {', '.join(missing)}: every host reads it", param=param)
         return directory
+
+    def _new_path(self, given: str, param: str) -> str:
+        """Return a path in a real directory. Raises InvalidRequest unless that lies under the weight roots."""
+        above, name = os.path.split(os.path.normpath(given))
+        return str(resolve_weights(above, self._weight_roots, param=param) / name)
 
     async def ask(self, question: Awaitable[T]) -> T:
         """Await an answer of the fleet, for as long as an update may take."""

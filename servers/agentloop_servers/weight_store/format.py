@@ -98,7 +98,7 @@ class Index:
     base_version: int | None = None
     encoding: Encoding = Encoding.XOR
     base_index: str | None = None
-    content: str = ""
+    content: str = ""  # read as part of the index's digest, which has no other trace of the tensors' bytes
     raw: bytes = b""  # the file that it was read from
 
     def to_json(self) -> bytes:

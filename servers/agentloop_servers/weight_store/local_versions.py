@@ -6,8 +6,8 @@ tensor (`overwrite`: five bytes for each changed one beside it) and of a buffer.
 
 Ownership: the process that holds the folder's lock; the others wait, and find the version. A version is renamed to
 its name once it is complete and synced: a kill leaves it there or not. Each folder keeps the index that it was made
-of, so that another run under the same name is not taken for it. Two versions at most are here: the new one
-and its base, or the newest before it.
+of, so that another run under the same name is not taken for it. Two versions are here, the new one and its base or
+the newest before it, and a third if a pull goes back: the one that its path led to.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ Delta: TypeAlias = tuple[Index, Mapping[str, StoredTensor]]
 class LocalVersions:
     """The versions in one folder of this host. All calls block."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, served: str = "") -> None:
+        """`served`: the name of a version's folder that stays, whatever is made."""
+        self._folder, self._served = folder, served
 
     def folder(self, store: VersionStore, version: int, check: Check = lambda: None) -> Path:
         """Return the folder of a version, which is made first if it is not here.
@@ -144,10 +145,12 @@ class LocalVersions:
             self.keep(part, deltas[-1].raw)
 
     def _prune(self, base: int | None) -> None:
-        """Remove all versions but the base of the next one; without a base, all but the newest."""
-        found = {int(one.name.removeprefix("weight_v")): one for one in self._folder.glob("weight_v*")}
+        """Remove all versions but the served one and the next one's base; without a base, the newest stays."""
+        names = [(one.name.removeprefix("weight_v"), one) for one in self._folder.glob("weight_v*")]
+        found = {int(number): one for number, one in names if number.isdecimal()}
         for number in found.keys() - {max(found, default=0) if base is None else base}:
-            shutil.rmtree(found[number], ignore_errors=True)
+            if found[number].name != self._served:
+                shutil.rmtree(found[number], ignore_errors=True)
 
 
 def apply(base: Path, deltas: Sequence[Delta], target: Path, check: Check) -> None:

@@ -9,8 +9,8 @@ and publishing the same number again writes over what was left.
 from __future__ import annotations
 
 import math
+import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -54,8 +54,7 @@ class VersionPublisher:
             raise InvalidRequest(f"a checksum is one of {', '.join(CHECKSUMS)}", param="checksum")
         self._options = options
         self._store = VersionStore(options.store, options.run)
-        self._own = None if options.cache else Path(tempfile.mkdtemp(prefix="agentloop-publish-"))
-        self._local = LocalVersions(Path(options.cache) if options.cache else self._own or Path())
+        self._local = LocalVersions(Path(options.cache) if options.cache else _cache_of(self._store))
 
     def publish(self, tensors: Sequence[TensorBytes] | Path, version: int) -> PublishReport:
         """Publish a version, and move the pointer to it. The tensors must not change until this returns.
@@ -66,14 +65,17 @@ class VersionPublisher:
         started_at = time.monotonic()
         given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
         entries = {one.name: _entry_of(one) for one in given}
-        base_version = self._base_version(version)
-        index = Index(version, {}, self._options.checksum, base_version, self._encoding)
+        latest, base_version = self._store.latest_before(version), None
+        index = Index(version, {}, self._options.checksum, encoding=self._encoding)
         base: Mapping[str, StoredTensor] = {}
-        if base_version is not None:
-            index = replace(index, base_index=digest(self._store.index(base_version).raw))
-            base = stored_tensors(self._local.folder(self._store, base_version))
-            _check_layout(entries, base, base_version)
-        with self._local.making(version, base_version) as part:
+        if latest is not None:
+            held = stored_tensors(self._local.folder(self._store, latest))
+            _check_layout(entries, held, latest)
+            chain = chain_of(self._store, latest)
+            if len(chain) < self._options.full_every:
+                base_version, base = latest, held
+                index = replace(index, base_version=latest, base_index=digest(chain[0].raw))
+        with self._local.making(version, latest) as part:
             files, checksums = self._write(part, given, entries, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
@@ -86,19 +88,7 @@ class VersionPublisher:
         times_s = encoded_at - started_at, time.monotonic() - encoded_at
         return PublishReport(version, base_version, num_bytes, num_full, len(files), *times_s)
 
-    def close(self) -> None:
-        """Remove the folder of this process, if it is its own. Idempotent."""
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-
     # --- inside ---
-
-    def _base_version(self, version: int) -> int | None:
-        """Return the version that the next one is a delta to; None: it is a full one."""
-        latest = self._store.latest_before(version)
-        if latest is None:
-            return None
-        return latest if len(chain_of(self._store, latest)) < self._options.full_every else None
 
     def _write(
         self,
@@ -142,6 +132,12 @@ class VersionPublisher:
         if not all(map(np.array_equal, chunks(old), chunks(new))):
             encode_delta(self._encoding, old, new, published.write)
             published.end(given.name, "U8", None, state.hexdigest())
+
+
+def _cache_of(store: VersionStore) -> Path:
+    """Return this user's folder for a run of a store, the same in every process."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "agentloop" / "publish" / digest(store.place.encode())
 
 
 def _sharded(given: Sequence[TensorBytes], entries: Mapping[str, Entry]) -> Iterator[list[TensorBytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -61,17 +62,21 @@ class PulledStore(VersionStore):
 
 async def pull_version(order: PullVersion) -> None:
     """Make a version on this host, and have the order's path lead to it. Raises InvalidRequest for a taken path."""
-    folder = Path(order.folder)
-    store, local = PulledStore(Path(order.source), Path(order.base)), LocalVersions(Path(f"{folder}.versions"))
-    made = await _made(local, store, order.version)
+    folder, versions = Path(order.folder), Path(f"{order.folder}.versions")
+    local = LocalVersions(versions, _pulled_before(folder, versions))
+    made = await _made(local, PulledStore(Path(order.source), Path(order.base)), order.version)
     link = made.with_name("link")
     link.unlink(missing_ok=True)
     link.symlink_to(made)
-    try:
-        link.replace(folder)
-    except OSError as error:
-        taken = f"the path is neither free nor an earlier pull's: {error}"
-        raise InvalidRequest(taken, param="local_checkpoint_dir") from error
+    link.replace(folder)
+
+
+def _pulled_before(folder: Path, versions: Path) -> str:
+    """Return the name of the version to which a path leads. Raises InvalidRequest for what is no pull's link."""
+    target = folder.resolve()
+    if os.path.lexists(folder) and target.parent != versions.resolve():
+        raise InvalidRequest("the path is neither free nor an earlier pull's", param="local_checkpoint_dir")
+    return target.name
 
 
 async def _made(local: LocalVersions, store: VersionStore, version: int) -> Path:

@@ -67,26 +67,18 @@ class VersionStore:
             raise InvalidRequest(f"no store {url}: {error_line(error)}", param="store") from error
         self._root = root.rstrip("/")
         self._folder = f"{self._root}/{run}"
+        self.place = str(self._fs.unstrip_protocol(self._folder))  # the run's
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
     # --- for readers ---
 
     def latest(self) -> int:
         """Return the version that the pointer names. Raises PointerMissing, WrongRun."""
-        text = self._read(f"{self._folder}/{POINTER}", _MAX_POINTER_BYTES)
-        if text is None:
-            others = self._other_runs()
-            if others:
-                raise WrongRun(f"{self.url} has no run {self.run}, but {', '.join(others)}", param="run")
-            raise PointerMissing(
-                f"{self.url} has no pointer {self.run}/{POINTER}: nothing is published", param="store"
-            )
-        found = _POINTER_TEXT.fullmatch(text.decode(errors="replace"))
-        if found is None:
-            raise VersionDamaged(f"the pointer of run {self.run} names no version")
-        if found[1] not in (None, self.run):
-            raise WrongRun(f"the pointer of run {self.run} names a version of run {found[1]}", param="run")
-        return int(found[2])
+        if (latest := self._pointed()) is not None:
+            return latest
+        if others := self._other_runs():
+            raise WrongRun(f"{self.url} has no run {self.run}, but {', '.join(others)}", param="run")
+        raise PointerMissing(f"{self.url} has no pointer {self.run}/{POINTER}: nothing is published", param="store")
 
     def index(self, version: int) -> Index:
         """Read a version's index. Raises VersionMissing, VersionDamaged, WrongBase."""
@@ -108,12 +100,12 @@ class VersionStore:
     # --- for the publisher ---
 
     def latest_before(self, version: int) -> int | None:
-        """Return the latest version, None before the first. Raises PointerWentBack if `version` is not beyond."""
-        try:
-            latest = self.latest()
-        except (PointerMissing, WrongRun):
-            return None
-        if version <= latest:
+        """Return the latest version, None before the first.
+
+        Raises PointerWentBack if `version` is not beyond, WrongRun.
+        """
+        latest = self._pointed()
+        if latest is not None and version <= latest:
             back = f"version {version} after {latest}: a pointer moves forward only"
             raise PointerWentBack(back, param="version")
         return latest
@@ -136,6 +128,18 @@ class VersionStore:
             self._put(f"{self.run}/{folder_of(version)}\n".encode(), f"{self._folder}/{POINTER}")
 
     # --- inside ---
+
+    def _pointed(self) -> int | None:
+        """Return the version that the pointer names, None without one. Raises WrongRun, VersionDamaged."""
+        text = self._read(f"{self._folder}/{POINTER}", _MAX_POINTER_BYTES)
+        if text is None:
+            return None
+        found = _POINTER_TEXT.fullmatch(text.decode(errors="replace"))
+        if found is None:
+            raise VersionDamaged(f"the pointer of run {self.run} names no version")
+        if found[1] not in (None, self.run):
+            raise WrongRun(f"the pointer of run {self.run} names a version of run {found[1]}", param="run")
+        return int(found[2])
 
     def _put(self, data: bytes | Path, place: str) -> None:
         """Write an object, or a file that a kill or a power cut leaves whole, or not there."""

@@ -62,7 +62,7 @@ async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_la
 ) -> None:
     weights, rng = policy(), np.random.default_rng(1)
     made = tmp_path / "run" / "weights"
-    config = following(tmp_path)
+    config = following(tmp_path, weight_roots=[str(tmp_path / "run")])
     async with whole_service(config, tmp_path / "run") as url, RolloutClient(url) as client:
         status = await until(client, lambda status: bool(status.store and status.store.error))
         assert status.store is not None
@@ -89,6 +89,14 @@ async def test_versions_are_followed_and_a_service_that_begins_anew_takes_the_la
         assert held(made / "weight_v000004") == bytes_of(weights)
         assert (await client.status()).updates[-1].version == 4
         assert {one.transport for one in (await client.status()).updates[-1].replicas} == {"published"}
+        older = shutil.copytree(made / "weight_v000004", tmp_path / "run" / "older")
+        await client.update_weights(older, version=3, force=True)
+    async with whole_service(config, tmp_path / "run") as url, RolloutClient(url) as client:
+        await until(client, lambda status: status.store is not None and status.store.latest == 4)
+        assert is_at(3)(await until(client, is_at(3))), "what an operator went back to, until the next version"
+        train(weights, rng)
+        await publish(client, tmp_path, weights, 5)
+        assert [one.version for one in (await until(client, is_at(5))).updates[-2:]] == [3, 5]
 
 
 @pytest.fixture
@@ -179,10 +187,11 @@ async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: 
     (tmp_path / "run").mkdir()
     base = {name: np.frombuffer(data, np.uint8) for name, data in held(config.model_path()).items()}
     versions: list[Tensors] = [base, {name: value ^ np.uint8(len(name) % 3) for name, value in base.items()}]
-    versions.append({name: value ^ np.uint8(1) for name, value in versions[1].items()})
-    for version in (1, 2):
+    for bit in (1, 2):
+        versions.append({name: value ^ np.uint8(bit) for name, value in versions[-1].items()})
+    for version in (1, 2, 3):
         publish_plainly(root, version, versions[version], versions[version - 1])
-    asked = {"local_checkpoint_dir": str(local), "source_dir": str(root / RUN), "target_version": 2}
+    asked = {"local_checkpoint_dir": str(local), "source_dir": str(root / RUN), "target_version": 3}
     async with whole_service(config, tmp_path / "run") as url, aiohttp.ClientSession(url) as http:
 
         async def answer(status: int, path: str, body: dict[str, object]) -> dict[str, Any]:
@@ -195,20 +204,28 @@ async def test_versions_are_pulled_to_each_host_and_served_from_there(tmp_path: 
             assert (failed["success"], failed["message"]) == (False, failed["error"]["message"])
             assert (failed["error"]["code"], failed["error"]["param"]) == (code, param)
 
-        for version in (0, 1, 2):
-            assert (await answer(200, "/pull_weights", {**asked, "target_version": version}))["success"]
+        link, served = {**asked, "local_checkpoint_dir": f"{local}/"}, 0  # as a folder is written too
+        for version in (0, 1, 2, 3, 1, 3):
+            before = local.resolve() if local.exists() else root
+            assert (await answer(200, "/pull_weights", {**link, "target_version": version}))["success"]
             assert held(local) == bytes_of(versions[version])
-            if version:
+            assert before.exists(), "the version that is served until the update"
+            if version > served:
+                served = version
                 named = {"model_path": str(local), "weight_version": str(version)}
                 assert (await answer(200, "/update_weights_from_disk", named))["weight_version"] == str(version)
-        damaged = publish_plainly(root, 3, base, versions[2]) / "model-00001-of-00001.safetensors"
+        damaged = publish_plainly(root, 4, base, versions[3]) / "model-00001-of-00001.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-8])
-        await fails("version_damaged", None, target_version=3)
-        await fails("version_missing", None, target_version=4)
+        await fails("version_damaged", None, target_version=4)
+        await fails("version_missing", None, target_version=5)
         await fails("invalid_request", "source_dir", source_dir=str(tmp_path))
         await fails("invalid_request", "local_checkpoint_dir", local_checkpoint_dir=str(tmp_path / "run" / "local"))
         await fails("invalid_request", "local_checkpoint_dir", local_checkpoint_dir=str(root / RUN))
+        for taken in (f"{root}/", f"{root}/.", f"{local}/.."):
+            await fails("invalid_request", "local_checkpoint_dir", local_checkpoint_dir=taken)
+        assert set(os.listdir(tmp_path)) == {"root", "run"}
+        assert set(os.listdir(root)) == {"local", "local.versions", RUN}
         await fails("invalid_request", "target_version", target_version="2")
-        assert held(local) == bytes_of(versions[2])
-        async with http.get("/get_weight_version") as served:
-            assert await served.json() == {"weight_version": "2"}
+        assert held(local) == bytes_of(versions[3])
+        async with http.get("/get_weight_version") as found:
+            assert await found.json() == {"weight_version": "3"}

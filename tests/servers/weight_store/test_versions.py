@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,20 +102,29 @@ def test_a_version_of_another_publisher_is_read_by_the_page_of_its_format(
     assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 3)) == bytes_of(weights)
 
 
-def test_a_publisher_that_begins_anew_goes_on_with_deltas_to_what_the_store_has(tmp_path: Path) -> None:
+def test_a_publisher_that_begins_anew_goes_on_with_deltas_to_what_the_store_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, rng = policy(), np.random.default_rng(3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     for version in range(3):
         train(weights, rng)
-        one = publisher(tmp_path, cache=None)
-        report = one.publish(given(weights), version)
-        one.close()
+        report = publisher(tmp_path, cache=None).publish(given(weights), version)
         assert report.base_version == (version - 1 if version else None)
+        (cache,) = (tmp_path / "user" / "agentloop" / "publish").iterdir()  # one for all publishers of the run
+        assert held(cache / f"weight_v{version:06d}") == bytes_of(weights)
+        if version == 1:
+            shutil.rmtree(cache)
+    assert not (tmp_path / "tmp").exists()
     assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(weights)
 
 
 def test_a_folder_is_published_and_one_run_does_not_take_another_for_its_own(tmp_path: Path) -> None:
     first, second = policy(1), policy(2)
+    (tmp_path / "cache" / "weight_v000001.bak").mkdir(parents=True)  # somebody's
     publisher(tmp_path).publish(given(first), 1)
+    assert "weight_v000001.bak" in names_in(tmp_path / "cache")
     made = LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
     (tmp_path / "store").rename(tmp_path / "gone")
     (tmp_path / "cache").rename(tmp_path / "gone-cache")
@@ -231,13 +242,23 @@ def test_the_pointer_and_the_store_have_their_own_errors(tmp_path: Path) -> None
         VersionStore(str(tmp_path / "store"), "run-2").latest()
     with pytest.raises(PointerWentBack):
         publisher(tmp_path).publish(given(policy()), 3)
-    with pytest.raises(LayoutMismatch, match=r"layer\.0"):
-        publisher(tmp_path).publish(given(policy(rows=8)), 4)
+    before = sorted((tmp_path / "store").rglob("*"))
+    for every in (1, 16):
+        for other in (policy(rows=8), {"layer.0": policy()["layer.0"]}):
+            with pytest.raises(LayoutMismatch, match=r"layer\."):
+                publisher(tmp_path, full_every=every).publish(given(other), 4)
+        as_float16 = [replace(one, dtype="float16") for one in given(policy())]
+        with pytest.raises(LayoutMismatch, match=r"layer\.0"):
+            publisher(tmp_path, full_every=every).publish(as_float16, 4)
+    assert sorted((tmp_path / "store").rglob("*")) == before
     assert store.latest() == 3
     pointer = tmp_path / "store" / RUN / "latest"
     pointer.write_text("run-2/weight_v000004")
-    with pytest.raises(WrongRun):
-        store.latest()
+    for ask in (store.latest, lambda: publisher(tmp_path).publish(given(policy()), 4)):
+        with pytest.raises(WrongRun):
+            ask()
+    assert pointer.read_text() == "run-2/weight_v000004"
+    assert VersionPublisher(PublishOptions(store.url, "run-3", cache=str(tmp_path))).publish(given(policy()), 1)
     for text in ("", "weight_v", f"{RUN}/../weight_v000003", "x" * 300):
         pointer.write_text(text)
         with pytest.raises(VersionDamaged):

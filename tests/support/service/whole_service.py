@@ -27,6 +27,7 @@ from agentloop_servers.app import (
     followed_store,
     ingress_gauges,
     run_gauges,
+    served_versions,
     tool_names,
     traced,
     user_table,
@@ -143,7 +144,7 @@ async def whole_site(
         for index, entry in enumerate(kinds):
             engine = build(config) if config.engines is None else build_engine(config, entry)
             name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
-            versions = followed_store(config, run_dir)  # each process has its own
+            versions = served_versions(config, run_dir)  # each process has its own
             located = None if versions is None else versions.located
             replica = Replica(name, engine, client.replicas, SECRET, config.host, config=bounds, located=located)
             closing.push_async_callback(replica.close)
