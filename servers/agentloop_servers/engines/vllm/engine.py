@@ -16,6 +16,7 @@ from agentloop.engine import EngineInfo
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
@@ -53,13 +54,16 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         request = call.request
         kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
-        params = values.sampling_params(
-            request.sampling,
-            room_tokens(request, self.info),
-            is_streamed=is_streamed,
-            eos_token_id=self._process.eos_token_id,
-            logprobs_mode=self._config.logprobs_mode,
-        )
+        if request.sampling.score_from is not None:
+            params = values.scoring_params(request.sampling)
+        else:
+            params = values.sampling_params(
+                request.sampling,
+                room_tokens(request, self.info),
+                is_streamed=is_streamed,
+                eos_token_id=self._process.eos_token_id,
+                logprobs_mode=self._config.logprobs_mode,
+            )
         prompt = values.tokens_prompt(request, kv_version, prepared)
         lora_request = None if self._adapters is None else self._adapters.request
         is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
@@ -86,7 +90,11 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
 
     def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
         request = call.request
-        if output is not None and not sampled.token_ids:
+        if request.sampling.score_from is not None:
+            sampled = SampledTokens(LogprobsMode.RAW)
+            if output is not None:
+                values.add_scores(sampled, request, output)
+        elif output is not None and not sampled.token_ids:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         return values.to_generation(request, output, sampled, self.load())
 
