@@ -169,9 +169,30 @@ async def test_a_score_is_of_the_version_that_is_demanded(tmp_path: Path) -> Non
 
 async def _commit(engine: Any, directory: Path) -> None:
     await engine.stage(WeightUpdate(1, write_checkpoint(directory)))
-    await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+    await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)  # the score that waits is made anew
     await engine.commit(1)
     await engine.resume()
+
+
+async def test_a_score_that_its_replica_lost_is_made_at_another(tmp_path: Path) -> None:
+    async with chat_service(tmp_path) as service, RolloutClient(service.url) as client:
+        [expected] = await client.score([IDS])
+        service.engine.faults.num_lost = 1
+        assert await client.score([IDS]) == [expected]
+        assert service.engine.faults.num_lost == 0
+
+
+async def test_an_abort_of_sglangs_dialect_ends_a_score(tmp_path: Path) -> None:
+    async with chat_service(tmp_path) as service:
+        await service.engine.pause(PauseMode.KEEP)
+        body = {"input_ids": [*IDS], "return_logprob": True, "logprob_start_len": 0, "rid": "mine"}
+        asked = {**body, "sampling_params": {"max_new_tokens": 0}}
+        waiting = asyncio.create_task(posted(service, "/generate", asked))
+        while service.engine.load().num_waiting == 0:
+            await asyncio.sleep(0.01)
+        assert await posted(service, "/abort_request", {"rid": "mine"}) == {"num_aborted": 1}
+        meta = (await waiting)["meta_info"]
+        assert (meta["finish_reason"]["type"], meta["input_token_logprobs"]) == ("abort", [[None, IDS[0], None]])
 
 
 async def test_a_teachers_logprobs_lie_where_the_rows_do(service: ChatService, client: RolloutClient) -> None:
