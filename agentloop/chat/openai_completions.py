@@ -65,8 +65,7 @@ def joined(answers: Sequence[Answer]) -> Answer:
 
 def echo_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
     """Return the call that scores an echoed prompt; None for one of a single token. Raises InvalidRequest."""
-    demand = None if body.weight_version is None else body.weight_version.to_demand()
-    return score_call(prompt_ids, 1, body.logprobs or 0, model, demand, param="logprobs")
+    return score_call(prompt_ids, 1, body.logprobs or 0, model, body.weight_version, param="logprobs")
 
 
 class CompletionWriter(ChoiceWriter):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from agentloop.api.requests import VersionDemandBody
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.checks import check_num_scores
 from agentloop.errors import InvalidRequest
-from agentloop.types import Generation, SamplingParams, TokenScores, VersionDemand
+from agentloop.types import Generation, SamplingParams, TokenScores
 
 
 def score_call(
@@ -13,7 +16,7 @@ def score_call(
     start: int,
     num_top: int,
     model: ChatModel,
-    demand: VersionDemand | None = None,
+    demand: VersionDemandBody | None,
     *,
     param: str,
 ) -> ChatCall | None:
@@ -24,7 +27,9 @@ def score_call(
     check_num_scores(len(prompt_ids) - start, num_top, param)
     if start == len(prompt_ids):
         return None
-    sampling = SamplingParams(max_tokens=1, num_top_logprobs=num_top, score_from=start, weight_version=demand)
+    sampling = SamplingParams(max_tokens=1, num_top_logprobs=num_top, score_from=start)
+    if demand is not None:
+        sampling = replace(sampling, weight_version=demand.to_demand())
     return ChatCall((), sampling, max_tokens=1, prompt_ids=prompt_ids, timeout_s=model.timeout_s)
 
 

@@ -257,8 +257,7 @@ def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel)
     """Return the call that scores a prompt, if the body asks for that and there is a token to score."""
     if body.scores_after is None:
         return None
-    demand = None if body.weight_version is None else body.weight_version.to_demand()
-    start = body.scores_after + 1
+    start, demand = body.scores_after + 1, body.weight_version
     return score_call(prompt_ids, start, body.num_top, model, demand, param="logprob_start_len")
 
 

@@ -121,8 +121,7 @@ def prompt_call(body: TokensBody, model: ChatModel) -> ChatCall | None:
     num_top, ids = body.sampling_params.prompt_logprobs, tuple(body.token_ids)
     if num_top is None:
         return None
-    demand = None if body.weight_version is None else body.weight_version.to_demand()
-    return score_call(ids, 1, num_top, model, demand, param="sampling_params.prompt_logprobs")
+    return score_call(ids, 1, num_top, model, body.weight_version, param="sampling_params.prompt_logprobs")
 
 
 def render_tokens(

@@ -205,8 +205,7 @@ class RolloutClient:
         """Return the logprobs of each sequence's own ids from `start` on, under the served weights.
 
         `start`, one for all or one for each, is at least 1: a sequence's first token has no logprob. A `model` is
-        one that the service has beside the policy. Raises InvalidRequest, ContextLengthExceeded, ModelNotFound and
-        what `generate` raises.
+        one that the service has beside the policy. Raises NotFound for another, and what `generate` raises.
         """
         starts = [start] * len(batch) if isinstance(start, int) else start
         if len(starts) != len(batch):

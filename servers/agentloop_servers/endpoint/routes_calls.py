@@ -273,8 +273,7 @@ class CallRoutes:
     async def score(self, request: Request, body: Scored) -> Response:
         """Score the sequences' own tokens under the served weights, each under one version; nothing is sampled."""
         require_user(request)
-        endpoint, demand = self._endpoint, None if body.weight_version is None else body.weight_version.to_demand()
-        model = replace(endpoint.chat_model, timeout_s=body.timeout_s)
+        model, demand = replace(self._endpoint.chat_model, timeout_s=body.timeout_s), body.weight_version
         asked = [
             score_call(tuple(one.token_ids), one.start, body.top_k, model, demand, param="prompts")
             for one in body.prompts
