@@ -66,10 +66,15 @@ async def test_scores_are_those_of_an_independent_model(scorer: EngineCase) -> N
         pytest.skip("no independent model")
     prompts = [case.prompt(num_tokens=size) for size in (2, 255, 256, 257, 258, 700)]
     answers = await asyncio.gather(*(score(case, ids, 1, num_top_logprobs=2) for ids in prompts))
-    for ids, answer in zip(prompts, answers, strict=True):
-        expected = np.array([log_softmax(row) for row in case.logits_of(case.checkpoint, ids)[:-1]])
-        given = expected[np.arange(len(ids) - 1), ids[1:]]
-        assert answer.token_ids == ids[1:]
+    prompts += [prompts[-1][:600] + case.prompt(num_tokens=size) for size in (8, 90)]  # of which KV is cached
+    answers += [await score(case, ids, 600, num_top_logprobs=2) for ids in prompts[-2:]]
+    assert case.engine.info.name != "vllm" or answers[-1].cached_tokens > 500
+    answers += [await score(case, prompts[-1], 1, num_top_logprobs=2)]  # of what is cached too
+    for ids, answer in zip([*prompts, prompts[-1]], answers, strict=True):
+        start = len(ids) - len(answer.token_ids)
+        expected = np.array([log_softmax(row) for row in case.logits_of(case.checkpoint, ids)[start - 1 : -1]])
+        given = expected[np.arange(len(ids) - start), ids[start:]]
+        assert answer.token_ids == ids[start:]
         assert np.abs(np.array(answer.logprobs) - given).max() < CLOSE
         best = np.array([row[0][1] for row in answer.top_logprobs])
         assert np.abs(best - expected.max(axis=1)).max() < CLOSE

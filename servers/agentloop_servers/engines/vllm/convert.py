@@ -144,8 +144,11 @@ def sampling_params(
     )
 
 
-def scoring_params(sampling: SamplingParams) -> Any:
-    """Make vLLM's SamplingParams that score a prompt: its plain log-softmax, and one token that is left out."""
+def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
+    """Make vLLM's SamplingParams that score a prompt: its plain log-softmax, and one token that is left out.
+
+    With `reads_cache` what the prefix cache has of the prompt is not scored.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -154,6 +157,7 @@ def scoring_params(sampling: SamplingParams) -> Any:
         temperature=0.0,
         ignore_eos=True,
         prompt_logprobs=sampling.num_top_logprobs,
+        skip_reading_prefix_cache=not reads_cache,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -234,7 +238,7 @@ def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any) ->
     spans = final_spans(output.outputs[0])
     if output.outputs[0].finish_reason != "length" or flat is None or not spans:
         return  # it was aborted
-    starts, ends = flat.start_indices[start:], flat.end_indices[start:]
+    starts, ends = flat.start_indices[-len(token_ids) :], flat.end_indices[-len(token_ids) :]
     if tuple(flat.token_ids[at] for at in starts) != token_ids:
         raise MalformedEngineResponse("vLLM's prompt logprobs are not those of the prompt")
     tops: TopLogprobs = ()

@@ -6,8 +6,9 @@ What vLLM leaves to its caller is done in `engines/common/engine.py`. vLLM itsel
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agentloop.capabilities import Feature
@@ -54,28 +55,35 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         request = call.request
         kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
-        if request.sampling.score_from is not None:
-            params = values.scoring_params(request.sampling)
-        else:
-            params = values.sampling_params(
-                request.sampling,
-                room_tokens(request, self.info),
-                is_streamed=is_streamed,
-                eos_token_id=self._process.eos_token_id,
-                logprobs_mode=self._config.logprobs_mode,
-            )
-        prompt = values.tokens_prompt(request, kv_version, prepared)
-        lora_request = None if self._adapters is None else self._adapters.request
         is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
-        outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
-            prompt,
-            params,
-            request.request_id,
-            lora_request=lora_request,
+        generate = partial(
+            self._process.llm.generate,
+            values.tokens_prompt(request, kv_version, prepared),
+            request_id=request.request_id,
+            lora_request=None if self._adapters is None else self._adapters.request,
             trace_headers={"traceparent": request.traceparent} if is_traced else None,
             priority=request.sampling.priority,
         )
+        if request.sampling.score_from is not None:
+            return self._scores(request, generate)
+        params = values.sampling_params(
+            request.sampling,
+            room_tokens(request, self.info),
+            is_streamed=is_streamed,
+            eos_token_id=self._process.eos_token_id,
+            logprobs_mode=self._config.logprobs_mode,
+        )
+        outputs: AsyncGenerator[Any, None] = generate(params)
         return outputs
+
+    async def _scores(self, request: GenerateRequest, generate: Callable[..., Any]) -> AsyncGenerator[Any, None]:
+        """Score behind what the prefix cache has of the prompt, or without it if it has tokens to be scored."""
+        sampling, start = request.sampling, request.sampling.score_from or 0
+        found = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
+        if found and (found[-1].num_cached_tokens or 0) >= start:
+            found = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
+        for output in found:
+            yield output
 
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
         values.add_so_far(sampled, self._process.llm, call.request)
