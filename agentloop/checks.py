@@ -31,9 +31,6 @@ LOGPROB_SENTINEL = -9999.0
 MAX_TOP_LOGPROBS = 20
 """Alternatives a token; what vLLM gives without a change of its own limit, and the OpenAI API's."""
 
-MAX_SCORES = 1 << 20
-"""Logprobs of given tokens in one answer, alternatives included."""
-
 MAX_VOCAB_SIZE = 1 << 31
 """Token ids are int32 wherever they are stored: the bound where the model's own is not known."""
 
@@ -73,15 +70,6 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     if start is not None and not 1 <= start < len(ids):
         raise InvalidRequest(f"start is {start}, not in [1, {len(ids)})", param="start")
     check_sampling(request.sampling, info.vocab_size, features=info.can.features, engine=info.name)
-
-
-def check_num_scores(num_tokens: int, num_top_logprobs: int, param: str) -> None:
-    """Raises InvalidRequest naming `param` if the scores of so many tokens are too many for one answer."""
-    if num_tokens * (1 + num_top_logprobs) > MAX_SCORES:
-        raise InvalidRequest(
-            f"{num_tokens} tokens with {num_top_logprobs} alternatives are more than {MAX_SCORES} logprobs",
-            param=param,
-        )
 
 
 def _check_images(request: GenerateRequest, info: EngineInfo) -> None:

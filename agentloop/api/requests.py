@@ -41,7 +41,6 @@ from agentloop.checks import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
-    check_num_scores,
 )
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
@@ -65,6 +64,7 @@ MAX_ORDER_REASON_CHARS = 300  # of an order
 MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SCORED_PROMPTS = 256  # of one call; a client sends more in several
+MAX_SCORES = 1 << 20  # logprobs of given tokens in one answer, alternatives included
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # of one submit; a client sends more in several
 MAX_SAMPLES = 1024
@@ -288,12 +288,6 @@ class TokenScoreBody(Body):
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     weight_version: VersionDemandBody | None = None
-
-    @model_validator(mode="after")
-    def _fits_an_answer(self) -> Self:
-        num_tokens = sum(len(one.token_ids) - one.start for one in self.prompts)
-        check_num_scores(num_tokens, self.top_k, "prompts")
-        return self
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------

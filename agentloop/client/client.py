@@ -38,6 +38,7 @@ from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_ANNOTATIONS,
     MAX_SCORED_PROMPTS,
+    MAX_SCORES,
     MAX_TASKS,
     AcknowledgeBody,
     AnnotateBody,
@@ -53,7 +54,6 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
-from agentloop.checks import MAX_SCORES
 from agentloop.client.publish import Publisher, PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow

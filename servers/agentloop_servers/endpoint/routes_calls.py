@@ -34,7 +34,7 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs
-from agentloop.chat.scores import score_call, scores_of
+from agentloop.chat.scores import check_num_scores, score_call, scores_of
 from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.rendering.renderer import off_loop
@@ -287,6 +287,7 @@ class CallRoutes:
         self, request: Request, calls: Sequence[ChatCall], affinity: str | None = None, *, param: str
     ) -> list[Generation] | None:
         """Return the scores of these calls, made side by side; None if the client has left."""
+        check_num_scores(calls, param)
         owner, calls = caller_of(request).owner, [bounded(request, call) for call in calls]
         score = partial(self._token_calls.score, affinity=affinity, owner=owner, prompt_param=param)
         with ExitStack() as places:

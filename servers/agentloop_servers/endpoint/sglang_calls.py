@@ -26,8 +26,8 @@ from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
 from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.scores import check_num_scores
 from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
-from agentloop.checks import check_num_scores
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece
@@ -60,10 +60,6 @@ class _OpenCall:
     @property
     def num_prompt(self) -> int:
         return len(self.chat_call.prompt_ids or ())
-
-    @property
-    def num_scored(self) -> int:
-        return 0 if self.score_call is None else self.num_prompt - (self.score_call.sampling.score_from or 0)
 
     def name(self, index: int) -> str:
         """Return the id of a choice."""
@@ -114,7 +110,7 @@ class SglangCalls:
             scored = None if asked is None else bounded(request, asked)
             switches = tuple(AbortSwitch() for _ in range(body.num_choices))
             calls.append(_OpenCall(rid, caller.owner, call, scored, place, switches))
-        check_num_scores(sum(call.num_scored for call in calls), body.num_top, "logprob_start_len")
+        check_num_scores([call.score_call for call in calls if call.score_call is not None], "logprob_start_len")
         writer = SglangWriter(body, endpoint.renderer, self._texts)
         if body.stream:
             return event_stream(request, endpoint, self._events(body, calls, affinity, writer), _error_event)
