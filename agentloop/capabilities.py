@@ -30,6 +30,7 @@ class Feature(StrEnum):
     MIN_TOKENS = "min_tokens"
     TOP_LOGPROBS = "top_logprobs"
     PRIORITY = "priority"  # of waiting requests those of lower numbers first
+    SCORES = "scores"  # logprobs of a prompt's own tokens
 
 
 CONSTRAINTS = frozenset(Feature(kind.value) for kind in ConstraintKind)
@@ -54,6 +55,7 @@ _PARAMS = {  # the field of a request that asks for a feature, where it is not c
     **dict.fromkeys(CONSTRAINTS, "constraint"),
     Feature.PENALTIES: "frequency_penalty",
     Feature.TOP_LOGPROBS: "num_top_logprobs",
+    Feature.SCORES: "score_from",
 }
 _CONSTRAINT_BITS = {kind: _BITS[Feature(kind.value)] for kind in ConstraintKind}
 UNBOUNDED_TOKENS = 1 << 62
@@ -149,4 +151,6 @@ def features_asked(sampling: SamplingParams) -> int:
         bits |= _BITS[Feature.TOP_LOGPROBS]
     if sampling.priority:
         bits |= _BITS[Feature.PRIORITY]
+    if sampling.score_from is not None:
+        bits |= _BITS[Feature.SCORES]
     return bits

@@ -66,6 +66,9 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param="token_ids",
         )
     _check_images(request, info)
+    start = request.sampling.score_from
+    if start is not None and not 1 <= start < len(ids):
+        raise InvalidRequest(f"start is {start}, not in [1, {len(ids)})", param="start")
     check_sampling(request.sampling, info.vocab_size, features=info.can.features, engine=info.name)
 
 
@@ -188,6 +191,9 @@ def _answer_problem(request: GenerateRequest, generation: Generation) -> str | N
         return "no tokens"
     if ids and generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
         return f"it stopped at {ids[-1]}, which is not a stop token"
+    start = request.sampling.score_from
+    if start is not None and ids and (ids != request.token_ids[start:] or len(generation.weight_versions) > 1):
+        return "its scores are of other ids, or of several weight versions"
     if ids and not 0 <= generation.cached_tokens <= len(request.token_ids):
         return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
     return None
@@ -197,7 +203,7 @@ def _token_problem(request: GenerateRequest, piece: Delta | Generation, vocab_si
     ids, logprobs = piece.token_ids, piece.logprobs
     if len(ids) != len(logprobs):
         return f"{len(ids)} ids but {len(logprobs)} logprobs"
-    if len(ids) > request.sampling.max_tokens:
+    if request.sampling.score_from is None and len(ids) > request.sampling.max_tokens:
         return f"{len(ids)} tokens where {request.sampling.max_tokens} were allowed"
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         return f"a token id is outside [0, {vocab_size})"

@@ -111,7 +111,10 @@ class SamplingParams(SamplingOptions):
     """The sampling distribution of one request, and its limits."""
 
     max_tokens: int
-    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
+    num_top_logprobs: int = 0  # alternatives reported beside each token of the answer
+    score_from: int | None = None
+    """The answer is the prompt's own tokens from this one on, with RAW logprobs, all under one version. Nothing is
+    sampled, and the rest of the distribution changes nothing."""
 
     @property
     def looks_back(self) -> bool:

@@ -156,6 +156,19 @@ class Generation:
     decode_s: float | None = None  # in the engine, from its first token to its last; None: not known
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Given ids and their logprobs (nats, one an id): the plain softmax's at temperature 1, under one version.
+
+    `top_logprobs` is empty unless asked for; else it has one entry an id.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_version: int
+    top_logprobs: TopLogprobs = ()
+
+
 class ToolCallStatus(StrEnum):
     """The parser's verdict on one tool call."""
 

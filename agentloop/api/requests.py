@@ -63,6 +63,8 @@ MAX_PROBLEMS = 10
 MAX_ORDER_REASON_CHARS = 300  # of an order
 MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
+MAX_SCORED_PROMPTS = 256  # of one call; a client sends more in several
+MAX_SCORES = 1 << 20  # logprobs of given tokens in one answer, alternatives included
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # of one submit; a client sends more in several
 MAX_SAMPLES = 1024
@@ -264,6 +266,28 @@ class GenerateBody(Body):
         if self.weight_version is not None:
             sampling = replace(sampling, weight_version=self.weight_version.to_demand())
         return GenerateRequest(request_id, tuple(self.token_ids), sampling, timeout_s=self.timeout_s)
+
+
+class ScoredPrompt(Body):
+    """The ids of a sequence, of which those from `start` on are scored: the first of all has no logprob."""
+
+    token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=2, max_length=MAX_PROMPT_TOKENS)
+    start: int = Field(default=1, ge=1, le=MAX_PROMPT_TOKENS)
+
+    @model_validator(mode="after")
+    def _has_scores(self) -> Self:
+        if self.start >= len(self.token_ids):
+            raise ValueError(f"start is {self.start}, of {len(self.token_ids)} tokens")
+        return self
+
+
+class TokenScoreBody(Body):
+    """The body of `POST /score`: sequences whose own tokens are scored, with `top_k` alternatives each."""
+
+    prompts: list[ScoredPrompt] = Field(min_length=1, max_length=MAX_SCORED_PROMPTS)
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
+    weight_version: VersionDemandBody | None = None
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from agentloop.types import (
     JSON,
     Constraint,
     ConstraintKind,
+    Generation,
     Message,
     ToolCall,
     ToolCallStatus,
@@ -158,7 +159,7 @@ def versions_of(node: Node) -> list[Answer]:
     return [{"version": s.version, "start": s.start, "end": s.end} for s in node.reply.weight_versions]
 
 
-def version_range(replies: Iterable[Reply]) -> Answer:
+def version_range(replies: Iterable[Reply | Generation]) -> Answer:
     """Return the oldest and the newest weight version of an answer's tokens; null where it has none."""
     found = [span.version for reply in replies for span in reply.weight_versions]
     return {"weight_version_start": min(found, default=None), "weight_version_end": max(found, default=None)}

@@ -59,7 +59,7 @@ class TokenTexts:
         ]
 
     def columns(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs, offset: int
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], top: TopLogprobs, offset: int
     ) -> dict[str, Any]:
         """Return `choices[].logprobs` of a text completion; `offset` is the number of characters before.
 

@@ -401,7 +401,10 @@ def _by_depth(value: Any) -> str:
 
 
 class CompletionBody(CallBase):
-    """The body of `POST /v1/completions`: a prompt as text or as token ids, or a list of prompts."""
+    """The body of `POST /v1/completions`: a prompt as text or as token ids, or a list of prompts.
+
+    With `echo` and a `max_tokens` of 0 nothing is sampled: the answer is each prompt with its own logprobs.
+    """
 
     prompt: Annotated[
         Annotated[_Prompt, Tag("~one")]
@@ -409,8 +412,9 @@ class CompletionBody(CallBase):
         Discriminator(_by_depth),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
+    echo: bool | None = None
     best_of: Annotated[Json, refused(unless=1)] = None
-    echo: Refused = None
     suffix: Refused = None
 
     @model_validator(mode="after")
@@ -429,6 +433,16 @@ class CompletionBody(CallBase):
         """The characters or ids of all prompts."""
         prompts: Any = self.prompt
         return sum(map(len, prompts)) if self.is_batch else len(prompts)
+
+    @model_validator(mode="after")
+    def _scores_or_samples(self) -> Self:
+        if bool(self.echo) != (self.max_tokens == 0):
+            raise UnsupportedParameter(
+                "echo goes with max_tokens: 0, and each is nothing without the other", param="echo"
+            )
+        if self.echo and (self.stream or (self.n or 1) > 1 or self.logprobs is None):
+            raise UnsupportedParameter("an echo has logprobs, one choice and no stream", param="echo")
+        return self
 
 
 class TokenizeBody(TemplateBody):

@@ -5,20 +5,22 @@ The prompt goes to the policy as it is: no template, and control tokens that it 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult
 from agentloop.chat.choices import ChoiceWriter
-from agentloop.chat.dialect import Answer
+from agentloop.chat.dialect import Answer, version_range
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import CompletionBody
+from agentloop.chat.scores import score_call
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.rendering.port import Renderer
 from agentloop.trajectory.node import Reply
-from agentloop.types import TopLogprobs
+from agentloop.types import Generation, TopLogprobs
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API samples where a completion names no `max_tokens`."""
@@ -51,12 +53,19 @@ def joined(answers: Sequence[Answer]) -> Answer:
     """Return the answer to a list of prompts: the choices of each, and in them what is of their prompt."""
     of_one = ("session", "weight_version_start", "weight_version_end")
     choices = [
-        {**choice, **{name: answer[name] for name in of_one}} for answer in answers for choice in answer["choices"]
+        {**choice, **{name: answer[name] for name in of_one if name in answer}}
+        for answer in answers
+        for choice in answer["choices"]
     ]
     counts = [answer["usage"] for answer in answers]
     usage = {name: sum(one[name] for one in counts) for name, value in counts[0].items() if isinstance(value, int)}
     whole = {name: value for name, value in answers[0].items() if name not in (*of_one, "prompt_token_ids")}
     return {**whole, "choices": [{**one, "index": index} for index, one in enumerate(choices)], "usage": usage}
+
+
+def echo_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
+    """Return the call that scores an echoed prompt; None for one of a single token. Raises InvalidRequest."""
+    return score_call(prompt_ids, 1, body.logprobs or 0, model, body.weight_version, param="logprobs")
 
 
 class CompletionWriter(ChoiceWriter):
@@ -84,6 +93,21 @@ class CompletionWriter(ChoiceWriter):
 
     def whole_part(self, reply: Reply) -> Answer:
         return {"text": reply.message.content}
+
+    def echoed(self, prompt_ids: tuple[int, ...], text: str, score: Generation | None, created_at: int) -> Answer:
+        """Return the answer that is a prompt with its own logprobs, of which the first is null."""
+        logprobs = (None, *(() if score is None else score.logprobs))
+        columns = self.texts.columns(prompt_ids, logprobs, ((), *score.top_logprobs) if score else (), 0)
+        if columns["top_logprobs"] is not None:
+            columns["top_logprobs"][0] = None
+        choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": columns}
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(prompt_ids)
+        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 0, "total_tokens": len(prompt_ids)}
+        versions = version_range([] if score is None else [score])
+        fingerprint = f"v{versions['weight_version_end']}" if score else None
+        head = self._head(uuid.uuid4().hex, self.whole_object, created_at, fingerprint)
+        return {**head, "choices": [choice], "usage": usage, **versions}
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Answer:
         before = self._num_chars.get(index, 0)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
+import numpy as np
 from pydantic import (
     BeforeValidator,
     Discriminator,
@@ -32,29 +33,23 @@ from agentloop.chat.fields import MAX_CHAT_CONTENT_CHARS, Ignored, Model, Refuse
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields
-from agentloop.chat.sampling import MaxTokens, Whole
+from agentloop.chat.sampling import Whole
+from agentloop.chat.scores import score_call
 from agentloop.checks import MAX_SEED, MAX_TOP_LOGPROBS
 from agentloop.engine import Delta
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.port import TokenText
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.trajectory.node import Reply
-from agentloop.types import FinishReason
+from agentloop.types import FinishReason, Generation, Message
 
 MAX_BATCH = 1024
 MAX_RID_CHARS = 256
 _DEFAULT_NEW_TOKENS = 128
 
-_NO_SCORES = ": prompts are not scored here"
 _PARAMS = {"min_tokens": "min_new_tokens"}  # of errors
-
-
-def _unscored(value: Any) -> Any:
-    if value == 0 and not isinstance(value, bool):
-        raise unsupported(f"`max_new_tokens` of 0 is not supported{_NO_SCORES}")
-    return value
 
 
 def _one_for_all(value: Any, info: ValidationInfo) -> Any:
@@ -72,7 +67,7 @@ _Shared = BeforeValidator(_one_for_all)
 class SglangSampling(ChoiceFields):
     """SGLang's `SamplingParams`, with its names and defaults."""
 
-    max_tokens: Annotated[MaxTokens | None, BeforeValidator(_unscored)] = Field(
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = Field(
         default=_DEFAULT_NEW_TOKENS, alias="max_new_tokens"
     )
     min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = Field(
@@ -128,6 +123,7 @@ class SglangBody(Body):
     sampling_params: Annotated[SglangSampling, _Shared] = SglangSampling()
     return_logprob: Annotated[bool | None, _Shared] = None
     top_logprobs_num: Annotated[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, _Shared] = None
+    logprob_start_len: Annotated[Annotated[int, Field(ge=-1, le=MAX_PROMPT_TOKENS)] | None, _Shared] = None
     return_text_in_logprobs: bool | None = None
     rid: (
         Annotated[
@@ -148,14 +144,13 @@ class SglangBody(Body):
     custom_logit_processor: Refused = None
     image_data: Annotated[Json, refused(hint=": images come with chat completions")] = None
     input_embeds: Refused = None
-    logprob_start_len: Annotated[Json, refused(unless=-1, hint=_NO_SCORES), _Shared] = None
     priority: Annotated[Json, refused(unless=0)] = None
     return_hidden_states: Refused = None
     return_indexer_topk: Refused = None
     return_routed_experts: Annotated[Json, refused(hint=": the engines do not tell them")] = None
     return_sampling_mask: Refused = None
     session_params: Refused = None
-    token_ids_logprob: Annotated[Json, refused(hint=_NO_SCORES), _Shared] = None
+    token_ids_logprob: Annotated[Json, refused(), _Shared] = None
     video_data: Refused = None
 
     @model_validator(mode="after")
@@ -166,7 +161,25 @@ class SglangBody(Body):
             len(set(self.rid)) != len(self.rid) or len(self.rid) != self.num_prompts
         ):
             raise InvalidRequest("rid has one name for each prompt, each once", param="rid")
+        if self.sampling_params.max_tokens == 0 and self.scores_after is None:
+            raise InvalidRequest(
+                "nothing is sampled, and no scores are asked for by return_logprob and logprob_start_len",
+                param="sampling_params.max_new_tokens",
+            )
+        if self.stream and self.scores_after is not None:
+            raise UnsupportedParameter("scores of prompts are not streamed", param="logprob_start_len")
         return self
+
+    @property
+    def scores_after(self) -> int | None:
+        """The place in each prompt behind which its own tokens are scored; None if they are not."""
+        start = self.logprob_start_len
+        return start if self.return_logprob and start is not None and start >= 0 else None
+
+    @property
+    def num_top(self) -> int:
+        """The alternatives beside each token."""
+        return self.top_logprobs_num or 0 if self.return_logprob else 0
 
     @property
     def is_batch(self) -> bool:
@@ -222,9 +235,8 @@ def error_body(error: AgentLoopError) -> Answer:
 def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
     """Return the call of one prompt. Raises InvalidRequest naming a field of the body."""
     given = body.sampling_params
-    num_top = body.top_logprobs_num or 0 if body.return_logprob else 0
     try:
-        sampling = sampling_of(given, given.max_tokens, model.vocab_size, num_top)
+        sampling = sampling_of(given, given.max_tokens, model.vocab_size, body.num_top)
     except InvalidRequest as error:
         name = _PARAMS.get(error.param or "", error.param)
         raise type(error)(error.message, param=f"sampling_params.{name}") from error
@@ -238,6 +250,23 @@ def to_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> 
         num_choices=body.num_choices,
         stop=stops_of(given),
         timeout_s=model.timeout_s,
+    )
+
+
+def prompt_call(body: SglangBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall | None:
+    """Return the call that scores a prompt, if the body asks for that and there is a token to score."""
+    if body.scores_after is None:
+        return None
+    start, demand = body.scores_after + 1, body.weight_version
+    return score_call(prompt_ids, start, body.num_top, model, demand, param="logprob_start_len")
+
+
+def unsampled(score: Generation | None) -> Reply:
+    """Return the reply of a call that samples nothing, as the scores of its prompt ended."""
+    nothing, reason = np.empty(0, np.float32), FinishReason.LENGTH if score is None else score.finish_reason
+    cached = 0 if score is None else score.cached_tokens
+    return Reply(
+        Message("assistant"), nothing.astype(np.int32), nothing, (), reason, is_closed=False, cached_tokens=cached
     )
 
 
@@ -271,6 +300,24 @@ class SglangWriter:
         facts = {"finish_reason": finish_reason(reply, ids), "cached_tokens": reply.cached_tokens}
         answer["meta_info"] |= {**facts, "e2e_latency": latency_s}
         return answer
+
+    def add_scores(self, answer: Answer, prompt_ids: Sequence[int], score: Generation | None) -> None:
+        """Add the prompt's own logprobs to an answer, if the body asks for them: the first is null."""
+        after = self._body.scores_after
+        if after is None:
+            return
+        meta, ids, rows = answer["meta_info"], [prompt_ids[after]], list[Any]()
+        logprobs: list[float | None] = [None]
+        if score is not None and score.token_ids:
+            ids += score.token_ids
+            logprobs += score.logprobs
+            rows += score.top_logprobs
+            version = _text(score.weight_versions[0].version)
+            meta |= {"weight_version_start": version}
+            meta |= {} if answer["output_ids"] else {"weight_version": version, "weight_version_end": version}
+        meta["input_token_logprobs"] = list(map(self._entry, ids, logprobs))
+        if self._body.num_top:
+            meta["input_top_logprobs"] = [None, *([self._entry(*one) for one in row] for row in rows)]
 
     def text_of(self, reply: Reply, ids: list[int]) -> str:
         """Return a reply's text as the body asks for it."""
@@ -328,7 +375,7 @@ class SglangWriter:
                 meta["output_top_logprobs"] = [[self._entry(*one) for one in row] for row in sampled.top_logprobs]
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
-    def _entry(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
+    def _entry(self, token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
         return logprob, token_id, self._texts.of(token_id)[0] if self._body.return_text_in_logprobs else None
 
 

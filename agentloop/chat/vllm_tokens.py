@@ -22,10 +22,11 @@ from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields
 from agentloop.chat.sampling import Whole
+from agentloop.chat.scores import score_call
 from agentloop.checks import MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory.node import Reply
-from agentloop.types import FinishReason
+from agentloop.types import FinishReason, Generation
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
@@ -38,10 +39,11 @@ class VllmSamplingBody(ChoiceFields):
 
     What is about text is accepted and changes nothing, as are `routed_experts_prompt_start` and how vLLM's engine
     hands out what it has: no text and no experts are returned, and the answer is whole. `logprobs` is the number of
-    alternatives; with 0 and 1 there is the sampled token alone.
+    alternatives; with 0 and 1 there is the sampled token alone. `prompt_logprobs` scores the prompt's tokens too.
     """
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     detokenize: Ignored = None
     flat_logprobs: Ignored = None
     include_stop_str_in_output: Ignored = None
@@ -57,7 +59,6 @@ class VllmSamplingBody(ChoiceFields):
     extra_args: Refused = None
     logprob_token_ids: Refused = None
     prompt_logprob_start: Annotated[Json, refused(unless=0)] = None
-    prompt_logprobs: Refused = None
     repetition_detection: Refused = None
     skip_reading_prefix_cache: Refused = None
     structured_outputs: Refused = None
@@ -115,8 +116,22 @@ def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
     )
 
 
+def prompt_call(body: TokensBody, model: ChatModel) -> ChatCall | None:
+    """Return the call that scores the prompt, if the body asks for that and there is a token to score."""
+    num_top, ids = body.sampling_params.prompt_logprobs, tuple(body.token_ids)
+    if num_top is None:
+        return None
+    return score_call(ids, 1, num_top, model, body.weight_version, param="sampling_params.prompt_logprobs")
+
+
 def render_tokens(
-    replies: Sequence[Reply], body: TokensBody, *, request_id: str, created_at: int, model: str
+    replies: Sequence[Reply],
+    score: Generation | None,
+    body: TokensBody,
+    *,
+    request_id: str,
+    created_at: int,
+    model: str,
 ) -> dict[str, Any]:
     """Return the answer of replies in the order of their choices; versions are text, as vLLM writes them."""
     num_prompt, num_sampled = len(body.token_ids), sum(len(reply.token_ids) for reply in replies)
@@ -131,9 +146,9 @@ def render_tokens(
             "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
         },
         "output_mode": "tokens",
-        **version_range(replies),
+        **version_range(replies if score is None else (*replies, score)),
         "choices": [_choice(index, reply, body.sampling_params) for index, reply in enumerate(replies)],
-        "prompt_logprobs": None,
+        "prompt_logprobs": None if body.sampling_params.prompt_logprobs is None else _prompt_logprobs(score),
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": body.token_ids if body.return_token_ids else None,
         "mm_placeholders": None,
@@ -141,6 +156,22 @@ def render_tokens(
         "kv_transfer_params": None,
         "ec_transfer_params": None,
     }
+
+
+def _prompt_logprobs(score: Generation | None) -> list[dict[str, Any] | None]:
+    """Return a place for each token of the prompt, of which the first has no logprob."""
+    places: list[dict[str, Any] | None] = [None]
+    if score is not None:
+        tops = score.top_logprobs or [()] * len(score.token_ids)
+        for token_id, logprob, row in zip(score.token_ids, score.logprobs, tops, strict=True):
+            ranks = {one: rank for rank, (one, _) in enumerate(row, 1)}
+            places.append(
+                {
+                    str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": None}
+                    for one, value in {token_id: logprob, **dict(row)}.items()
+                }
+            )
+    return places
 
 
 def _choice(index: int, reply: Reply, asked: VllmSamplingBody) -> dict[str, Any]:

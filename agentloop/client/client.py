@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import orjson
 import structlog
@@ -37,6 +37,8 @@ from agentloop.api.history import HistoryPage
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_ANNOTATIONS,
+    MAX_SCORED_PROMPTS,
+    MAX_SCORES,
     MAX_TASKS,
     AcknowledgeBody,
     AnnotateBody,
@@ -45,6 +47,7 @@ from agentloop.api.requests import (
     PauseBody,
     SleepBody,
     SubmitBody,
+    TokenScoreBody,
     WakeBody,
     WeightsBody,
     check_body,
@@ -65,6 +68,7 @@ from agentloop.types import (
     OnStale,
     PauseMode,
     RolloutTask,
+    TokenScores,
     Trajectory,
     VersionDemand,
 )
@@ -184,6 +188,34 @@ class RolloutClient:
         body = {"token_ids": list(token_ids), "sampling": sampling, "timeout_s": timeout_s}
         checked = check_body(body, GenerateBody)
         return await self._post("/generate", checked, Generation, extra_s=timeout_s)
+
+    async def score(
+        self,
+        batch: Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int] = 1,
+        top_k: int = 0,
+        model: str | None = None,
+        weight_version: VersionDemand | None = None,
+        timeout_s: float = 600.0,
+    ) -> list[TokenScores]:
+        """Return the logprobs of each sequence's own ids from `start` on, under the served weights.
+
+        `start`, one for all or one for each, is at least 1: a sequence's first token has no logprob. A `model` is
+        one that the service has beside the policy. Raises NotFound for another, and what `generate` raises.
+        """
+        starts = [start] * len(batch) if isinstance(start, int) else start
+        if len(starts) != len(batch):
+            raise InvalidRequest(f"{len(starts)} starts for {len(batch)} sequences", param="start")
+        prompts = [{"token_ids": list(ids), "start": first} for ids, first in zip(batch, starts, strict=True)]
+        demand = None if weight_version is None else codec.to_builtins(weight_version)
+        options = {"top_k": top_k, "timeout_s": timeout_s, "weight_version": demand}
+        path, found = "/score" if model is None else f"/models/{quote(model, safe='')}/score", list[TokenScores]()
+        while len(found) < len(batch):
+            part = _next_scores(prompts, len(found), top_k)
+            body = check_body({"prompts": part, **options}, TokenScoreBody)
+            found += await self._post(path, body, list[TokenScores], extra_s=timeout_s)
+        return found
 
     async def submit(
         self,
@@ -545,6 +577,17 @@ def _next_part(items: list[dict[str, Any]], start: int, max_items: int) -> list[
             break
         end += 1
     return items[start:end]
+
+
+def _next_scores(prompts: Sequence[dict[str, Any]], begin: int, top_k: int) -> Sequence[dict[str, Any]]:
+    """Return the next sequences whose scores fit one answer: at least one, however long it is."""
+    num_scores, end = 0, begin
+    while end < min(len(prompts), begin + MAX_SCORED_PROMPTS):
+        num_scores += len(prompts[end]["token_ids"]) * (1 + top_k)
+        if num_scores > MAX_SCORES and end > begin:
+            break
+        end += 1
+    return prompts[begin:end]
 
 
 def _with_lists(value: Any) -> Any:

@@ -311,7 +311,7 @@ class LeaseHolder:
             return  # it never ran, or the holder has moved meanwhile
         num_sampled, num_cached = 0, None
         if generation is not None:
-            num_sampled = len(generation.token_ids)
+            num_sampled = len(generation.token_ids) if request.sampling.score_from is None else 0
             self._num_context_tokens = len(request.token_ids) + num_sampled
             if generation.finish_reason is not FinishReason.ABORT:
                 num_cached = generation.cached_tokens

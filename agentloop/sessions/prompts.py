@@ -141,7 +141,7 @@ async def prepare_call(
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
     # The ids are within the vocabulary: they were rendered, stored, or checked above.
-    given = SAMPLING | {Feature.PRIORITY}  # by some engines: placement knows
+    given = SAMPLING | {Feature.PRIORITY, Feature.SCORES}  # by some engines: placement knows
     features = bits_of(given | CONSTRAINTS if parts.can_constrain else given)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
     return PreparedCall(prompt, sampling, reads_calls)

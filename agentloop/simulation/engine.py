@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from agentloop.capabilities import configured_features
+from agentloop.capabilities import Feature, configured_features
 from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
 from agentloop.engine import (
@@ -96,9 +96,8 @@ class SimulatedSpec:
             max_running=self.max_running,
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
-            features=configured_features(
-                can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy
-            ),
+            features=configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
+            | {Feature.SCORES},
             logprobs_mode=self.logprobs_mode,
         )
 
@@ -349,6 +348,7 @@ class SimulatedEngine:
         version = self._lifecycle.require_usable()
         if self._scheduler.find(request.request_id) is not None:
             raise Conflict(f"request {request.request_id} is already running", param="request_id")
+        is_score = request.sampling.score_from is not None
         live = LiveRequest(
             request=request,
             stream=self._policy.open(request),
@@ -357,7 +357,7 @@ class SimulatedEngine:
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
             sequence=self._kv.sequence(version),
-            sampled=SampledTokens(self._spec.logprobs_mode),
+            sampled=SampledTokens(LogprobsMode.RAW if is_score else self._spec.logprobs_mode),
         )
         is_hung = self.faults.num_hung > 0
         if is_hung:

@@ -40,6 +40,9 @@ class LiveRequest:
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
         sampling, state, sampled = self.request.sampling, self.sequence.state, self.sampled
+        if sampling.score_from is not None:
+            self._score(sampling.score_from, version)
+            return FinishReason.LENGTH
         alternatives, raw_logprob, mode = None, None, sampled.logprobs_mode
         if sampling.num_top_logprobs:
             likeliest = self.stream.alternatives(state, version, is_raw=mode is LogprobsMode.RAW)
@@ -58,6 +61,15 @@ class LiveRequest:
         if token_id in sampling.stop_token_ids and num_tokens > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
+
+    def _score(self, start: int, version: int) -> None:
+        """Append the prompt's own tokens from `start` on, all read under `version`, whatever KV there is."""
+        ids, stream, num_tops = self.request.token_ids, self.stream, self.request.sampling.num_top_logprobs
+        state = stream.advance(0, ids[:start], version)
+        for token_id in ids[start:]:
+            tops = stream.alternatives(state, version, is_raw=True)[:num_tops] if num_tops else None
+            self.sampled.append(token_id, stream.raw_logprob(state, version, token_id), version, tops)
+            state = stream.advance(state, (token_id,), version)
 
 
 class Scheduler:

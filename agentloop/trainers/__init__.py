@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
 from agentloop.trainers.mismatch import CLIP_RANGE, MAX_K3, PERCENTILES, Mismatch, MismatchMonitor, mismatch
+from agentloop.trainers.teacher import teacher_logprobs
 
 __all__ = [
     "CLIP_RANGE",
@@ -23,4 +24,5 @@ __all__ = [
     "groups_of",
     "is_scored",
     "mismatch",
+    "teacher_logprobs",
 ]

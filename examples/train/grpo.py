@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client import Rollout, RolloutClient
-from agentloop.trainers import TrainingRow, group_rows, groups_of
+from agentloop.trainers import TrainingRow, group_rows, groups_of, teacher_logprobs
 from agentloop.trainers.mismatch import Mismatch, mismatch
-from agentloop.types import OnStale, RolloutTask, Trajectory
+from agentloop.types import FloatArray, OnStale, RolloutTask, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Recipe:
     num_groups: int = 16
     group_size: int = 8
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
-    loss: str = "ppo"  # or "cispo"
+    loss: str = "ppo"  # or "cispo", or "distill": PPO's, with a teacher's advantages in place of the rewards'
     learning_rate: float = 1e-4
     num_warmup_steps: int = 5  # at least 1
     clip_low: float = 0.2
@@ -70,6 +70,11 @@ class Step:
     grad_norm: float
     mismatch: Mismatch  # of the trainer's logprobs to the recorded ones
 
+
+TEACHER = "teacher"  # the name of the model beside the policy that "distill" learns from
+
+Taught: TypeAlias = Mapping[TrainingRow, FloatArray]
+"""The advantages of each row's masked tokens."""
 
 Prepare = Callable[[list[TrainingRow], torch.nn.Module, int], list[TrainingRow]]
 """A change of a batch's rows before they are trained on, given the model and its version; for ablations."""
@@ -108,7 +113,9 @@ async def train(
         # A group waits for its last sample; what grew too old meanwhile is left out.
         fresh = [row for row in rows if version - row.oldest_version <= recipe.max_staleness]
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1, (len(steps) + 1) / recipe.num_warmup_steps)
-        numbers = await asyncio.to_thread(train_step, model, optimizer, prepare(fresh, model, version), recipe)
+        prepared = prepare(fresh, model, version)
+        taught = await taught_by(TEACHER, prepared, client) if recipe.loss == "distill" else None
+        numbers = await asyncio.to_thread(train_step, model, optimizer, prepared, recipe, taught)
         trained_at = time.monotonic()
         version += 1
         report = await client.update_weights(model.named_parameters(), version=version)
@@ -122,6 +129,12 @@ async def train(
         steps.append(Step(version=version, **times, **aged, **describe(batch), **numbers))
         on_step(steps[-1])
     return steps
+
+
+async def taught_by(model: str, rows: Sequence[TrainingRow], client: RolloutClient) -> Taught:
+    """On-policy distillation: a token's advantage is how much likelier the teacher finds it than the policy did."""
+    found = await teacher_logprobs(rows, client, model=model)
+    return {row: (logprobs - row.logprobs)[row.mask] for row, logprobs in zip(rows, found, strict=True)}
 
 
 async def push_next(client: RolloutClient, model: torch.nn.Module) -> int:
@@ -145,17 +158,26 @@ async def batches(rollout: Rollout, recipe: Recipe) -> AsyncIterator[list[Sequen
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[TrainingRow], recipe: Recipe
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: Sequence[TrainingRow],
+    recipe: Recipe,
+    taught: Taught | None = None,
 ) -> dict[str, Any]:
-    """Take an optimizer step on the mean over all sampled tokens. Rows without an advantage add nothing."""
+    """Take an optimizer step on the mean over all sampled tokens. Rows without an advantage add nothing.
+
+    `taught` has advantages of single tokens in place of the rows'.
+    """
     device = next(model.parameters()).device
-    rows = [row for row in rows if row.advantage != 0.0]
+    if taught is None:
+        rows = [row for row in rows if row.advantage != 0.0]
+        taught = {row: np.full(row.mask.sum(), row.advantage, np.float32) for row in rows}
     num_tokens = sum(int(row.mask.sum()) for row in rows)
     total, recorded, trained = 0.0, [np.empty(0)], [np.empty(0)]
     optimizer.zero_grad()
     for group in by_prompt(rows):
         sampled_with = torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in group])).to(device)
-        advantages = torch.tensor([row.advantage for row in group for _ in range(row.mask.sum())], device=device)
+        advantages = torch.from_numpy(np.concatenate([taught[row] for row in group])).to(device)
         logprobs = logprobs_of(model, group)
         loss = token_losses(logprobs, sampled_with, advantages, recipe).sum() / num_tokens
         loss.backward()

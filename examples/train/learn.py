@@ -18,12 +18,12 @@ from rich.console import Console
 from agentloop.client import RolloutClient
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.trainers import TrainingRow
-from agentloop_servers.config import ServiceConfig, new_run_dir
+from agentloop_servers.config import NamedModel, ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
 from agentloop_servers.viewer.report import REPORT_NAME, write_report
 from examples.train.curves import draw
-from examples.train.grpo import Prepare, unchanged
+from examples.train.grpo import TEACHER, Prepare, unchanged
 from examples.train.run import POLICY, Progress, learn, parser_of_runs, recipe_of, setting_of, settle_torch
 
 
@@ -47,6 +47,9 @@ async def run(arguments: argparse.Namespace, console: Console) -> Path:
     setting = setting_of(arguments)
     recipe = recipe_of(arguments, max_staleness=arguments.max_staleness, seed=arguments.seed)
     private = config.model_copy(update={"port": 0, "run_dir": None})
+    if recipe.loss == "distill":
+        teacher = NamedModel(name=TEACHER, model=str(arguments.teacher), engine=config.engine)
+        private = private.model_copy(update={"models": [teacher]})
     async with running_service(private, run_dir) as url, RolloutClient(url) as client:
         prepare = saving(run_dir / "versions", POLICY) if arguments.save_versions else unchanged
         with Progress(console, recipe.num_steps) as progress:
@@ -79,6 +82,12 @@ def main() -> None:
     )
     parser.add_argument("--max-staleness", type=int, default=4, help="0: synchronous")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--teacher",
+        type=Path,
+        default=POLICY.with_name("v1"),
+        help="the checkpoint that --loss distill learns from",
+    )
     parser.add_argument(
         "--save-versions", action="store_true", help="write the weights of every version, 7 MB each"
     )

@@ -138,7 +138,7 @@ def parser_of_runs() -> argparse.ArgumentParser:
     parser.add_argument("--family", choices=(*FAMILIES, "all"), default="recovery")
     parser.add_argument("--steps", type=int, default=recipe.num_steps)
     parser.add_argument("--groups", type=int, default=recipe.num_groups, help="tasks a step, of 8 samples each")
-    parser.add_argument("--loss", choices=("ppo", "cispo"), default=recipe.loss)
+    parser.add_argument("--loss", choices=("ppo", "cispo", "distill"), default=recipe.loss)
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate)
     parser.add_argument("--held-out", type=int, default=48, help="tasks of the evaluation")
     parser.add_argument("--samples", type=int, default=16, help="samples of each of them")

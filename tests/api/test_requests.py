@@ -78,7 +78,8 @@ def test_a_task_comes_through_as_it_was() -> None:
 
 
 def test_a_task_has_every_sampling_option_of_a_session() -> None:
-    of_session = {one.name for one in dataclasses.fields(SamplingParams)} - {"max_tokens", "num_top_logprobs"}
+    of_one_call = {"max_tokens", "num_top_logprobs", "score_from"}
+    of_session = {one.name for one in dataclasses.fields(SamplingParams)} - of_one_call
     assert of_session <= TaskBody.model_fields.keys() & {one.name for one in dataclasses.fields(RolloutTask)}
     constraint = {"kind": "regex", "text": "a|b"}
     task = check_body({**TASK, "constraint": constraint}, TaskBody).to_task()
@@ -149,7 +150,9 @@ def test_all_of_sampling_is_on_the_wire() -> None:
         priority=-2,
         weight_version=VersionDemand(3, 5, 1.5),
     )
-    body = changed(GENERATE, sampling=codec.to_builtins(sampling))
+    wire = codec.to_builtins(sampling)
+    assert wire.pop("score_from") is None  # a call of its own asks for scores
+    body = changed(GENERATE, sampling=wire)
     request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")
     assert request.sampling == sampling
     assert codec.decode(codec.encode(request), GenerateRequest) == request

@@ -168,6 +168,24 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, ablations
         assert again["loss"] < first["loss"]
 
 
+def test_a_step_of_distillation_leads_to_the_teacher_whatever_the_rewards(rows, ablations):
+    model, folder = shipped_policy(), POLICY.with_name("v1")
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def under(one):
+        return ablations.recomputed(rows, {0: one}, lambda row: np.zeros(int(row.mask.sum()), int))
+
+    own = under(teacher)
+    taught = {row: logprobs - row.logprobs[row.mask] for row, logprobs in zip(rows, own, strict=True)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    unrewarded = [replace(row, advantage=0.0) for row in rows]
+    of_them = dict(zip(unrewarded, taught.values(), strict=True))
+    found = train_step(model, optimizer, unrewarded, Recipe(loss="distill"), of_them)
+    assert found["mismatch"].num_tokens == sum(int(row.mask.sum()) for row in rows)
+    moved = [taught[row] @ (after - row.logprobs[row.mask]) for row, after in zip(rows, under(model), strict=True)]
+    assert sum(moved) > 0
+
+
 def test_a_batch_without_advantages_changes_nothing(rows):
     model = shipped_policy()
     before = [parameter.clone() for parameter in model.parameters()]

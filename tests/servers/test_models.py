@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from agentloop.client.client import RolloutClient
-from agentloop.errors import InvalidRequest, ModelNotFound, RewardError
+from agentloop.errors import InvalidRequest, ModelNotFound, NotFound, RewardError
 from agentloop.rollout.models import ModelCall, judge_score
 from agentloop.types import Judge, Message, RolloutTask
 from agentloop_servers.app import ModelRun, application
@@ -94,6 +94,14 @@ async def test_below_its_path_a_model_has_all_routes(tmp_path: Path) -> None:
         assert {span.version for span in record.paths[0].weight_versions} == {JUDGE_VERSION}
         async with site.http.get(f"{url}/models/nobody/status") as answer:
             assert answer.status == 404
+
+
+async def test_scores_are_those_of_the_named_model(tmp_path: Path) -> None:
+    async with two_models(tmp_path) as site, RolloutClient(site.policy.urls[0]) as client:
+        [of_policy], [of_judge] = await client.score([[5, 6, 7]]), await client.score([[5, 6, 7]], model="judge")
+        assert (of_policy.weight_version, of_judge.weight_version) == (0, JUDGE_VERSION)
+        with pytest.raises(NotFound):
+            await client.score([[5, 6, 7]], model="nobody")
 
 
 async def test_a_sessions_calls_to_another_model_are_not_on_its_path(tmp_path: Path) -> None:

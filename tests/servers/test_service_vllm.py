@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -224,6 +225,41 @@ async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient)
     assert len(answers) + refused.total() == num_callers * num_calls
     assert worst <= 0.02
     assert (refused.total() > 0, wrongly) == (True, 0)
+
+
+async def test_scores_are_those_of_transformers_in_every_dialect(client: RolloutClient, url: str) -> None:
+    """Of what the policy sampled and of what it never would; the numbers of all dialects are the same."""
+    shipped, random = POLICY / "v1", Random(3)
+    said = await client.generate(range(5, 45), max_tokens=64, seed=1)
+    batch = [[*range(5, 45), *said.token_ids]]
+    batch += [[random.randrange(1024) for _ in range(size)] for size in (2, 256, 257, 600, 1023)]
+    scores = await client.score(batch, top_k=2)
+    for ids, found in zip(batch, scores, strict=True):
+        assert list(found.token_ids) == ids[1:]
+        assert np.abs(np.array(found.logprobs) - logprobs(ids, shipped)[1:]).max() < 0.02
+    assert np.abs(np.subtract(scores[0].logprobs[39:], said.logprobs)).max() < 0.02
+    async with aiohttp.ClientSession(url) as http:
+
+        async def posted(path: str, body: dict[str, Any]) -> Any:
+            async with http.post(path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+        for ids, found in zip(batch, scores, strict=True):
+            sglang = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
+            of_sglang = await posted("/generate", {**sglang, "sampling_params": {"max_new_tokens": 0}})
+            sampling = {"max_tokens": 1, "prompt_logprobs": 0}
+            of_vllm = await posted("/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling})
+            text = {"model": "default", "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+            of_openai = await posted("/v1/completions", text)
+            told = [
+                [one[0] for one in of_sglang["meta_info"]["input_token_logprobs"]],
+                [one and one[str(ids[at])]["logprob"] for at, one in enumerate(of_vllm["prompt_logprobs"])],
+                of_openai["choices"][0]["logprobs"]["token_logprobs"],
+            ]
+            for one in told:
+                assert one[0] is None
+                assert np.abs(np.subtract(one[1:], found.logprobs)).max() < 1e-4  # in another batch
 
 
 async def test_a_trainer_of_sglangs_dialect(client: RolloutClient, url: str) -> None:

@@ -26,6 +26,7 @@ from agentloop.errors import AgentLoopError, InvalidRequest, first_cause
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
+from agentloop.types import Generation
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import caller_of, names_session, session_name
 from agentloop_servers.http.guard import envelope_of, error_response, traceparent_of
@@ -89,7 +90,7 @@ async def answer_calls(
 
 
 async def json_of_replies(
-    replies: list[Reply], render: Callable[[], Any], headers: dict[str, str] | None = None
+    replies: Sequence[Reply | Generation], render: Callable[[], Any], headers: dict[str, str] | None = None
 ) -> Response:
     """Return `render`'s answer of replies as JSON; long ones are written in a thread."""
     if sum(len(reply.token_ids) for reply in replies) > LONG_ANSWER_TOKENS:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,6 +21,8 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
+from agentloop.aio import side_by_side
+from agentloop.api.requests import TokenScoreBody
 from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
 from agentloop.chat import openai as openai_chat
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
@@ -30,10 +34,11 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs
+from agentloop.chat.scores import check_num_scores, score_call, scores_of
 from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.rendering.renderer import off_loop
-from agentloop.types import SamplingParams
+from agentloop.types import Generation, SamplingParams, TokenScores
 from agentloop_servers.endpoint.calls import (
     MAX_AFFINITY_CHARS,
     affinity_of,
@@ -48,9 +53,9 @@ from agentloop_servers.endpoint.calls import (
 )
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
-from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of, names_session
+from agentloop_servers.http.auth import SESSION_HEADER, Keys, authenticate, caller_of, names_session, require_user
 from agentloop_servers.http.guard import json_body, read_json_body, speaks
-from agentloop_servers.http.openapi import ERROR_SCHEMA, OBJECT, STREAMED, add_route, errors
+from agentloop_servers.http.openapi import ERROR_SCHEMA, OBJECT, STREAMED, add_route, answered, errors
 from agentloop_servers.http.responses import json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, sse
 
@@ -61,6 +66,7 @@ AskedResponse = Annotated[ResponsesBody, Depends(json_body(ResponsesBody, read_b
 AskedMessage = Annotated[MessagesBody, Depends(json_body(MessagesBody, read_body))]
 Counted = Annotated[CountTokensBody, Depends(json_body(CountTokensBody, read_body))]
 Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
+Scored = Annotated[TokenScoreBody, Depends(json_body(TokenScoreBody))]
 AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
 
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
@@ -155,6 +161,7 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
             dependencies=[Depends(_speak), is_authenticated], responses=errors(_MESSAGES_ERROR), tags=["messages"]
         ),
         "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"]),
+        "scores": APIRouter(dependencies=[is_authenticated], responses=errors(), tags=["scores"]),
     }
     calls: list[tuple[str, str, Any, type[Any], Any, dict[int | str, dict[str, Any]] | None]] = [
         ("openai", "/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, _STREAMED),
@@ -175,12 +182,13 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         ("GET", "/v1/models/{model:path}", routes.model, None, Model),
     ]
     for prefix in ("", "/sessions/{session_id}"):
-        for tag, path, handler, body, answered, shown in calls:
-            add_route(tags[tag], "POST", f"{prefix}{path}", handler, body, answered, shown)
-        for method, path, handler, taken, answered in others:
+        for tag, path, handler, body, kind, shown in calls:
+            add_route(tags[tag], "POST", f"{prefix}{path}", handler, body, kind, shown)
+        for method, path, handler, taken, kind in others:
             needed = own if prefix else None
-            add_route(tags["openai"], method, f"{prefix}{path}", handler, taken, answered, dependencies=needed)
+            add_route(tags["openai"], method, f"{prefix}{path}", handler, taken, kind, dependencies=needed)
     add_route(tags["vllm"], "POST", "/finish_session", routes.finish_affinity)
+    add_route(tags["scores"], "POST", "/score", routes.score, TokenScoreBody, responses=answered(list[TokenScores]))
     whole = APIRouter()
     for part in tags.values():
         whole.include_router(part)
@@ -223,8 +231,10 @@ class CallRoutes:
             raise UnsupportedParameter("one prompt a request in a session", param="prompt")
         reading = partial(openai_completions.prompts_of, body, endpoint.renderer)
         prompts = await off_loop(body.num_chars, reading)
-        calls = [openai_completions.to_call(body, ids, endpoint.chat_model) for ids in prompts]
         write = partial(openai_completions.CompletionWriter, body, self._texts, int(endpoint.unix_time()))
+        if body.echo:
+            return await self._echo(request, body, prompts, write())
+        calls = [openai_completions.to_call(body, ids, endpoint.chat_model) for ids in prompts]
         if not body.is_batch:
             return await self._choices(request, calls[0], body, write())
         return await answer_calls(
@@ -234,6 +244,56 @@ class CallRoutes:
             None,
             lambda results: openai_completions.joined([write().whole(one) for one in results]),
         )
+
+    async def _echo(
+        self,
+        request: Request,
+        body: CompletionBody,
+        prompts: Sequence[tuple[int, ...]],
+        writer: openai_completions.CompletionWriter,
+    ) -> Response:
+        if names_session(request) or body.named_session is not None:
+            raise UnsupportedParameter("an echo is in no session's record", param="echo")
+        model, decode, now = self._endpoint.chat_model, self._endpoint.renderer.decode, self._endpoint.unix_time()
+        asked = [openai_completions.echo_call(body, ids, model) for ids in prompts]
+        found = await self._scored(request, [call for call in asked if call is not None], param="prompt")
+        if found is None:
+            return unread_response()
+        scores = iter(found)
+        pairs = [(ids, None if call is None else next(scores)) for ids, call in zip(prompts, asked, strict=True)]
+
+        def render() -> Any:
+            answers = [writer.echoed(ids, decode(ids), score, int(now)) for ids, score in pairs]
+            return openai_completions.joined(answers) if body.is_batch else answers[0]
+
+        return await json_of_replies(found, render)
+
+    # --- scores ---
+
+    async def score(self, request: Request, body: Scored) -> Response:
+        """Score the sequences' own tokens under the served weights, each under one version; nothing is sampled."""
+        require_user(request)
+        model, demand = replace(self._endpoint.chat_model, timeout_s=body.timeout_s), body.weight_version
+        asked = [
+            score_call(tuple(one.token_ids), one.start, body.top_k, model, demand, param="prompts")
+            for one in body.prompts
+        ]
+        found = await self._scored(request, [call for call in asked if call is not None], param="prompts")
+        if found is None:
+            return unread_response()
+        return await json_of_replies(found, lambda: list(map(scores_of, found)))
+
+    async def _scored(
+        self, request: Request, calls: Sequence[ChatCall], affinity: str | None = None, *, param: str
+    ) -> list[Generation] | None:
+        """Return the scores of these calls, made side by side; None if the client has left."""
+        check_num_scores(calls, param)
+        owner, calls = caller_of(request).owner, [bounded(request, call) for call in calls]
+        score = partial(self._token_calls.score, affinity=affinity, owner=owner, prompt_param=param)
+        with ExitStack() as places:
+            for _ in calls:
+                places.enter_context(self._endpoint.hold_call_place(owner))
+            return await unless_client_leaves(request, side_by_side(list(map(score, calls))))
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
@@ -319,6 +379,7 @@ class CallRoutes:
         """Token ids in, token ids with logprobs and spans of weight versions out, as vLLM's route of this name."""
         endpoint, caller = self._endpoint, caller_of(request)
         call = vllm_tokens.to_call(body, endpoint.chat_model)
+        asked = vllm_tokens.prompt_call(body, endpoint.chat_model)
         render = partial(
             vllm_tokens.render_tokens,
             body=body,
@@ -327,17 +388,25 @@ class CallRoutes:
             model=body.model or endpoint.model_name,
         )
         if "session_id" in request.path_params or caller.session_id is not None:
+            if asked is not None:
+                raise UnsupportedParameter(
+                    "scores are in no session's record", param="sampling_params.prompt_logprobs"
+                )
             return await answer_call(
-                request, endpoint, call, None, lambda result: render([node.reply for node in result.choices])
+                request, endpoint, call, None, lambda result: render([node.reply for node in result.choices], None)
             )
         if body.model is not None:
             endpoint.check_model(body.model)
         names = request.headers.getlist(SESSION_HEADER)
         affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
+        scores = await self._scored(request, [] if asked is None else [asked], affinity, param="token_ids")
+        score = scores[0] if scores else None
         with endpoint.hold_call_place(caller.owner):
             sampling = self._token_calls.sample(bounded(request, call), affinity, caller.owner)
             replies = await unless_client_leaves(request, sampling)
-        return unread_response() if replies is None else await json_of_replies(replies, lambda: render(replies))
+        if replies is None:
+            return unread_response()
+        return await json_of_replies(replies, lambda: render(replies, score))
 
     async def finish_affinity(self, request: Request, session_id: AffinityName) -> Response:
         """Give back the place of the calls that named this session in their header, as SkyRL's routers do.

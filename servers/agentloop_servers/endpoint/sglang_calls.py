@@ -26,12 +26,14 @@ from agentloop.chat import sglang
 from agentloop.chat.call import ChatCall
 from agentloop.chat.fields import Ignored, read_body
 from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.scores import check_num_scores
 from agentloop.chat.sglang import MAX_RID_CHARS, SglangBody, SglangWriter, ShownChoice
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.leased_engine import AbortSwitch
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
+from agentloop.types import Generation
 from agentloop_servers.endpoint.calls import affinity_of, bounded, event_stream, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
@@ -51,6 +53,7 @@ class _OpenCall:
     rid: str
     owner: str
     chat_call: ChatCall
+    score_call: ChatCall | None
     place: int  # in its batch
     switches: tuple[AbortSwitch, ...]
 
@@ -100,36 +103,34 @@ class SglangCalls:
         affinity = affinity_of(request, endpoint, request.headers.getlist(ROUTING_HEADER), ROUTING_HEADER)
         num_chars = len(body.text) if isinstance(body.text, str) else sum(map(len, body.text or ()))
         prompts = await off_loop(num_chars, lambda: body.prompts(endpoint.renderer))
-        calls = [
-            _OpenCall(
-                rid,
-                caller.owner,
-                bounded(request, sglang.to_call(body, prompt, endpoint.chat_model)),
-                place,
-                tuple(AbortSwitch() for _ in range(body.num_choices)),
-            )
-            for place, (rid, prompt) in enumerate(zip(body.rids(uuid.uuid4().hex), prompts, strict=True))
-        ]
+        calls = []
+        for place, (rid, prompt) in enumerate(zip(body.rids(uuid.uuid4().hex), prompts, strict=True)):
+            call = bounded(request, sglang.to_call(body, prompt, endpoint.chat_model))
+            asked = sglang.prompt_call(body, prompt, endpoint.chat_model)
+            scored = None if asked is None else bounded(request, asked)
+            switches = tuple(AbortSwitch() for _ in range(body.num_choices))
+            calls.append(_OpenCall(rid, caller.owner, call, scored, place, switches))
+        check_num_scores([call.score_call for call in calls if call.score_call is not None], "logprob_start_len")
         writer = SglangWriter(body, endpoint.renderer, self._texts)
         if body.stream:
             return event_stream(request, endpoint, self._events(body, calls, affinity, writer), _error_event)
         begun_at = asyncio.get_running_loop().time()
         with self._opened(calls):
-            replies = await unless_client_leaves(request, self._sample(body, calls, affinity))
-        if replies is None:
+            sampled = await unless_client_leaves(request, self._sample(body, calls, affinity))
+        if sampled is None:
             return unread_response()
         latency_s = asyncio.get_running_loop().time() - begun_at
-        served = await self._served(replies)
+        served = await self._served([reply for score, reply in sampled if score is None])
         places = [(call, index) for call in calls for index in range(body.num_choices)]
 
         def render() -> Any:
-            answers = [
-                writer.whole(call.name(index), call.num_prompt, reply, served, latency_s)
-                for (call, index), reply in zip(places, replies, strict=True)
-            ]
+            answers = []
+            for (call, index), (score, reply) in zip(places, sampled, strict=True):
+                answers.append(writer.whole(call.name(index), call.num_prompt, reply, served, latency_s))
+                writer.add_scores(answers[-1], call.chat_call.prompt_ids or (), score)
             return answers if body.is_batch or len(answers) > 1 else answers[0]
 
-        return await json_of_replies(replies, render)
+        return await json_of_replies([part for pair in sampled for part in pair if part is not None], render)
 
     def router(self, keys: Keys) -> APIRouter:
         """Return the routes beside `/generate`. A user's key reaches the user's own calls, an admin's all."""
@@ -195,19 +196,26 @@ class SglangCalls:
         calls: Sequence[_OpenCall],
         affinity: str | None,
         show: Callable[[_OpenCall, int, TurnPiece | Reply], None] | None = None,
-    ) -> list[Reply]:
-        works = [
-            self.token_calls.sample(
+    ) -> list[tuple[Generation | None, Reply]]:
+        """Return each choice's reply, with the scores of its prompt if they were asked for."""
+
+        async def sample(call: _OpenCall) -> list[tuple[Generation | None, Reply]]:
+            param = "text" if body.input_ids is None else "input_ids"
+            shared, score, switches = (affinity, call.owner), None, call.switches
+            if (asked := call.score_call) is not None:
+                score = await self.token_calls.score(asked, *shared, prompt_param=param, switch=switches[0])
+            if body.sampling_params.max_tokens == 0:
+                return [(score, sglang.unsampled(score))] * len(switches)
+            replies = await self.token_calls.sample(
                 call.chat_call,
-                affinity,
-                call.owner,
-                prompt_param="text" if body.input_ids is None else "input_ids",
-                switches=call.switches,
+                *shared,
+                prompt_param=param,
+                switches=switches,
                 show=None if show is None else partial(show, call),
             )
-            for call in calls
-        ]
-        return [reply for choices in await side_by_side(works) for reply in choices]
+            return [(score, reply) for reply in replies]
+
+        return [answer for choices in await side_by_side(list(map(sample, calls))) for answer in choices]
 
     async def _served(self, replies: Sequence[Reply]) -> int | None:
         """Return the served version, if a reply has no token that tells one."""

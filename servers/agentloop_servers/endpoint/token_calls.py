@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -30,7 +31,7 @@ from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.sessions.prompts import SessionParts, prepare_call
 from agentloop.trajectory.node import Reply
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import GenerateRequest, KVPolicy
+from agentloop.types import GenerateRequest, Generation, KVPolicy
 
 Show: TypeAlias = Callable[[int, TurnPiece | Reply], None]
 """Takes the pieces of a choice, by its index, as they come; the last one is the reply."""
@@ -86,10 +87,31 @@ class TokenCalls:
         ContextLengthExceeded and InvalidRequest (naming `prompt_param`), Overloaded, DeadlineExceeded and what the
         engine raises.
         """
+        with self._sharing(affinity, owner, prompt_param) as (name, shared):
+            return await self._sample(chat_call, name, shared, switches, show)
+
+    async def score(
+        self,
+        chat_call: ChatCall,
+        affinity: str | None = None,
+        owner: str = "",
+        *,
+        prompt_param: str = "token_ids",
+        switch: AbortSwitch | None = None,
+    ) -> Generation:
+        """Score a prompt's own tokens, as the call's sampling says. Raises as `sample`."""
+        with self._sharing(affinity, owner, prompt_param) as (name, shared):
+            request = await self._request(chat_call, name, shared)
+            async with self._deadline(chat_call.timeout_s) as deadline:
+                return await shared.engine.generate(request, deadline=deadline, switch=switch)
+
+    @contextmanager
+    def _sharing(self, affinity: str | None, owner: str, prompt_param: str) -> Iterator[tuple[str, _Affinity]]:
+        """Within this context a call has the lease of its affinity, or one of its own."""
         name = affinity if affinity is not None else own_id(owner, f"direct-{uuid.uuid4().hex}")
         shared = self._taken(name)
         try:
-            return await self._sample(chat_call, name, shared, switches, show)
+            yield name, shared
         except InvalidRequest as error:
             if error.param != "prompt":
                 raise
@@ -119,21 +141,7 @@ class TokenCalls:
         switches: Sequence[AbortSwitch],
         show: Show | None,
     ) -> list[Reply]:
-        parts, request_id = self._parts, uuid.uuid4().hex
-        prepared = await prepare_call(chat_call, TurnGraph(), parts, shared.engine, request_id)
-        if prepared.overflow is not None:
-            raise prepared.overflow
-        keeps_kv = parts.kv_policy is KVPolicy.KEEP
-        request = GenerateRequest(
-            request_id=request_id,
-            token_ids=prepared.prompt.ids,
-            sampling=prepared.sampling,
-            timeout_s=chat_call.timeout_s,
-            trajectory_id=name,
-            kv_version=shared.first_version if keeps_kv else None,
-            keeps_kv=keeps_kv,
-            traceparent=chat_call.traceparent,
-        )
+        request = await self._request(chat_call, name, shared)
         reading = Reading((), 0, reads_calls=False, reads_thoughts=chat_call.prompt_ids is None)
         whole = TurnRequest(request, reading, chat_call.stop)
         choices = [
@@ -146,20 +154,42 @@ class TokenCalls:
             shared.first_version = spans[0].version
         return replies
 
-    async def _choice(self, wanted: TurnRequest, shared: _Affinity, show: Show | None) -> Reply:
-        whole, timeout_s, index = wanted.request, wanted.request.timeout_s, wanted.choice_index
-        request_id, sampling = f"{whole.request_id}:{index}", whole.sampling.of_choice(index)
-        request = replace(whole, request_id=request_id, sampling=sampling)
+    async def _request(self, chat_call: ChatCall, name: str, shared: _Affinity) -> GenerateRequest:
+        parts, request_id = self._parts, uuid.uuid4().hex
+        prepared = await prepare_call(chat_call, TurnGraph(), parts, shared.engine, request_id)
+        if prepared.overflow is not None:
+            raise prepared.overflow
+        keeps_kv = parts.kv_policy is KVPolicy.KEEP and chat_call.sampling.score_from is None
+        return GenerateRequest(
+            request_id=request_id,
+            token_ids=prepared.prompt.ids,
+            sampling=prepared.sampling,
+            timeout_s=chat_call.timeout_s,
+            trajectory_id=name,
+            kv_version=shared.first_version if keeps_kv else None,
+            keeps_kv=keeps_kv,
+            traceparent=chat_call.traceparent,
+        )
+
+    @asynccontextmanager
+    async def _deadline(self, timeout_s: float) -> AsyncIterator[Deadline]:
         try:
             async with Deadline.moving(timeout_s, self._limits.max_standstill_s) as deadline:
-                own = replace(wanted, request=request, deadline=deadline)
-                show_piece = None if show is None else partial(show, index)
-                reply = await sample_turn(shared.engine, self._parts.reader, own, show=show_piece)
-                if show is not None:
-                    show(index, reply)
-                return reply
+                yield deadline
         except TimeoutError as error:
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error
+
+    async def _choice(self, wanted: TurnRequest, shared: _Affinity, show: Show | None) -> Reply:
+        whole, index = wanted.request, wanted.choice_index
+        request_id, sampling = f"{whole.request_id}:{index}", whole.sampling.of_choice(index)
+        request = replace(whole, request_id=request_id, sampling=sampling)
+        async with self._deadline(whole.timeout_s) as deadline:
+            own = replace(wanted, request=request, deadline=deadline)
+            show_piece = None if show is None else partial(show, index)
+            reply = await sample_turn(shared.engine, self._parts.reader, own, show=show_piece)
+            if show is not None:
+                show(index, reply)
+            return reply
 
     # --- affinities ---
 

@@ -208,7 +208,8 @@ class DataPlaneServer(PrivateServer):
         self.num_cached_tokens += generation.cached_tokens
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
-        self.noise.see(generation, self._engine.info.vocab_size)
+        if wanted.sampling.score_from is None:  # what is given may be as unlikely as noise
+            self.noise.see(generation, self._engine.info.vocab_size)
         load = self._recent_load()
         return replace(generation, replica_id=self._replica_id, engine=self._engine.info.name, load=load)
 

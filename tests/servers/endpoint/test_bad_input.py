@@ -22,6 +22,7 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENS = "/inference/v1/generate"
+SCORES = "/score"
 UPDATE = "/update_weights"
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "hi"}
@@ -55,6 +56,11 @@ def with_(path: str = CHAT, **fields: Any) -> bytes:
 def drawn(**fields: Any) -> bytes:
     """The good body of the token route, with these in its `sampling_params`."""
     return with_(TOKENS, sampling_params={"max_tokens": 1, **fields})
+
+
+def scored(*prompts: list[int], start: int = 1, **fields: Any) -> bytes:
+    """A body of the route of scores."""
+    return orjson.dumps({"prompts": [{"token_ids": one, "start": start} for one in prompts], **fields})
 
 
 def raw(field: str, text: str, path: str = CHAT) -> bytes:
@@ -220,8 +226,19 @@ CASES: dict[str, Case] = {
         with_(TOKENS, features={"mm_hashes": {}}), "features", code=UNSUPPORTED, path=TOKENS
     ),
     "46 tokens, priority": Case(with_(TOKENS, priority=1), "priority", code=UNSUPPORTED, path=TOKENS),
-    "46 tokens, prompt_logprobs": Case(
-        drawn(prompt_logprobs=0), "sampling_params.prompt_logprobs", code=UNSUPPORTED, path=TOKENS
+    "46 tokens, 21 prompt_logprobs": Case(
+        drawn(prompt_logprobs=21), "sampling_params.prompt_logprobs", path=TOKENS
+    ),
+    "46 scores of nothing": Case(b'{"prompts": []}', "prompts", path=SCORES),
+    "46 scores of one token": Case(scored([5]), "prompts.0.token_ids", path=SCORES),
+    "46 scores from the first": Case(scored([5, 6], start=0), "prompts.0.start", path=SCORES),
+    "46 scores beyond the end": Case(scored([5, 6], start=2), "prompts.0", path=SCORES),
+    "46 scores, 21 alternatives": Case(scored([5, 6], top_k=21), "top_k", path=SCORES),
+    "46 scores beyond the vocabulary": Case(scored([5, SPEC.vocab_size]), "prompts", path=SCORES),
+    "46 scores, 257 prompts": Case(scored(*[[5, 6]] * 257), "prompts", path=SCORES),
+    "46 scores, too many": Case(scored(*[[5] * 600] * 128, top_k=20), "prompts", path=SCORES),
+    "47 scores beyond the context": Case(
+        scored([5] * SPEC.max_context_tokens), "prompts", code="context_length_exceeded", path=SCORES
     ),
     "46 tokens, structured_outputs": Case(
         drawn(structured_outputs={"regex": "a"}),
@@ -278,6 +295,10 @@ CASES: dict[str, Case] = {
     ),
     "46 best_of": Case(with_(COMPLETIONS, best_of=2), "best_of", code=UNSUPPORTED, path=COMPLETIONS),
     "46 echo": Case(with_(COMPLETIONS, echo=True), "echo", code=UNSUPPORTED, path=COMPLETIONS),
+    "46 max_tokens of 0": Case(with_(COMPLETIONS, max_tokens=0), "echo", code=UNSUPPORTED, path=COMPLETIONS),
+    "46 echo without logprobs": Case(
+        with_(COMPLETIONS, max_tokens=0, echo=True), "echo", code=UNSUPPORTED, path=COMPLETIONS
+    ),
     "46 suffix": Case(with_(COMPLETIONS, suffix="x"), "suffix", code=UNSUPPORTED, path=COMPLETIONS),
     "46 previous_response_id": Case(
         with_(RESPONSES, previous_response_id="r"), "previous_response_id", code=UNSUPPORTED, path=RESPONSES

@@ -144,6 +144,26 @@ def sampling_params(
     )
 
 
+def scoring_params(sampling: SamplingParams, *, reads_cache: bool) -> Any:
+    """Make vLLM's SamplingParams that score a prompt: its plain log-softmax, and one token that is left out.
+
+    With `reads_cache` what the prefix cache has of the prompt is not scored.
+    """
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    return VllmSamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=sampling.num_top_logprobs,
+        skip_reading_prefix_cache=not reads_cache,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def structured_outputs(constraint: Constraint) -> Any:
     """Make vLLM's form of a constraint."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -208,6 +228,26 @@ def is_unbegun(llm: Any, request_id: str) -> bool:
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
+def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any) -> None:
+    """Append the scores of a finished request's prompt, under the version of its last step.
+
+    Raises MalformedEngineResponse if they are not those of its tokens.
+    """
+    start, num_tops = request.sampling.score_from or 0, request.sampling.num_top_logprobs
+    token_ids, flat = request.token_ids[start:], output.prompt_logprobs
+    spans = final_spans(output.outputs[0])
+    if output.outputs[0].finish_reason != "length" or flat is None or not spans:
+        return  # it was aborted
+    starts, ends = flat.start_indices[-len(token_ids) :], flat.end_indices[-len(token_ids) :]
+    if tuple(flat.token_ids[at] for at in starts) != token_ids:
+        raise MalformedEngineResponse("vLLM's prompt logprobs are not those of the prompt")
+    tops: TopLogprobs = ()
+    if num_tops:
+        tops = tuple(map(_alternatives, repeat(flat), starts, ends, repeat(num_tops), repeat(1)))
+    sampled.extend(token_ids, [flat.logprobs[at] for at in starts], tops)
+    sampled.set_spans([WeightVersionSpan(spans[-1].version, 0, len(token_ids))])
+
+
 def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
     """Make the Generation of a finished vLLM RequestOutput; `sampled` has its tokens.
 
@@ -216,7 +256,8 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
     if output is None:
         return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
     completion = output.outputs[0]
-    stamp(sampled, final_spans(completion))
+    if request.sampling.score_from is None:
+        stamp(sampled, final_spans(completion))
     generation = sampled.generation(
         request.request_id,
         finish_reason(request, completion),

@@ -6,8 +6,9 @@ What vLLM leaves to its caller is done in `engines/common/engine.py`. vLLM itsel
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agentloop.capabilities import Feature
@@ -16,6 +17,7 @@ from agentloop.engine import EngineInfo
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
@@ -53,6 +55,17 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         request = call.request
         kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
+        is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
+        generate = partial(
+            self._process.llm.generate,
+            values.tokens_prompt(request, kv_version, prepared),
+            request_id=request.request_id,
+            lora_request=None if self._adapters is None else self._adapters.request,
+            trace_headers={"traceparent": request.traceparent} if is_traced else None,
+            priority=request.sampling.priority,
+        )
+        if request.sampling.score_from is not None:
+            return self._scores(request, generate)
         params = values.sampling_params(
             request.sampling,
             room_tokens(request, self.info),
@@ -60,18 +73,17 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
             eos_token_id=self._process.eos_token_id,
             logprobs_mode=self._config.logprobs_mode,
         )
-        prompt = values.tokens_prompt(request, kv_version, prepared)
-        lora_request = None if self._adapters is None else self._adapters.request
-        is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
-        outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
-            prompt,
-            params,
-            request.request_id,
-            lora_request=lora_request,
-            trace_headers={"traceparent": request.traceparent} if is_traced else None,
-            priority=request.sampling.priority,
-        )
+        outputs: AsyncGenerator[Any, None] = generate(params)
         return outputs
+
+    async def _scores(self, request: GenerateRequest, generate: Callable[..., Any]) -> AsyncGenerator[Any, None]:
+        """Score behind what the prefix cache has of the prompt, or without it if it has tokens to be scored."""
+        sampling, start = request.sampling, request.sampling.score_from or 0
+        found = [output async for output in generate(values.scoring_params(sampling, reads_cache=True))]
+        if found and (found[-1].num_cached_tokens or 0) >= start:
+            found = [output async for output in generate(values.scoring_params(sampling, reads_cache=False))]
+        for output in found:
+            yield output
 
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
         values.add_so_far(sampled, self._process.llm, call.request)
@@ -86,7 +98,11 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
 
     def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
         request = call.request
-        if output is not None and not sampled.token_ids:
+        if request.sampling.score_from is not None:
+            sampled = SampledTokens(LogprobsMode.RAW)
+            if output is not None:
+                values.add_scores(sampled, request, output)
+        elif output is not None and not sampled.token_ids:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         return values.to_generation(request, output, sampled, self.load())
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from agentloop.capabilities import Feature
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.sampling import LogprobsMode
@@ -24,6 +25,8 @@ from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, answers_of
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
+PROMPT_WINDOWS = "agentloop_servers.engines.vllm.prompt_windows:install"
+WINDOW_TOKENS = 256  # of a prompt whose logits exist at once
 
 _IMPORT_LOCK = threading.Lock()
 
@@ -92,6 +95,7 @@ class VllmProcess:
         try:
             self.llm = await asyncio.shield(construction)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
+            await self.on_workers(WorkerMethod.EXTEND_RUNNER, PROMPT_WINDOWS, str(WINDOW_TOKENS))
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
                 await self.on_workers(WorkerMethod.EXTEND_RUNNER, RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
@@ -237,7 +241,7 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            features=self._config.features,
+            features=self._config.features | {Feature.SCORES},
             lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
         )

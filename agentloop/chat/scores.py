@@ -1,0 +1,48 @@
+"""Scores of a prompt's own tokens, in the terms that the dialects share. Nothing is sampled for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from agentloop.api.requests import MAX_SCORES, VersionDemandBody
+from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.errors import InvalidRequest
+from agentloop.types import Generation, SamplingParams, TokenScores
+
+
+def score_call(
+    prompt_ids: tuple[int, ...],
+    start: int,
+    num_top: int,
+    model: ChatModel,
+    demand: VersionDemandBody | None,
+    *,
+    param: str,
+) -> ChatCall | None:
+    """Return the call that scores `prompt_ids[start:]`; None if `start` is their end. Raises InvalidRequest naming
+    `param` for one beyond it."""
+    if start > len(prompt_ids):
+        raise InvalidRequest(f"{start - 1} is beyond a prompt of {len(prompt_ids)} tokens", param=param)
+    if start == len(prompt_ids):
+        return None
+    sampling = SamplingParams(max_tokens=1, num_top_logprobs=num_top, score_from=start)
+    if demand is not None:
+        sampling = replace(sampling, weight_version=demand.to_demand())
+    return ChatCall((), sampling, max_tokens=1, prompt_ids=prompt_ids, timeout_s=model.timeout_s)
+
+
+def check_num_scores(calls: Iterable[ChatCall], param: str) -> None:
+    """Raises InvalidRequest naming `param` for more scores than an answer has."""
+    num_scores = 0
+    for call in calls:
+        num_tokens = len(call.prompt_ids or ()) - (call.sampling.score_from or 0)
+        num_scores += num_tokens * (1 + call.sampling.num_top_logprobs)
+    if num_scores > MAX_SCORES:
+        raise InvalidRequest(f"{num_scores} logprobs are more than {MAX_SCORES}", param=param)
+
+
+def scores_of(generation: Generation) -> TokenScores:
+    """Return the scores that an engine's answer has."""
+    [span] = generation.weight_versions
+    return TokenScores(generation.token_ids, generation.logprobs, span.version, generation.top_logprobs)
