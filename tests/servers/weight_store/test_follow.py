@@ -164,6 +164,7 @@ async def test_a_folder_is_published_by_the_command_line(
     client, weights = served
     folder = tmp_path / "run" / "weights" / "weight_v000002"
     arguments = ["weights", "publish", str(folder), "--store", str(tmp_path / "store"), "--run", RUN]
+    arguments += ["--cache", str(tmp_path / "cache")]
     output = await _command(*arguments, "--version", "3", "--url", client.url, "--encoding", "overwrite")
     assert "version 3 published: a delta to 2" in output
     await until(client, is_at(3))
