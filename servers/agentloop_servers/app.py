@@ -1,6 +1,7 @@
 """The wiring: the only file that constructs. Reading it is reading the architecture.
 
-One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
+One Ray Serve application: the coordinator and the engines of each model, workers, ingress processes. All that
+carries tokens goes over the replicas' own ports.
 `build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own. (Serve
 awaits an `async __init__`, which mypy does not know, and calls `__del__` also on what failed half-way through it.)
 """
@@ -786,7 +787,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
-    """The deployments, bound: one for each kind of replicas, and three more.
+    """The deployments, bound: each model's coordinator and kinds of replicas, the workers, the ingress.
 
     Raises InvalidRequest if keys are missing, or if the model is not there, or not what it must be, and what
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started,
