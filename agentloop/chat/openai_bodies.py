@@ -389,10 +389,10 @@ class ChatBody(CallBase, TemplateBody):
         return self
 
 
-_PromptText = Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS)]
-_PromptIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+PromptText = Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS)]
+PromptIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 _Prompt = Annotated[
-    Annotated[_PromptText, Tag("~text")] | Annotated[_PromptIds, Tag("~list")], Discriminator(by_shape)
+    Annotated[PromptText, Tag("~text")] | Annotated[PromptIds, Tag("~list")], Discriminator(by_shape)
 ]
 
 

@@ -26,13 +26,13 @@ from pydantic import (
     model_validator,
 )
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, GenerateBody, Json, TokenId, VersionDemandBody
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, GenerateBody, Json, VersionDemandBody
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.dialect import Answer
-from agentloop.chat.fields import MAX_CHAT_CONTENT_CHARS, Ignored, Model, Refused, by_shape, refused, unsupported
+from agentloop.chat.fields import Ignored, Model, Refused, by_shape, refused, unsupported
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
-from agentloop.chat.openai_bodies import ChoiceFields
+from agentloop.chat.openai_bodies import ChoiceFields, PromptIds, PromptText
 from agentloop.chat.sampling import Whole
 from agentloop.chat.scores import score_call
 from agentloop.checks import MAX_SEED, MAX_TOP_LOGPROBS
@@ -90,8 +90,6 @@ class SglangSampling(ChoiceFields):
 
 
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
-_Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-_PromptText = Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS)]
 
 
 def _by_depth(value: Any) -> str:
@@ -106,16 +104,16 @@ class SglangBody(Body):
 
     input_ids: (
         Annotated[
-            Annotated[_Ids, Tag("~ids")]
-            | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_BATCH), Tag("~batch")],
+            Annotated[PromptIds, Tag("~ids")]
+            | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_BATCH), Tag("~batch")],
             Discriminator(_by_depth),
         ]
         | None
     ) = None
     text: (
         Annotated[
-            Annotated[_PromptText, Tag("~text")]
-            | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_BATCH), Tag("~list")],
+            Annotated[PromptText, Tag("~text")]
+            | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_BATCH), Tag("~list")],
             Discriminator(by_shape),
         ]
         | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,12 @@ class ModelsPort(Protocol):
 
     async def chat(self, call: ModelCall) -> str:
         """Return the answer's text, without thoughts. Raises ModelNotFound, and what a chat call raises."""
+
+
+def unknown_model(name: str, names: Iterable[str], param: str = "model") -> ModelNotFound:
+    """Return the refusal of a model that is none of those beside the policy."""
+    known = ", ".join(map(repr, names)) or "none"
+    return ModelNotFound(f"no model {name!r} beside the policy; there is {known}", param=param)
 
 
 class NoModels:

@@ -229,8 +229,8 @@ class CoordinatorDeployment:
     async def _take_turns(self, service: ServiceConfig, others: Sequence[ModelRun]) -> None:
         """Have this model and the others take turns on their accelerators."""
         clients = {other.name: coordinator_client(other.trust, model=other.name) for other in others}
-        configs = {name: service.of_model(name) for name in ("", *clients)}
-        replicas, settings = self._coordinator.replicas, cast(TurnSettings, service.turns)
+        configs, replicas = service.of_models, self._coordinator.replicas
+        settings = cast(TurnSettings, service.turns)
         ports = {"": (self._coordinator.status, replicas.sleep, replicas.wake)}
         ports |= {name: (one.front.status, one.front.sleep, one.front.wake) for name, one in clients.items()}
         turns = ModelTurns(
@@ -525,7 +525,7 @@ class IngressProcess:
         for other, coordinator in self._others.items():
             beside[other.name] = its = await self._open(other, coordinator, num_processes, trust)
             its.endpoint.users, its.endpoint.path = users, f"{MODELS_PATH}/{other.name}"
-            apps[other.name] = its_app = its.to_app(all_keys.get(other.name, keys), {}, is_inside=True)
+            apps[other.name] = its_app = its.to_app(all_keys.get(other.name, keys), is_inside=True)
             await closing.enter_async_context(its_app.router.lifespan_context(its_app))
         endpoint.others = {name: its.endpoint for name, its in beside.items()}
         app = opened.to_app(keys, apps)
@@ -634,42 +634,29 @@ class OpenedModel:
     endpoint: Endpoint
     router: ShardRouter
 
-    def to_app(self, keys: Keys, others: Mapping[str, FastAPI], *, is_inside: bool = False) -> FastAPI:
+    def to_app(
+        self, keys: Keys, others: Mapping[str, FastAPI] = MappingProxyType({}), *, is_inside: bool = False
+    ) -> FastAPI:
         """Return its HTTP app. Raises InvalidRequest without the keys that its host asks for."""
-        made = self.config, self.run_dir, self.coordinator, self.clients, self.endpoint
-        return build_app(*made, keys, others, is_inside=is_inside)
-
-
-def build_app(
-    config: ServiceConfig,
-    run_dir: Path,
-    coordinator: FrontPort,
-    clients: EngineClients,
-    endpoint: Endpoint,
-    keys: Keys,
-    others: Mapping[str, FastAPI] = MappingProxyType({}),
-    *,
-    is_inside: bool = False,
-) -> FastAPI:
-    """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
-    keys.check_bind(config.host)
-    return create_app(
-        coordinator,
-        clients.connect,
-        keys=keys,
-        limits=HttpLimits(update_timeout_s=config.updates.timeout_s),
-        weight_roots=config.allowed_weight_roots(),
-        tool_names=frozenset(tool_names(config)),
-        allowed_imports=config.workers.imports(has_user_keys=not keys.is_open),
-        rules=mode_rules(config),
-        endpoint=endpoint,
-        image_roots=[located(root) for root in config.image_roots],
-        nodes_without=None if config.cluster is None else nodes_without,
-        model=config.model_path(),
-        labels=TokenLabels(located(config.model), run_dir),
-        others=others,
-        is_inside=is_inside,
-    )
+        config = self.config
+        keys.check_bind(config.host)
+        return create_app(
+            self.coordinator,
+            self.clients.connect,
+            keys=keys,
+            limits=HttpLimits(update_timeout_s=config.updates.timeout_s),
+            weight_roots=config.allowed_weight_roots(),
+            tool_names=frozenset(tool_names(config)),
+            allowed_imports=config.workers.imports(has_user_keys=not keys.is_open),
+            rules=mode_rules(config),
+            endpoint=self.endpoint,
+            image_roots=[located(root) for root in config.image_roots],
+            nodes_without=None if config.cluster is None else nodes_without,
+            model=config.model_path(),
+            labels=TokenLabels(located(config.model), self.run_dir),
+            others=others,
+            is_inside=is_inside,
+        )
 
 
 def ingress_gauges(name: str, process: IngressProcess) -> tuple[MetricSample, ...]:
@@ -805,7 +792,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     if config.tls is not None:
         config.tls.check()
     check_certificates(config)
-    configs = {name: config.of_model(name) for name in ("", *(one.name for one in config.models))}
+    configs = config.of_models
     for one in configs.values():
         check_model(one)
     if config.served_name in configs:
@@ -927,11 +914,10 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
 
 def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
     """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
-    configs = {name: config.of_model(name) for name in ("", *(one.name for one in config.models))}
     for name, option in (("GPU", "device"), ("CPU", "num_cpus")):
         asked = {
             of_model(entry.name, model): (entry.replicas * entry.hosts, engine_bundle(one, entry).get(name, 0.0))
-            for model, one in configs.items()
+            for model, one in config.of_models.items()
             for entry in one.entries
         }
         total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)

@@ -503,6 +503,11 @@ class ServiceConfig(ModelConfig):
             update |= {"keys": found.keys, "users": None}
         return self.model_copy(update=update)
 
+    @property
+    def of_models(self) -> dict[str, ServiceConfig]:
+        """The configs of all models by name; "" is the policy."""
+        return {name: self.of_model(name) for name in ("", *(one.name for one in self.models))}
+
     def hide_keys(self) -> dict[str, str]:
         """Take all keys out of this process's environment; return them."""
         hidden = self.keys.hide()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentloop.chat.call import ChatCall
-from agentloop.errors import ModelNotFound
-from agentloop.rollout.models import ModelCall
+from agentloop.rollout.models import ModelCall, unknown_model
 from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.token_calls import TokenCalls
 
@@ -20,8 +19,7 @@ class ModelCalls:
     async def chat(self, call: ModelCall) -> str:
         found = self._models.get(call.model)
         if found is None:
-            names = ", ".join(map(repr, self._models)) or "none"
-            raise ModelNotFound(f"no model {call.model!r} beside the policy; there is {names}", param="model")
+            raise unknown_model(call.model, self._models)
         sampling = SamplingParams(call.max_tokens, temperature=call.temperature)
         asked = ChatCall(call.messages, sampling, max_tokens=call.max_tokens)
         replies = await found.sample(asked, call.affinity or None, prompt_param="messages")

@@ -26,7 +26,7 @@ from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop_servers.app import build_app, build_endpoint, sessions_name
+from agentloop_servers.app import OpenedModel, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
@@ -118,7 +118,8 @@ async def run_endpoint(
         sessions, endpoint = build_endpoint(config, store_path, run_dir, SECRET.key, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
-        server = DirectServer(build_app(config, run_dir, coordinator, clients, endpoint, Keys()), "127.0.0.1")
+        opened = OpenedModel(config, run_dir, coordinator, clients, endpoint, router)
+        server = DirectServer(opened.to_app(Keys()), "127.0.0.1")
         closing.push_async_callback(server.close)
         url = await server.start()
         freeze_gc()

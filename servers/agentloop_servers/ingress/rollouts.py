@@ -38,7 +38,6 @@ from agentloop.errors import (
     AgentLoopError,
     Forbidden,
     InvalidRequest,
-    ModelNotFound,
     NotFound,
     Overloaded,
     UnsupportedParameter,
@@ -46,6 +45,7 @@ from agentloop.errors import (
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout.loops import load_loop
+from agentloop.rollout.models import unknown_model
 from agentloop.rollout.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop_servers.endpoint import routes_sessions
@@ -315,11 +315,6 @@ class RolloutRoutes:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
         return tasks
 
-    def _check_judge(self, model: str) -> None:
-        if model not in self._models:
-            names = ", ".join(map(repr, self._models)) or "none"
-            raise ModelNotFound(f"no model {model!r} beside the policy; there is {names}", param="reward.model")
-
     def _check_names(self, body: SubmitBody) -> None:
         """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
@@ -328,7 +323,8 @@ class RolloutRoutes:
                 if ":" not in task.loop:
                     load_loop(task.loop)
                 if isinstance(task.reward, JudgeBody):
-                    self._check_judge(task.reward.model)
+                    if task.reward.model not in self._models:
+                        raise unknown_model(task.reward.model, self._models, "reward.model")
                 elif task.reward is not None:
                     self._allowed_imports.check(task.reward, param="reward")
                     if ":" not in task.reward:
