@@ -22,7 +22,7 @@ from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError, InvalidRequest, first_cause
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
@@ -78,10 +78,7 @@ async def answer_calls(
         for session in sessions:
             places.enter_context(endpoint.hold_call_place(session.record.owner))
         works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
-        try:
-            results = await unless_client_leaves(request, side_by_side(works))
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+        results = await unless_client_leaves(request, side_by_side(works))
     if results is None:
         return unread_response()
     replies = [node.reply for result in results for node in result.choices]
