@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import psutil
 import ray
 import structlog
 from fastapi import FastAPI, Request
@@ -89,10 +90,11 @@ from agentloop_servers.config import (
     located,
     model_sizes,
     run_dir_in,
+    weight_bytes,
 )
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S, CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
-from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
+from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel, check_turns
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer
 from agentloop_servers.endpoint.direct_server import DirectServer
@@ -797,6 +799,9 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         check_model(one)
     if config.served_name in configs:
         raise InvalidRequest(f"two models are called {config.served_name!r}", param="models")
+    if config.turns is not None:
+        sizes = {one.served_name: weight_bytes(one) for one in configs.values()}
+        check_turns(sizes, psutil.virtual_memory().available)
     check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)
     dirs = {name: run_dir / "models" / f"{run_dir.name}.{name}" for name in configs if name}

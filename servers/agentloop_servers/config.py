@@ -676,6 +676,11 @@ def model_sizes(config: ServiceConfig) -> ModelSizes:
     return replace(sizes, max_context_tokens=longest)
 
 
+def weight_bytes(config: ServiceConfig) -> int:
+    """Return the size of the weights of all of a model's replicas on GPUs, by its safetensors files."""
+    return config.num_gpu_engines * sum(file.stat().st_size for file in config.model_path().glob("*.safetensors"))
+
+
 def _own_sizes(config: ServiceConfig) -> ModelSizes:
     path = config.model_path() / "config.json"
     try:

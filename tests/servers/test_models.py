@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -175,4 +176,17 @@ def test_a_model_without_its_folder_is_refused_before_anything_starts(tmp_path: 
     config = simulated_config(models=[NamedModel(name="judge", model="no/such").model_dump()])
     with pytest.raises(InvalidRequest, match="no/such"):
         application(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_too_large_to_sleep_in_the_host_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    folders = [shutil.copytree("examples/tiny_policy/v1", tmp_path / name) for name in ("policy", "judge")]
+    for folder in folders:
+        with (folder / "model-2.safetensors").open("wb") as file:
+            file.truncate(2**40)  # of which the disk holds nothing
+    own = {"mode": "colocated", "engine": {"kind": "vllm"}}
+    models = [{"name": "judge", "model": str(folders[1]), **own}]
+    given = {**own, "model": str(folders[0]), "models": models, "turns": {}}
+    with pytest.raises(InvalidRequest, match=r"need 1024\.0 GiB .*policy 1024\.0 \+ judge 1024\.0"):
+        application(ServiceConfig.model_validate(given), tmp_path / "run")
     assert not (tmp_path / "run").exists()

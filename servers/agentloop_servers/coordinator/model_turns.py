@@ -21,7 +21,7 @@ import structlog
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.fleet.desired_state import TURN_REASON
 
 LOOK_S = 0.25
@@ -133,6 +133,18 @@ class ModelTurns:
     async def _statuses(self) -> dict[str, ServiceStatus]:
         found = await asyncio.gather(*(model.status() for model in self._models.values()))
         return dict(zip(self._models, found, strict=True))
+
+
+def check_turns(weight_bytes: Mapping[str, int], available_bytes: int) -> None:
+    """Raise InvalidRequest if the host cannot take the weights of all models but one, which sleep in its memory."""
+    asleep = sum(weight_bytes.values()) - min(weight_bytes.values())
+    if asleep > available_bytes:
+        parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in weight_bytes.items())
+        raise InvalidRequest(
+            f"the weights of the models that sleep need {asleep / 2**30:.1f} GiB of the host's memory (all but the "
+            f"least of {parts}), and {available_bytes / 2**30:.1f} are free: give models accelerators of their own",
+            param="turns",
+        )
 
 
 def _is_busy(status: ServiceStatus) -> bool:

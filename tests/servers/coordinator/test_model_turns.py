@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
+
 from agentloop.api.coordinator import QueueStatus, ReplicaStatus, ServiceStatus
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import EngineLost
+from agentloop.errors import EngineLost, InvalidRequest
 from agentloop.fleet.desired_state import TURN_REASON
 from agentloop.types import Load
-from agentloop_servers.coordinator.model_turns import IDLE_S, ModelTurns, TurnsModel
+from agentloop_servers.coordinator.model_turns import IDLE_S, ModelTurns, TurnsModel, check_turns
 
 STEP_S = 0.1
 
@@ -168,3 +170,13 @@ async def test_a_model_that_does_not_wake_is_tried_again(site: Site) -> None:
     site.models["judge"].calls = [1.0]
     await site.clock.sleep(20)
     assert site.models["judge"].calls == []
+
+
+def test_models_whose_weights_the_host_cannot_hold_asleep_are_refused_with_the_sum() -> None:
+    sizes = {"policy": 3 * 2**30, "judge": 5 * 2**30, "user": 2 * 2**30}
+    asleep_bytes = 8 * 2**30  # the least is the one awake at the worst
+
+    check_turns(sizes, asleep_bytes)
+    with pytest.raises(InvalidRequest, match=r"8\.0 GiB .*policy 3\.0 \+ judge 5\.0 \+ user 2\.0") as refused:
+        check_turns(sizes, asleep_bytes - 1)
+    assert refused.value.param == "turns"
