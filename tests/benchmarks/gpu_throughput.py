@@ -5,12 +5,14 @@
     python -m tests.benchmarks.gpu_throughput --model examples/tiny_policy/v1 --engine sglang
     python -m tests.benchmarks.gpu_throughput --replicas 2 --arms service           # on two GPUs
     python -m tests.benchmarks.gpu_throughput --device cpu --model examples/tiny_policy/v1 --at-once 8 --sampled 24
+    python -m tests.benchmarks.gpu_throughput --arms service,scored --at-once 256 --context 4096 --scored 4000
 
 Trajectories of three turns, each prompt its own, so that a prefix is reused within a trajectory only; a turn's
 tokens are drawn from half to one and a half of `--sampled`, so that turns end in different steps. `service`: agent
 loops whose tool answers at once; `endpoint`, `streams`: agents in processes of their own, in sessions of the chat
 endpoint; `bare`: requests of the same sizes into the engine itself, final-only, in one process, with the service's
-engine arguments. `--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
+engine arguments; `scored`: loops, and beside them sequences of `--scored` ids that are scored, 512 at a time.
+`--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
 
 All engines are up at once, each with its share of the GPU's memory, and the arms run in turn, `--cycles` times. A
 figure is of a steady window: `--window-s` seconds that begin `--ramp-s` after the load. `idle`: the share of the
@@ -24,27 +26,30 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
-from agentloop_servers.config import CHECKOUT, ServiceConfig
+from agentloop_servers.config import CHECKOUT, ServiceConfig, model_sizes
 from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import PromptSizes, Turn, Window, Workload, chat_from_processes, turns_of
 from tests.benchmarks.gpu_models import model_folder
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import SHAPES, TOKENS_START
 
-ARMS = ("service", "endpoint", "streams", "bare")
+ARMS = ("service", "scored", "endpoint", "streams", "bare")
+SCORES_AT_ONCE = 512
 GOALS = {"service": 0.97, "endpoint": 0.90, "streams": 0.75}
 WARM_UP_TOKENS = 16
 BARE_START_S = 420.0
@@ -72,6 +77,7 @@ class Figures:
     end_s: float | None = None  # of finishing a session, p99
     first_p50_s: float | None = None  # to a stream's first piece
     num_chunks: int | None = None
+    scored_per_s: float | None = None
     cpu_s_per_turn: dict[str, float] = field(default_factory=dict)  # by kind of process
 
     @property
@@ -171,6 +177,25 @@ async def run_chat(options: argparse.Namespace, url: str, at_once: int, *, is_st
     )
 
 
+async def scored_within(url: str, window: Window, num_ids: int, vocab_size: int) -> float:
+    """Have sequences scored while a window lasts; returns how many a second."""
+    await asyncio.sleep(window.begins_at - time.perf_counter())
+    choose, num_scored = random.Random(0), 0
+    async with RolloutClient(url) as client:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(window.ends_at - time.perf_counter()), asyncio.TaskGroup() as group:
+
+                async def keep_scoring() -> None:
+                    nonlocal num_scored
+                    while True:
+                        await client.score([choose.choices(range(TOKENS_START, vocab_size), k=num_ids)])
+                        num_scored += 1
+
+                for _ in range(SCORES_AT_ONCE):
+                    group.create_task(keep_scoring())
+    return num_scored / window.seconds
+
+
 _OTHER_CHILDREN: list[int] = []
 
 
@@ -237,10 +262,11 @@ class Measurement:
     starts: dict[str, dict[str, float]] = field(default_factory=dict)
     sizes: PromptSizes = DEFAULT_SIZES
     failures: list[str] = field(default_factory=list)
+    vocab_size: int = 0
 
     async def run(self, config: ServiceConfig, work: Path) -> None:
         """Start all engines, and run all arms in turn."""
-        options = self.options
+        options, self.vocab_size = self.options, model_sizes(config).vocab_size
         bares = [BareProcess(name, _with(config, settings), work) for name, settings in options.bares]
         try:
             if any(not arm.startswith("bare") for arm in options.arms):
@@ -290,6 +316,11 @@ class Measurement:
         if arm in ("endpoint", "streams"):
             return await run_chat(self.options, url, at_once, is_streamed=arm == "streams")
         load, window = begin_load(self.options, at_once)
+        if arm == "scored":
+            scoring = scored_within(url, window, self.options.scored, self.vocab_size)
+            (records, cpu_s), scored_per_s = await asyncio.gather(run_loops(url, load), scoring)
+            turns = [turn for record in records for turn in turns_of(record)]
+            return replace(figures_of(arm, load, window, turns, cpu_s), scored_per_s=scored_per_s)
         if bare is None:
             records, cpu_s = await run_loops(url, load)
             turns = [turn for record in records for turn in turns_of(record)]
@@ -402,11 +433,12 @@ def tables(found: Sequence[Figures]) -> dict[str, str]:
             one.end_s,
             one.num_turns,
             None if one.num_chunks is None else one.num_chunks / one.num_turns,
+            one.scored_per_s,
         )
         for one in found
     ]
     columns = ["arm, in flight", "tok/s", "median of bare's", "idle %", "outside p50 ms", "p99 ms", "turn p50 s"]
-    columns += ["p99 s", "first piece p50 s", "end s", "turns", "pieces a turn"]
+    columns += ["p99 s", "first piece p50 s", "end s", "turns", "pieces a turn", "scored/s"]
     kinds = sorted({kind for one in found for kind in one.cpu_s_per_turn}, key=lambda kind: -sum(_cpu(found, kind)))
     cpu_rows = [
         (
@@ -452,6 +484,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--sampled", type=int, default=160, help="tokens a turn, in the mean")
     parser.add_argument("--spread", type=float, default=0.5, help="0.5: turns of half to one and a half of that")
+    parser.add_argument("--scored", type=int, default=512, help="tokens of a sequence that is scored")
     parser.add_argument("--no-tools", action="store_true", help="a user's message stands for the tool's answer")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
