@@ -56,6 +56,7 @@ class EngineInfo:
     features: frozenset[Feature] = SAMPLING  # what requests may ask of it
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    quantization: str = ""  # of the weights that it computes with; empty: none
 
     @property
     def can(self) -> Capabilities:

@@ -94,6 +94,7 @@ _TURN = pa.struct(
         ("turn_id", pa.string()),
         ("reward", pa.float64()),
         ("engine", pa.string()),
+        ("quantization", pa.string()),
         ("times", _TURN_TIMES),
     ]
 )

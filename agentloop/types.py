@@ -154,6 +154,7 @@ class Generation:
     engine_s: float = 0.0  # in the engine, from the call to its end
     engine: str = ""  # the replica's, as `EngineInfo.name`; stamped with its id
     decode_s: float | None = None  # in the engine, from its first token to its last; None: not known
+    quantization: str = ""  # the engine's, as in `EngineInfo`; stamped with its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,7 @@ class Lease:
     url: str
     engine: str = ""  # the replica's, as `EngineInfo.name`
     can: Capabilities = ANYTHING  # what that engine can do
+    quantization: str = ""  # that engine's, as in `EngineInfo`
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +427,7 @@ class Turn:
     engine: str = ""  # that sampled it (its end, if it was moved): "vllm", "sglang"; empty in records without it
     times: TurnTimes | None = None  # None in records of a service that did not keep them
     traceparent: str = ""  # the W3C trace context of its call; empty: none
+    quantization: str = ""  # of the engine's weights, whose logprobs these are; empty: none
 
 
 class Thinking(StrEnum):

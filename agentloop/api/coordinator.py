@@ -318,6 +318,7 @@ class ReplicaStatus:
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
     host: str = ""  # the address of its private port: its node's, on several hosts
+    quantization: str = ""  # of its weights; empty: none
 
 
 @dataclass(frozen=True, slots=True)

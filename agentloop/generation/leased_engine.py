@@ -756,9 +756,10 @@ class _TurnRounds:
         if last is not None and self._num_asked == 1:
             return last if last.finish_reason is finish_reason else replace(last, finish_reason=finish_reason)
         made = self.sampled.generation(request_id, finish_reason, cached_tokens=self._num_cached or 0)
-        if last is not None:
-            return replace(made, replica_id=last.replica_id, engine=last.engine, load=last.load)
-        return made if lease is None else replace(made, replica_id=lease.replica_id, engine=lease.engine)
+        of = lease if last is None else last
+        if of is not None:
+            made = replace(made, replica_id=of.replica_id, engine=of.engine, quantization=of.quantization)
+        return made if last is None else replace(made, load=last.load)
 
 
 def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:

@@ -193,6 +193,7 @@ class TurnText:
             cached_tokens=last.cached_tokens if last is not None else 0,
             replica_id=last.replica_id if last is not None else "",
             engine=last.engine if last is not None else "",
+            quantization=last.quantization if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
             raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
             sampling=turn_sampling(self._sampling, self.sampled.logprobs_mode),

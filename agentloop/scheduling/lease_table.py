@@ -106,7 +106,8 @@ class LeaseTable:
         """Return a lease of a new id on a replica."""
         self._num_granted += 1
         info = replica.registration.info
-        return Lease(f"{self._prefix}-{self._num_granted}", replica.replica_id, replica.url, info.name, info.can)
+        lease_id = f"{self._prefix}-{self._num_granted}"
+        return Lease(lease_id, replica.replica_id, replica.url, info.name, info.can, info.quantization)
 
     def hold(self, holding: Holding, now: float) -> None:
         """Enter a holding; its holder must have none."""

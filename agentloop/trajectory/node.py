@@ -65,6 +65,7 @@ class Reply:
     times: TurnTimes | None = None
     traceparent: str = ""  # the W3C trace context of the call that asked for it; empty: none
     constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
+    quantization: str = ""  # as in `Generation`
 
     @property
     def content(self) -> str:

@@ -217,6 +217,7 @@ def _turn(turn_id: str, reply: Reply, prompt_len: int, start: int) -> Turn:
         engine=reply.engine,
         times=reply.times,
         traceparent=reply.traceparent,
+        quantization=reply.quantization,
     )
 
 

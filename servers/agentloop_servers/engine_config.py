@@ -22,6 +22,9 @@ class _EngineModel(BaseModel):
 Staging = Literal["auto", "device", "host", "none"]
 """Where new weights wait for their commit; auto: the device's memory if they fit, else the host's, else none."""
 
+Quantization = Literal["fp8", "fp8_per_channel", "fp8_per_block"]
+"""The scales of FP8 weights: one for a layer, one for each output channel, one for each block of 128 x 128."""
+
 EngineKind = Literal["vllm", "sglang", "simulated"]
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
@@ -37,6 +40,10 @@ class EngineConfig(_EngineModel):
     """`cuda` or `cpu`."""
     dtype: str = "bfloat16"
     """The type of weights and KV."""
+    quantization: Quantization | None = None
+    """`fp8`, `fp8_per_channel` or `fp8_per_block`: weights are quantised when loaded; vLLM only (engines.md)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """The type of KV; `auto`: that of weights."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights, and no traffic until the first push."""
     max_context_tokens: int | None = None
@@ -105,6 +112,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("kv_cache_mib is required on device cpu: vLLM would take most of the memory")
         if is_cpu_vllm and self.block_size % 32:
             raise ValueError(f"block_size on device cpu is a multiple of 32, not {self.block_size}")
+        if self.quantization is not None:
+            self._check_quantization()
         if self.batch_invariant and not self.on_gpu:
             raise ValueError("batch_invariant is for vLLM and SGLang on GPUs")
         if self.expert_parallel and self.num_workers == 1:
@@ -126,6 +135,16 @@ class EngineConfig(_EngineModel):
         if self.hosts > 1:
             self._check_hosts()
         return self
+
+    def _check_quantization(self) -> None:
+        if self.kind != "vllm":
+            raise ValueError(
+                "quantization is for vLLM: SGLang quantises at its first load only, and takes no update"
+            )
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"quantization is of bfloat16 or float16 weights, not of {self.dtype}")
+        if self.device == "cpu" and self.quantization != "fp8_per_channel":
+            raise ValueError(f"quantization {self.quantization} has no kernel on device cpu: fp8_per_channel has")
 
     def _check_hosts(self) -> None:
         if self.kind != "vllm":
@@ -251,6 +270,11 @@ def check_entries(entries: Sequence[EngineEntry]) -> None:
             raise ValueError(
                 f"engine {entry.name} reports logprobs as {entry.logprobs_mode} and {first.name} as"
                 f" {first.logprobs_mode}: a trajectory may go on on either"
+            )
+        if entry.quantization != first.quantization:
+            raise ValueError(
+                f"engine {entry.name} has quantization {entry.quantization} and {first.name} {first.quantization}:"
+                " a trajectory may go on on either"
             )
         if (entry.lora_rank is None) != (first.lora_rank is None):
             raise ValueError(

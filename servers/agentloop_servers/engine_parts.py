@@ -114,6 +114,8 @@ def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "load_format": entry.load_format,
         "device": entry.device,
         "dtype": entry.dtype,
+        "quantization": entry.quantization,
+        "kv_cache_dtype": entry.kv_cache_dtype,
         "max_model_len": config.max_context_tokens(entry),
         "max_num_seqs": entry.num_seats,
         "scheduling_policy": entry.scheduling_policy,

@@ -10,6 +10,7 @@ own paths all stream. The trainer is another process, on the next GPU (nccl) or 
 after the other, each on an engine of its own:
 - `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
 - `one-phase`: ours with `weight_staging` none;
+- `quantised`: single updates in two phases, of an engine with `--quantization`;
 - `native`: the engine's own path. Of vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); of SGLang
   `update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
   path, send again.
@@ -71,9 +72,9 @@ async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
     return Staged(single, staging, Consecutive(row, before, after, options.requests, lost), kept, recomputed)
 
 
-async def one_phase(site: EngineSite, options: argparse.Namespace) -> Updates:
-    """The same updates where nothing is staged."""
-    flight = await _flight(site, options, "one-phase")
+async def single(site: EngineSite, options: argparse.Namespace) -> Updates:
+    """Single updates only."""
+    flight = await _flight(site, options, "single")
     updates = await _updates(site, flight, options.updates, SPACING_S)
     await flight.end(site.engine.abort)
     return updates
@@ -227,9 +228,14 @@ class Bench:
                     _say(f"baselines: done after {time.perf_counter() - began_at:.0f} s")
 
     async def _ours(self, trainer: TrainerProcess) -> None:
-        for name, staging, run in (("staged", "auto", staged), ("one-phase", "none", one_phase)):
+        variants: dict[str, tuple[Any, dict[str, Any]]] = {
+            "quantised": (single, {"quantization": self._options.quantization}),
+            "staged": (staged, {}),
+            "one-phase": (single, {"weight_staging": "none"}),
+        }
+        for name, (run, changed) in variants.items():
             if name in self._options.variants:
-                config = replace(self._config, weight_staging=staging)
+                config = replace(self._config, **changed)
                 await self._attempt(name, self._on_site(config, trainer, name, run))
 
     async def _on_site(
@@ -295,7 +301,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
-    parser.add_argument("--variants", help="comma-separated: link,staged,one-phase,native,resend")
+    parser.add_argument("--variants", help="comma-separated: link,quantised,staged,one-phase,native,resend")
+    parser.add_argument("--quantization", default="fp8", help="of the variant quantised")
     parser.add_argument("--dtype")
     parser.add_argument("--requests", type=int)
     parser.add_argument("--prompt-tokens", type=int)

@@ -228,6 +228,7 @@ class Replicas:
                 features=features_of(replica.registration.info.can.features),
                 max_context_tokens=replica.registration.info.max_context_tokens,
                 lora_rank=replica.registration.info.lora_rank,
+                quantization=replica.registration.info.quantization,
                 is_noise=replica.report.is_noise,
                 host=replica.host,
             )

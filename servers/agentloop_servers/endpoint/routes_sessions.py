@@ -218,6 +218,7 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
         "cached_tokens": reply.cached_tokens,
         "replica_id": reply.replica_id,
         "engine": reply.engine,
+        "quantization": reply.quantization,
         "top_logprobs": reply.top_logprobs,
         "raw_logprobs": [] if reply.raw_logprobs is None else reply.raw_logprobs.tolist(),
         "logprobs_mode": (LogprobsMode.SAMPLED if sampling is None else sampling.logprobs_mode).value,

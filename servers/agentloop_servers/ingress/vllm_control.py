@@ -349,6 +349,7 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
             "dtype": f"torch.{dtypes[0]}" if len(dtypes) == 1 else None,
             "max_model_len": endpoint.max_model_len,
             "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
+            "quantization": next((one.quantization for one in status.replicas if one.quantization), None),
         },
         "parallel_config": {
             "world_size": max(_worlds(status), default=0),

@@ -211,7 +211,8 @@ class DataPlaneServer(PrivateServer):
         if wanted.sampling.score_from is None:  # what is given may be as unlikely as noise
             self.noise.see(generation, self._engine.info.vocab_size)
         load = self._recent_load()
-        return replace(generation, replica_id=self._replica_id, engine=self._engine.info.name, load=load)
+        engine, quantization = self._engine.info.name, self._engine.info.quantization
+        return replace(generation, replica_id=self._replica_id, engine=engine, quantization=quantization, load=load)
 
     def _recent_load(self) -> Load:
         """Return the engine's load, at most `LOAD_AGE_S` old: it is counted over all requests."""

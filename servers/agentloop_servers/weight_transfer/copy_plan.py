@@ -8,7 +8,8 @@ doing it. The model is as it was afterwards, also when the trace is refused.
 
 A plan is exact or it is refused: every element of every parameter is written by one copy or one fill, and every
 copy takes a strided view of one checkpoint tensor, with at most a float cast. What a layer derives from its weights
-after loading (packed, quantised or shuffled weights) is outside any plan: models with such layers are refused.
+after loading (packed or shuffled weights) is outside any plan: models with such layers are refused. Layers that are
+quantised at loading are planned up to there, if the engine names them as `QuantisedLayer`s (`quantised.py`).
 Errors that only values can show, such as rows in another order, are found by `check_plan`.
 
 A plan describes one model object: layers that are replaced later, or experts that are rebalanced, need a new one.
@@ -16,10 +17,11 @@ A plan describes one model object: layers that are replaced later, or experts th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -78,15 +80,31 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantisedLayer:
+    """A layer that loads tensors of one form and serves others, which its `quant_method` makes of them.
+
+    `load_form`: by the names of parameters, meta tensors with the loaders that the engine gave them. `kept`: its
+    own names of parameters that it serves as they are loaded.
+    """
+
+    name: str
+    module: torch.nn.Module
+    load_form: Mapping[str, torch.Tensor]
+    device: torch.device
+    kept: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPlan:
     """A model's loading as copies, in the order of the checkpoint's tensors, and fills.
 
-    A parameter with several names goes by the first one.
+    A parameter with several names goes by the first one. Of `layers` the copies are into load forms.
     """
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the traced checkpoint's tensors
+    layers: Mapping[str, QuantisedLayer] = field(default_factory=dict)  # by parameter
     by_tensor: Mapping[str, tuple[Copy, ...]] = field(
         init=False
     )  # also tensors without a copy: a tied head, another rank's experts
@@ -130,19 +148,31 @@ def apply_fills(plan: CopyPlan, parameters: Mapping[str, torch.Tensor]) -> None:
             target(fill, parameters).fill_(fill.value)
 
 
-def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
+def trace(
+    model: torch.nn.Module, tensors: Sequence[TensorInfo], quantised: Sequence[QuantisedLayer] = ()
+) -> CopyPlan:
     """Make the plan of `model.load_weights` for a checkpoint of these tensors. Raises PlanRefused.
 
     The model must be loaded and ready to serve, and no other thread may use it meanwhile.
     """
-    _check_layers(model)
-    targets = _Targets(model)
-    recorder = _Recorder(targets)
     shapes: dict[str, tuple[int, ...]] = {}
     for info in tensors:
         if info.name in shapes:
             raise PlanRefused(f"tensor {info.name} is in the checkpoint twice")
         shapes[info.name] = tuple(info.shape)
+    _check_layers(model, quantised)
+    layers = {name: layer for layer in quantised for name in layer.load_form}
+    with _in_load_form(quantised):
+        copies, fills = _traced(model, tensors, _Targets(model, layers))
+    if padded := next((fill.parameter for fill in fills if fill.parameter in layers), None):
+        raise PlanRefused(f"parameter {padded} is quantised with padding")
+    return CopyPlan(tuple(copies), tuple(fills), MappingProxyType(shapes), MappingProxyType(layers))
+
+
+def _traced(
+    model: torch.nn.Module, tensors: Sequence[TensorInfo], targets: _Targets
+) -> tuple[list[Copy], list[Fill]]:
+    recorder = _Recorder(targets)
     snapshot = _LoadingSnapshot(model)
     try:
         with torch.no_grad(), recorder:
@@ -159,18 +189,37 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
     if replaced is not None:
         raise PlanRefused(f"load_weights replaces parameter {replaced}")
     _check_coverage(targets, [*recorder.copies, *recorder.fills])
-    return CopyPlan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
+    return recorder.copies, recorder.fills
+
+
+@contextlib.contextmanager
+def _in_load_form(quantised: Sequence[QuantisedLayer]) -> Iterator[None]:
+    """Give layers the parameters that they load, during the block."""
+    served = [(layer.module._parameters, dict(layer.module._parameters)) for layer in quantised]
+    try:
+        for layer, (parameters, own) in zip(quantised, served, strict=True):
+            parameters.clear()
+            parameters.update({name: own[name] for name in layer.kept})
+            parameters.update(
+                (name.removeprefix(f"{layer.name}."), tensor) for name, tensor in layer.load_form.items()
+            )
+        yield
+    finally:
+        for parameters, own in served:
+            parameters.clear()
+            parameters.update(own)
 
 
 def check_plan(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
     """Compare three spots of every copy's target with the checkpoint, bit for bit. Returns the number of copies.
 
-    Raises PlanRefused on the first difference. Synchronises once for each pair of dtypes.
+    Quantised layers are left to `check_quantised`. Raises PlanRefused on the first difference. Synchronises once
+    for each pair of dtypes.
     """
     groups: defaultdict[tuple[Any, ...], list[tuple[Copy, torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for name, copies in plan.by_tensor.items():
         tensor = read(name)
-        for copy in copies:
+        for copy in (one for one in copies if one.parameter not in plan.layers):
             for into, index in _spots(copy, plan.shapes[name]):
                 actual, expected = _view(parameters[copy.parameter], into), tensor[index].reshape(-1)
                 if actual.shape != expected.shape:
@@ -213,8 +262,9 @@ def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[s
         yield Region(start, (length,), (into[-1],)), tuple(index)
 
 
-def _check_layers(model: torch.nn.Module) -> None:
-    """Refuse layers that compute with other tensors than their parameters."""
+def _check_layers(model: torch.nn.Module, quantised: Sequence[QuantisedLayer]) -> None:
+    """Refuse layers that compute with other tensors than their parameters, but for these."""
+    known = {layer.name for layer in quantised}
     if hasattr(model, "post_load_weights"):
         raise PlanRefused("the model derives weights from those that it has loaded")
     if getattr(model, "_do_torchao_reload", False):
@@ -224,7 +274,7 @@ def _check_layers(model: torch.nn.Module) -> None:
             raise PlanRefused(f"layer {name} computes with a packed copy of its weight")
         method = getattr(module, "quant_method", None)
         method = getattr(method, "old_quant_method", method)  # vLLM wraps an expert layer's method
-        if method is None or not any(True for _ in module.parameters(recurse=False)):
+        if name in known or method is None or not any(True for _ in module.parameters(recurse=False)):
             continue
         if type(method).__name__ not in PLAIN_METHODS:
             raise PlanRefused(f"layer {name} is quantised or re-laid out ({type(method).__name__})")
@@ -237,9 +287,13 @@ def _check_layers(model: torch.nn.Module) -> None:
 
 
 class _Targets:
-    """The model's parameters by storage, and its other tensors, which a plan does not write."""
+    """The model's parameters by storage, and its other tensors, which a plan does not write.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    `on_meta`: names of parameters that have no memory yet.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_meta: Collection[str]) -> None:
+        self._on_meta = on_meta
         self.num_elements: dict[str, int] = {}
         self._spans: defaultdict[int, list[tuple[int, int, str, torch.dtype]]] = defaultdict(list)
         self._others: dict[int, str] = {}
@@ -254,7 +308,7 @@ class _Targets:
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.numel() == 0:
             raise PlanRefused(f"parameter {name} is empty: its layer keeps its weight elsewhere")
-        if parameter.is_meta or not parameter.is_contiguous():
+        if parameter.is_meta is not (name in self._on_meta) or not parameter.is_contiguous():
             raise PlanRefused(f"parameter {name} has no storage or another layout than it was made with")
         first = parameter.storage_offset()
         span = (first, first + parameter.numel(), name, parameter.dtype)

@@ -36,7 +36,7 @@ import torch
 from agentloop import codec
 from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
-from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS
+from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS, QuantisedLayer
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
@@ -315,6 +315,9 @@ class SglangModel:
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    def quantised_layers(self) -> Sequence[QuantisedLayer]:
+        return ()
 
     def reload(self, tensors: Tensors) -> None:
         from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: PLC0415

@@ -1,8 +1,8 @@
 """The four forms in which a worker holds an update until its commit:
 
-    ShadowParameters  a copy of the model's parameters in their own layout, filled while decoding goes on; the
-                      commit copies it over the parameters. Needs a `CopyPlan`. The fastest, and each rank holds
-                      its shard only.
+    ShadowParameters  a copy of the model's parameters in their own layout, quantised where they are, filled while
+                      decoding goes on; the commit copies it over the parameters. Needs a `CopyPlan`. The fastest,
+                      and each rank holds its shard only.
     StagedCheckpoint  the tensors as they came; the commit runs them through vLLM's own loader.
     StagedFiles       nothing but the folder's name; the commit reads it through vLLM's own loader.
     StreamedWeights   nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
@@ -29,8 +29,9 @@ from safetensors import safe_open
 from agentloop.engine import CommitReport, HeldIn
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint, not_finite
-from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, apply, apply_fills, source, target
+from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, QuantisedLayer, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.quantised import QuantisedLoad
 from agentloop_servers.weight_transfer.receiver import Incoming, receive
 from agentloop_servers.weight_transfer.verify import (
     Read,
@@ -48,7 +49,10 @@ class ServedModel(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The model's own tensors by name, each once; a write changes the model."""
+        """The model's own tensors by name, each once and in the order of memory; a write changes the model."""
+
+    def quantised_layers(self) -> Sequence[QuantisedLayer]:
+        """Return the layers that can be quantised beside the serving ones, with fresh load forms."""
 
     def reload(self, tensors: Tensors) -> None:
         """Load checkpoint tensors through the engine's own loader."""
@@ -77,24 +81,28 @@ class ShadowParameters:
     ) -> None:
         self.held_in = held_in
         self.loaded: Mapping[str, torch.Tensor] = {}
-        self._plan = plan
         self._shadows = shadows
         self._names = list(shadows)
         self._from = list(shadows.values())
         self._into = [parameters[name] for name in self._names]
         self._staged_sums = RowChecksums(shadows)
         self._served_sums = RowChecksums(dict(zip(self._names, self._into, strict=True)))
+        self._load = QuantisedLoad(
+            plan, shadows, lambda name, tensor: shadows[name].copy_(tensor, non_blocking=True)
+        )
         apply_fills(plan, shadows)
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its places in the shadows, on the current stream."""
-        apply(self._plan, name, tensor, self._shadows)
+        self._load.accept(name, tensor)
 
     def finish_staging(self) -> None:
         """Compute the shadows' checksums. Call after all tensors' copies are done.
 
-        Raises CheckpointUnreadable for values that are not finite.
+        Raises CheckpointUnreadable for values that are not finite, and for a part of a quantised layer.
         """
+        if (layer := self._load.unfinished) is not None:
+            raise CheckpointUnreadable(f"not all tensors of layer {layer} have come", param="update_info")
         self._staged_sums.compute()
         _load_copy_kernels(self._from)
         _require_numbers(first_not_finite(self._shadows))

@@ -9,8 +9,9 @@ once for a list of tensors while nothing is decoded or loaded, and used only aft
 engine itself has loaded.
 
 The place where staged weights wait, for the policy `auto`: device memory if what is staged, the buffers it arrives
-through and a reserve of 1 GiB fit into what is free there; else pinned host memory, if it takes at most two thirds
-of what the host has available; else nowhere, and the update goes in one phase. On CPU there is only the host.
+through and a reserve of 1 GiB (which quantising a layer takes from) fit into what is free there; else pinned host
+memory, if it takes at most two thirds of what the host has available; else nowhere, and the update goes in one
+phase. On CPU there is only the host.
 Memory once taken is kept for the next update: what fitted once fits always, and pinning gigabytes takes seconds.
 `release` gives it back.
 """
@@ -50,6 +51,7 @@ from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
 from agentloop_servers.weight_transfer.group_member import GroupMember, mapped
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
+from agentloop_servers.weight_transfer.quantised import check_quantised
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.staged_weights import (
@@ -166,7 +168,7 @@ class WeightStager:
             return None
         if self._known is None or self._known.shapes != shapes:
             try:
-                plan = trace(self._module, tensors)
+                plan = trace(self._module, tensors, self._model.quantised_layers())
             except PlanRefused:
                 self._refused = shapes
                 return None
@@ -178,6 +180,7 @@ class WeightStager:
     def _check_plan(self, known: _KnownPlan, read: Any) -> None:
         try:
             check_plan(known.plan, self._model.parameters, read)
+            check_quantised(known.plan, self._model.parameters, read)
         except PlanRefused:
             self._refused, self._known = known.shapes, None
         else:
@@ -265,7 +268,8 @@ class WeightStager:
             incoming.abort()
             raise CheckpointUnreadable("it was dropped", param="push")
         if incoming.is_one_phase:
-            stage.staged = StreamedWeights(incoming, plan)
+            # In one phase there is no place beside a layer to quantise it: the engine's own loader does.
+            stage.staged = StreamedWeights(incoming, None if plan is not None and plan.layers else plan)
         else:
             try:
                 staged = self._place_for(plan, form, held_in)

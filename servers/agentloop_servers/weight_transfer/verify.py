@@ -13,7 +13,8 @@ Spot checks come after a load through vLLM's own loader: some columns of every l
 load can end without an error and have changed nothing, or only some layers (a tied output head on the CPU build
 goes on with its packed copy). So every layer is compared with the checkpoint through the path that it computes
 with: its parameter, and a packed copy by its products with unit vectors. The columns are fixed for a layer, and
-differ between layers: a few columns cover the model and are cheap to read.
+differ between layers: a few columns cover the model and are cheap to read. Weights in FP8 are multiplied by their
+scales, and may differ by what the type rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from agentloop_servers.weight_transfer.layout import ROW_BYTES
 
 PROBE_COLUMNS = 16
 RELATIVE_TOLERANCE = 2.0**-7  # one unit in the last place of bfloat16
+FP8_TOLERANCE = 2.0**-4  # half a unit of e4m3, with three bits of fraction
+FP8_LEAST = 2.0**-9  # its least value above zero, in scales
 # By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -200,6 +203,9 @@ def compare_layers(
         for actual in _effective_columns(layer, weight, stored):
             _check_equal(name, actual, stored.values)
             is_compared = True
+        for actual, scale in _dequantised_columns(layer, weight, stored):
+            _check_equal(name, actual, stored.values, FP8_TOLERANCE, FP8_LEAST * scale)
+            is_compared = True
         num_compared += is_compared
         num_skipped += not is_compared
     if num_compared == 0:
@@ -232,6 +238,8 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
         if weight.shape == stored.values.shape:
             yield weight
         return
+    if weight.dtype in _FLOAT8_NOT_FINITE:
+        return
     num_rows, num_columns, *kernel = stored.values.shape
     if kernel:  # a convolution's: vision models cut an image into patches with one
         if list(weight.shape) == [num_rows, stored.width, *kernel]:
@@ -250,7 +258,29 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
             yield columns[:num_rows]
 
 
-def _check_equal(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+def _dequantised_columns(
+    layer: torch.nn.Module, weight: torch.Tensor, stored: _Columns
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Yield the same columns of an FP8 weight, and its largest scale; vLLM keeps such a weight transposed.
+
+    Nothing of one with scales of blocks, or padded.
+    """
+    scales = layer._parameters.get("weight_scale")
+    if weight.dtype not in _FLOAT8_NOT_FINITE or scales is None:
+        return
+    num_rows, num_columns = stored.values.shape
+    if list(weight.shape) == [stored.width, num_rows] and scales.numel() in (1, num_rows):
+        rows = weight[stored.first : stored.first + num_columns].float()
+        yield (rows * scales.reshape(1, -1)).T, float(scales.max())
+
+
+def _check_equal(
+    name: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    relative: float = RELATIVE_TOLERANCE,
+    absolute: float = 1e-8,
+) -> None:
     want = expected.to(device=actual.device, dtype=actual.dtype).float()
-    if actual.shape != want.shape or not torch.allclose(actual.float(), want, rtol=RELATIVE_TOLERANCE):
+    if actual.shape != want.shape or not torch.allclose(actual.float(), want, rtol=relative, atol=absolute):
         raise RuntimeError(f"layer {name} does not hold the checkpoint's weights after the load")

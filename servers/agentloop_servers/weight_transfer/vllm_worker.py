@@ -28,6 +28,7 @@ import torch
 from safetensors import safe_open
 
 from agentloop.plugins import resolve
+from agentloop_servers.weight_transfer.copy_plan import QuantisedLayer
 from agentloop_servers.weight_transfer.lora import (
     ADAPTER_ID,
     ADAPTER_NAME,
@@ -37,6 +38,7 @@ from agentloop_servers.weight_transfer.lora import (
     read_adapter,
     tensor_names,
 )
+from agentloop_servers.weight_transfer.quantised import dense
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
@@ -92,7 +94,11 @@ class RunningModel:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._module.named_parameters()}
+        # vLLM transposes quantised weights by a view.
+        return {name: dense(parameter.data) for name, parameter in self._module.named_parameters()}
+
+    def quantised_layers(self) -> Sequence[QuantisedLayer]:
+        return quantised_layers(self._module)
 
     def reload(self, tensors: Tensors) -> None:
         try:
@@ -141,6 +147,37 @@ class RunningModel:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: PLC0415
 
         finalize_layerwise_reload(self._module, self._worker.vllm_config.model_config)
+
+
+def quantised_layers(model: torch.nn.Module) -> list[QuantisedLayer]:
+    """Return the layers that vLLM quantises at loading, as far as a rank does so alone.
+
+    vLLM keeps for its own reload what their parameters were before (`LAYERWISE_INFO`).
+    """
+    from vllm.model_executor.layers.quantization.online import fp8  # noqa: PLC0415
+
+    of_any_shard = (fp8.Fp8PerBlockOnlineLinearMethod,)
+    of_whole_layers = (fp8.Fp8PerTensorOnlineLinearMethod, fp8.Fp8PtpcOnlineLinearMethod)
+    found = []
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        methods = of_any_shard if getattr(module, "tp_size", 1) > 1 else (*of_any_shard, *of_whole_layers)
+        if isinstance(method, methods) and method.requantization_source is None:
+            found.append(_quantised_layer(name, module))
+    return found
+
+
+def _quantised_layer(name: str, module: Any) -> QuantisedLayer:
+    from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize  # noqa: PLC0415
+
+    info = layerwise.get_layerwise_info(module)
+    load_form = {}
+    for own_name, parameter in info.restore_metadata[0].items():
+        tensor = sanitize.restore_layer_refs(meta.to_meta_tensor(parameter), module)
+        tensor.weight_loader = layerwise._get_original_loader(tensor)
+        load_form[f"{name}.{own_name}"] = tensor
+    kept = meta.SKIP_TENSORS & dict(module.named_parameters(recurse=False)).keys()
+    return QuantisedLayer(name, module, load_form, info.restore_device, frozenset(kept))
 
 
 _Slices: TypeAlias = list[torch.Tensor | None]

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,20 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_processing,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from agentloop.engine import TensorInfo
+from agentloop.engine import HeldIn, TensorInfo
+from agentloop.errors import AgentLoopError
 from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, check_plan, trace
+from agentloop_servers.weight_transfer.quantised import check_quantised, dense
+from agentloop_servers.weight_transfer.staged_weights import ShadowParameters
+from agentloop_servers.weight_transfer.verify import compare_layers
+from agentloop_servers.weight_transfer.vllm_worker import quantised_layers
 
 NUM_LAYERS = 2
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERT_FFN, EXPERTS = 64, 4, 2, 16, 96, 32, 4
@@ -62,6 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "dtype": "float32",
     },
 }
+MODELS["quantised"] = {**MODELS["llama"], "dtype": "bfloat16"}
 MODELS["spread_moe"] = MODELS["moe"]  # the same, but expert-parallel
 CHECKPOINT_DTYPES = {"untied": torch.float32}  # a cast on the way in; the others have the model's dtype
 
@@ -79,7 +90,7 @@ def shapes(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
         if fields.get("attention_bias"):
             yield f"{prefix}.self_attn.o_proj.bias", (HIDDEN,)
-        if name != "llama":
+        if fields["model_type"] != "llama":
             yield f"{prefix}.self_attn.q_norm.weight", (HEAD_DIM,)
             yield f"{prefix}.self_attn.k_norm.weight", (HEAD_DIM,)
         if fields is MODELS["moe"]:
@@ -214,6 +225,79 @@ def experts(
     return {"name": name, "swapped": swapped, "packed": refusal(trace, model, infos(tensors))}
 
 
+def loaded(config: VllmConfig, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A model as vLLM's own loader makes it, but that layers on CPU compute with packed copies."""
+    model = build(config)
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        record_metadata_for_reloading(model)
+        model.load_weights(iter(tensors.items()))
+        finalize_layerwise_processing(model, config.model_config)
+    return model
+
+
+@dataclass
+class Served:
+    """See `ServedModel`: what a commit of shadows asks for."""
+
+    parameters: dict[str, torch.Tensor]
+
+
+def served(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: dense(parameter.data) for name, parameter in model.named_parameters()}
+
+
+def quantise(config: VllmConfig) -> dict[str, Any]:
+    """Stage and commit another version in a quantised model, and compare it with one that has loaded it."""
+    old = checkpoint("quantised")
+    new = {name: tensor * 1.5 + 0.125 for name, tensor in old.items()}
+    model, fresh = loaded(config, old), loaded(config, new)
+    layers = quantised_layers(model)
+    found: dict[str, Any] = {"layers": [layer.name for layer in layers]}
+    if not layers:
+        return found | {"refused": refusal(trace, model, infos(old), layers)}
+    before, bytes_before = state(model), {name: tensor.clone() for name, tensor in served(model).items()}
+    plan = trace(model, infos(old), layers)
+    found["is_unchanged"] = state(model) == before
+    found["of_another_version"] = refusal(check_quantised, plan, served(model), new.__getitem__)
+    check_quantised(plan, served(model), old.__getitem__)
+    found["num_checked"] = check_plan(plan, served(model), old.__getitem__)
+    shadows = {name: torch.empty_like(tensor) for name, tensor in served(model).items()}
+    staged = ShadowParameters(plan, shadows, served(model), HeldIn.HOST)
+    for again in (False, True):  # a receiver that is lost half-way makes all tensors come again
+        for name in sorted(new)[: None if again else len(new) // 2]:
+            staged.accept(name, new[name])
+    staged.finish_staging()
+    found["is_untouched"] = all(
+        torch.equal(as_bytes(tensor), as_bytes(bytes_before[name])) for name, tensor in served(model).items()
+    )
+    staged.commit(Served(served(model)))
+    wanted = served(fresh)
+    found["differing"] = [
+        name for name, tensor in served(model).items() if not torch.equal(as_bytes(tensor), as_bytes(wanted[name]))
+    ]
+    found["num_parameters"] = len(wanted)
+    found["num_compared"] = compare_layers(fresh, new.keys(), new.__getitem__)
+    one_old = {**new, "model.layers.1.mlp.down_proj.weight": old["model.layers.1.mlp.down_proj.weight"]}
+    found["one_old"] = complaint(compare_layers, fresh, one_old.keys(), one_old.__getitem__)
+    half = ShadowParameters(plan, shadows, served(model), HeldIn.HOST)
+    half.accept("model.layers.0.mlp.gate_proj.weight", new["model.layers.0.mlp.gate_proj.weight"])
+    found["half"] = complaint(half.finish_staging)
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def complaint(call: Any, *args: Any) -> str:
+    """The message; empty without one."""
+    try:
+        call(*args)
+    except (RuntimeError, AgentLoopError) as error:
+        return str(error)
+    return ""
+
+
 def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     found: dict[str, Any] = {}
     for name, fields in MODELS.items():  # the one with experts first: only it makes vLLM set up their group
@@ -228,6 +312,7 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
             max_model_len=64,
             tensor_parallel_size=num_ranks,
             enable_expert_parallel=name == "spread_moe",
+            quantization="fp8_per_channel" if name == "quantised" else None,
         ).create_engine_config()
         with set_current_vllm_config(config):
             if not found:
@@ -235,7 +320,7 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
                     num_ranks, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
                 )
                 initialize_model_parallel(num_ranks)
-        found[name] = compare(name, config)
+        found[name] = quantise(config) if name == "quantised" else compare(name, config)
     (folder / "found.json").write_text(json.dumps(found))
 
 

@@ -96,3 +96,27 @@ def test_experts_in_another_layout_are_refused(ranks: dict[str, Any]) -> None:
         experts = rank["moe"]["experts"]
         assert f"{experts['name']}.w13_weight does not hold" in experts["swapped"]
         assert f"{experts['name']} has its experts in the layout of CPU" in experts["packed"]
+
+
+def test_quantised_layers_are_staged_as_vllm_quantises_them(ranks: dict[str, Any]) -> None:
+    found = ranks["1/0"]["quantised"]
+    assert len(found["layers"]) == 8
+    assert found["is_unchanged"]
+    assert found["is_untouched"]
+    assert "qkv_proj.weight does not hold what its quantised" in found["of_another_version"]
+    assert found["num_checked"] > 20
+    assert found["num_parameters"] > 20
+    assert found["differing"] == []
+    assert found["half"] == "not all tensors of layer model.layers.0.mlp.gate_up_proj have come"
+
+
+def test_a_load_of_quantised_layers_is_compared_through_their_scales(ranks: dict[str, Any]) -> None:
+    found = ranks["1/0"]["quantised"]
+    assert found["num_compared"] == [15, 0]
+    assert "layer model.layers.1.mlp.down_proj does not hold" in found["one_old"]
+
+
+def test_scales_that_ranks_agree_on_are_outside_of_plans(ranks: dict[str, Any]) -> None:
+    for rank in ("2/0", "2/1"):
+        assert ranks[rank]["quantised"]["layers"] == []
+        assert "quantised or re-laid out (Fp8PtpcOnlineLinearMethod)" in ranks[rank]["quantised"]["refused"]

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from agentloop.engine import CommitReport, PushSource, TensorInfo
 from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.copy_plan import QuantisedLayer
 from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.receiver import AttemptRestarted, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
@@ -55,6 +56,9 @@ class PlainModel:
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    def quantised_layers(self) -> Sequence[QuantisedLayer]:
+        return ()
 
     def reload(self, tensors: Tensors) -> None:
         self.num_reloads += 1

@@ -20,6 +20,8 @@ class ProcessEngineConfig:
     load_format: str = "auto"
     device: str = "cuda"  # or "cpu"
     dtype: str = "bfloat16"
+    quantization: str | None = None  # of weights, when they are loaded; a name of `engine_config.Quantization`
+    kv_cache_dtype: str = "auto"  # or "fp8"
     max_model_len: int = 4096
     max_num_seqs: int = 128
     scheduling_policy: str = "fcfs"  # or "priority"

@@ -91,6 +91,8 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         "watchdog_timeout": max(300.0, 2 * config.commit_timeout_s),
         "incremental_streaming_output": False,
     }
+    if config.kv_cache_dtype == "fp8":
+        arguments["kv_cache_dtype"] = "fp8_e4m3"
     if config.kv_cache_memory_bytes is not None:
         arguments["max_total_tokens"] = config.kv_cache_memory_bytes // _kv_bytes_per_token(config)
     if config.scheduling_policy == PRIORITY_POLICY:
@@ -120,4 +122,6 @@ def _kv_bytes_per_token(config: SglangConfig) -> int:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointUnreadable(f"{path} does not say how large a token's KV is", param="model") from error
     num_own = max(1, num_kv_heads // config.tensor_parallel_size)
-    return 2 * num_layers * num_own * head_dim * _DTYPE_BYTES[config.dtype]
+    return (
+        2 * num_layers * num_own * head_dim * (1 if config.kv_cache_dtype == "fp8" else _DTYPE_BYTES[config.dtype])
+    )

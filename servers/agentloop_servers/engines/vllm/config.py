@@ -100,6 +100,9 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         "model": config.model,
         "load_format": config.load_format,
         "dtype": config.dtype,
+        # Its plain `fp8` is for checkpoints that are quantised already.
+        "quantization": "fp8_per_tensor" if config.quantization == "fp8" else config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "scheduling_policy": config.scheduling_policy,

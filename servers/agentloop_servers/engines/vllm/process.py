@@ -17,7 +17,7 @@ import psutil
 
 from agentloop.capabilities import Feature
 from agentloop.engine import EngineInfo, MemoryTag
-from agentloop.errors import AgentLoopError, EngineError, EngineLost
+from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
@@ -26,6 +26,7 @@ from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, a
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 PROMPT_WINDOWS = "agentloop_servers.engines.vllm.prompt_windows:install"
+FP8_CAPABILITY = 89  # of CUDA devices: Ada and later
 WINDOW_TOKENS = 256  # of a prompt whose logits exist at once
 
 _IMPORT_LOCK = threading.Lock()
@@ -244,6 +245,7 @@ class VllmProcess:
             features=self._config.features | {Feature.SCORES},
             lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
+            quantization=self._config.quantization or "",
         )
 
     def _construct(self) -> Any:
@@ -256,7 +258,14 @@ class VllmProcess:
             if self._config.can_constrain:
                 importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
             arguments = AsyncEngineArgs(**engine_arguments(self._config))
+            from vllm.platforms import current_platform
             from vllm.v1.metrics.loggers import PrometheusStatLogger
+        is_fp8_device = self._config.device == "cpu" or current_platform.has_device_capability(FP8_CAPABILITY)
+        if self._config.quantization is not None and not is_fp8_device:
+            raise UnsupportedParameter(
+                f"{current_platform.get_device_name()} computes no FP8: leave engine.quantization out",
+                param="quantization",
+            )
         loggers = [lambda *_: self.scheduler_stats, *([PrometheusStatLogger] if self._config.has_metrics else [])]
         return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
 
