@@ -32,7 +32,7 @@ from agentloop_servers.weight_transfer.lora import (
     ADAPTER_ID,
     ADAPTER_NAME,
     WEIGHTS_FILE,
-    Adapter,
+    AdapterContent,
     is_expert,
     read_adapter,
     tensor_names,
@@ -182,7 +182,7 @@ def verify_adapter(model_runner: Any, directory: str) -> int:
     return 2 * len(found)
 
 
-def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], Any]]:
+def _layers(manager: Any, adapter: AdapterContent) -> Iterator[tuple[str, list[str], Any]]:
     """Yield the worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
 
     The output head is one too, but without slices; it is compared only if the adapter has it.
@@ -198,7 +198,7 @@ def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], An
             yield name, parts, layer
 
 
-def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
+def _wanted(layer: Any, parts: Sequence[str], adapter: AdapterContent, file: Any) -> tuple[_Slices, _Slices]:
     """Return the A and B that this worker should hold for every slice, unpadded; None: the adapter has none."""
     dtype = layer.lora_b_stacked[0].dtype
     halves_a: _Slices = []

@@ -34,6 +34,7 @@ class VllmConfig(ProcessEngineConfig):
     block_size: int = 32  # on CPU a multiple of 32
     data_parallel_size: int = 1
     expert_parallel: bool = False
+    max_loras: int | None = None  # adapters by name, beside the base; None: one adapter is the policy
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
