@@ -8,12 +8,11 @@ many versions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from agentloop.engine import Adapter
 from agentloop.errors import AdapterInUse, AdaptersFull, ModelNotFound
+from agentloop.types import GenerateRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -68,19 +67,15 @@ class HeldAdapters:
         self._older = [held for held in self._older if held.num_calls]
         return unused
 
-    def pin(self, name: str) -> HeldAdapter:
-        """Count a call that begins under the served version. Raises ModelNotFound."""
-        held = self._served.get(name)
+    def pin(self, request: GenerateRequest) -> HeldAdapter:
+        """Count a call that begins under the served version of its adapter.
+
+        Raises ModelNotFound, or WeightVersionNotServed if it does not accept that version.
+        """
+        held, demand = self._served.get(request.adapter), request.sampling.weight_version
         if held is None:
-            raise ModelNotFound(f"the engine serves no adapter {name}", param="model")
+            raise ModelNotFound(f"the engine serves no adapter {request.adapter}", param="model")
+        if demand is not None:
+            demand.check(held.adapter.version)
         held.num_calls += 1
         return held
-
-    @contextmanager
-    def pinned(self, name: str) -> Iterator[HeldAdapter]:
-        """Pin the served version for the block. Raises ModelNotFound."""
-        held = self.pin(name)
-        try:
-            yield held
-        finally:
-            held.num_calls -= 1

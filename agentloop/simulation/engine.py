@@ -45,7 +45,6 @@ from agentloop.errors import (
     EngineUnusable,
     InvalidRequest,
     InvariantBroken,
-    ModelNotFound,
     UnsupportedParameter,
     WeightsRefused,
 )
@@ -294,6 +293,8 @@ class SimulatedEngine:
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
+        if self._spec.max_loras is not None:
+            raise CheckpointUnreadable("this engine serves adapters by name: its weights stay", param="directory")
         report = await self._weights.stage(update)
         self._lifecycle.require_alive()
         return report
@@ -400,16 +401,16 @@ class SimulatedEngine:
         return live
 
     def _pin_adapter(self, live: LiveRequest) -> None:
-        """Give a request that begins the served version of its adapter. Raises ModelNotFound."""
+        """Give a request that begins the served version of its adapter. Raises as `pin` does."""
         if live.request.adapter and live.adapter is None:
-            live.adapter = self._adapters.pin(live.request.adapter)
+            live.adapter = self._adapters.pin(live.request)
 
     def _pin_adapters(self) -> None:
         """Do so for all requests that were held by a pause."""
         for live in self._scheduler.all():
             try:
                 self._pin_adapter(live)
-            except ModelNotFound as error:
+            except AgentLoopError as error:
                 self._fail(live, error)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:

@@ -20,7 +20,6 @@ from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 
-ADAPTER_ID, ADAPTER_NAME = 1, "adapter"  # vLLM's number and name of the one adapter that is served
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<half>[AB])\.weight")

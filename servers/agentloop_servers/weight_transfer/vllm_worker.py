@@ -29,8 +29,6 @@ from safetensors import safe_open
 
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.lora import (
-    ADAPTER_ID,
-    ADAPTER_NAME,
     WEIGHTS_FILE,
     AdapterContent,
     is_expert,
@@ -71,16 +69,20 @@ class WeightWorker(StagingCalls):
         """Return the worker's model as commits use it."""
         return RunningModel(self)
 
-    def adapter_load(self, directory: str) -> None:
-        """Read the files of this worker's adapter, also if it has one."""
+    def adapter_load(self, number: int, directory: str) -> None:
+        """Read an adapter's files, also if this worker has one of that number."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
-        if not self.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, directory, load_inplace=True)):  # type: ignore[attr-defined]
+        if not self.add_lora(LoRARequest(str(number), number, directory, load_inplace=True)):  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not load the adapter")
 
-    def weights_verify_adapter(self, directory: str) -> int:
-        """Compare this worker's adapter with its folder; see `verify_adapter`."""
-        return verify_adapter(self.model_runner, directory)
+    def adapter_remove(self, number: int) -> None:
+        """Drop an adapter, if this worker has it."""
+        self.remove_lora(number)  # type: ignore[attr-defined]
+
+    def weights_verify_adapter(self, number: int, directory: str) -> int:
+        """Compare an adapter of this worker with its folder; see `verify_adapter`."""
+        return verify_adapter(self.model_runner, number, directory)
 
 
 class RunningModel:
@@ -146,16 +148,16 @@ class RunningModel:
 _Slices: TypeAlias = list[torch.Tensor | None]
 
 
-def verify_adapter(model_runner: Any, directory: str) -> int:
-    """Compare the worker's adapter `ADAPTER_ID` with a folder. Returns the number of tensors compared.
+def verify_adapter(model_runner: Any, number: int, directory: str) -> int:
+    """Compare the worker's adapter `number` with a folder. Returns the number of tensors compared.
 
     Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
     RuntimeError on the first difference, if the adapter is not active, or if no tensor could be compared.
     """
     manager = model_runner.lora_manager._adapter_manager
-    if ADAPTER_ID not in manager.lora_index_to_id:
+    if number not in manager.lora_index_to_id:
         raise RuntimeError("the worker has no adapter")
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    slot = manager.lora_index_to_id.index(number)
     adapter = read_adapter(directory)
     same: list[torch.Tensor] = []  # one flag a comparison: all are read at once, with one wait for the device
     names: list[str] = []

@@ -64,6 +64,11 @@ class VllmConfig(ProcessEngineConfig):
         """The number of processes that hold weights."""
         return self.tensor_parallel_size * self.data_parallel_size
 
+    @property
+    def num_lora_slots(self) -> int:
+        """The adapters that a worker holds. By name as many older versions have a slot: no call waits for one."""
+        return 1 if self.max_loras is None else 2 * self.max_loras
+
 
 def prepare_environment(config: VllmConfig) -> None:
     """Set the environment variables that vLLM reads and the user has not set. Call before its first import."""
@@ -133,12 +138,12 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
     if config.lora_rank is not None:
-        # One adapter is served at a time, always under the same id (`lora.py`).
+        num_slots = config.num_lora_slots
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": config.lora_rank,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
+            "max_loras": num_slots,
+            "max_cpu_loras": num_slots,
         }
     if is_cpu:
         # A seeded request with a prefill in chunks kills vLLM 0.32's CPU worker ("Generator does not use offset").
