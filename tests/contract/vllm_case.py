@@ -98,8 +98,8 @@ async def start_adapters_case(folder: Path) -> EngineCase:
     @cache
     def adapter(seed: int) -> str:
         rank = 4 if seed % 2 else 8
-        targets = ALL_LINEAR if seed % 2 else ("q_proj", "up_proj")
-        return str(write_adapter(folder / str(seed), seed=seed, rank=rank, alpha=2 * rank, targets=targets))
+        targets = ALL_LINEAR if seed % 2 else ALL_LINEAR[:4]
+        return str(write_adapter(folder / str(seed), seed=seed, rank=rank, alpha=4 * rank, targets=targets))
 
     @cache
     def model(directory: str | None) -> Any:
@@ -134,7 +134,13 @@ def _unfit_adapters(folder: Path) -> dict[str, str]:
     cut = write_adapter(folder / "cut")
     content = (cut / "adapter_model.safetensors").read_bytes()
     (cut / "adapter_model.safetensors").write_bytes(content[:-8])
+    unloadable = write_adapter(folder / "unloadable")  # by vLLM alone: it adapts no embedding
+    num_ids, num_inputs = load_file(POLICY / "v0" / "model.safetensors")["model.embed_tokens.weight"].shape
+    halves = {"A": torch.ones(4, num_inputs), "B": torch.ones(num_ids, 4)}
+    embedding = {f"base_model.model.model.embed_tokens.lora_{half}.weight": one for half, one in halves.items()}
+    save_file({**tensors, **embedding}, unloadable / "adapter_model.safetensors")
     return {
+        "not loaded": str(unloadable),
         "rank 16": str(high),
         "no safetensors": str(weightless),
         "the served one is": str(foreign),

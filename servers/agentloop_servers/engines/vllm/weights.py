@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentloop.engine import Adapter, CommitReport, HeldIn, StageReport
-from agentloop.errors import AgentLoopError, CheckpointUnreadable
+from agentloop.errors import AgentLoopError, CheckpointUnreadable, EngineError
 from agentloop.held_adapters import HeldAdapter, HeldAdapters
 from agentloop_servers.engines.common.adapters import AdapterFolder
 from agentloop_servers.engines.common.calls import Call
+from agentloop_servers.engines.common.process import one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
@@ -77,8 +78,10 @@ class LoraAdapters:
             except BaseException as error:
                 with contextlib.suppress(AgentLoopError):  # the caller has an error already
                     await asyncio.shield(self._free(held))
-                if isinstance(error, OSError):
-                    raise CheckpointUnreadable(f"adapter: not copied: {error}", param="directory") from error
+                if isinstance(error, OSError) or type(error) is EngineError:  # a worker's, which serves on
+                    raise CheckpointUnreadable(
+                        f"adapter: not loaded: {one_line(error)}", param="directory"
+                    ) from error
                 raise
             self._held.serve(held)
             return StageReport(HeldIn.DEVICE, "adapter", num_bytes, (time.perf_counter() - started_at) * 1e3)
