@@ -17,6 +17,7 @@ from agentloop.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     MalformedEngineResponse,
+    ModelNotFound,
     UnsupportedParameter,
 )
 from agentloop.sampling import LogprobsMode
@@ -65,6 +66,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"a prompt of {len(ids)} tokens leaves no room in a context of {info.max_context_tokens}",
             param="token_ids",
         )
+    if request.adapter and info.max_loras is None:
+        raise ModelNotFound(f"the engine ({info.name}) serves no adapters by name", param="model")
     _check_images(request, info)
     start = request.sampling.score_from
     if start is not None and not 1 <= start < len(ids):

@@ -13,7 +13,8 @@ proves every engine:
 - a request that does not accept the served version is refused, and ended by a commit of another (`VersionDemand`);
 - a failed `commit` raises `WeightUpdateFailed` and leaves `is_usable` false until a later commit succeeds;
 - `sleep` gives memory back and loses no request: those in flight freeze, and go on after `wake` and `resume`;
-- the same prompt before and after an update shares KV only if `GenerateRequest.kv_version` says so.
+- the same prompt before and after an update shares KV only if `GenerateRequest.kv_version` says so;
+- a call under an adapter has one version of it from its admission to its end, and shares KV with that alone.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class EngineInfo:
     can_sleep: bool = False
     features: frozenset[Feature] = SAMPLING  # what requests may ask of it
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
+    max_loras: int | None = None  # adapters that it serves by name; None: none
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     quantization: str = ""  # of the weights that it computes with; empty: none
 
@@ -209,6 +211,15 @@ class WeightUpdate:
         return self.push is None and self.transfer is None
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A version of a LoRA adapter that is served by name. `directory` is in the PEFT format."""
+
+    name: str
+    version: int
+    directory: str
+
+
 class HeldIn(StrEnum):
     """The place where staged weights wait for their commit."""
 
@@ -303,8 +314,8 @@ class TokenEngine(Protocol):
 
         `on_progress` is called every few seconds with the new tokens, which may be none: not before the first
         interval, nor after the end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one
-        token), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded, WeightVersionNotServed. A cancelled call
-        aborts the request.
+        token), ModelNotFound (no such adapter), EngineUnusable, EngineLost, EnginePaused, DeadlineExceeded,
+        WeightVersionNotServed. A cancelled call aborts the request.
         """
 
     def stream(
@@ -330,7 +341,22 @@ class TrainerFollower(Protocol):
         """
 
 
-class EngineControl(TrainerFollower, Protocol):
+class AdapterServer(Protocol):
+    """An engine as adapters by name are pushed to it. Nothing pauses for them."""
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        """Serve a version to the calls that begin from now on. Idempotent for the version that is served.
+
+        Calls in flight end under the version they began with. `directory` is not read after the return. Raises
+        CheckpointUnreadable (form, base, rank), AdaptersFull, Conflict (the weights are asleep) or EngineError, and
+        what is served then stays.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more. Unknown: no-op. Raises AdapterInUse while calls are in flight under it."""
+
+
+class EngineControl(TrainerFollower, AdapterServer, Protocol):
     """An engine as the weight controller uses it: pauses, weight updates and sleep."""
 
     @property

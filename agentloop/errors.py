@@ -21,10 +21,12 @@
     │   └── SessionNotFound
     ├── Conflict                        409  not possible in the present state
     │   ├── SessionFinished                  a call that came after its session's end
+    │   ├── AdapterInUse                     calls are in flight under it
     │   └── WeightVersionNotServed           no weights that the call accepts: retry once they are
     ├── Gone                            410  a session that has expired
     │   └── SessionLost                      it was on a host that is lost
     ├── Overloaded                      429  a bound is reached; later it can work
+    │   └── AdaptersFull                         every place has an adapter, or calls in flight pin it
     ├── DeadlineExceeded                504
     ├── EngineError                     500
     │   ├── EnginePaused                503  retry after the resume
@@ -194,6 +196,10 @@ class SessionFinished(Conflict):
     code = "session_finished"
 
 
+class AdapterInUse(Conflict):
+    code, retryable = "adapter_in_use", True
+
+
 class WeightVersionNotServed(Conflict):
     """No replica serves weights that the call accepts. `details` has `served`, and the answer so far, if any, as
     `token_ids`, `logprobs` and `weight_versions`."""
@@ -211,6 +217,10 @@ class SessionLost(Gone):
 
 class Overloaded(AgentLoopError):
     code, http_status, retryable = "overloaded", 429, True
+
+
+class AdaptersFull(Overloaded):
+    code = "adapters_full"
 
 
 class DeadlineExceeded(AgentLoopError):

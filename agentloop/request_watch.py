@@ -79,6 +79,8 @@ class RequestWatch:
         """`tokens_from` returns the tokens from an index on; None if the caller gets tokens in another way. `end`
         aborts the request: one that `keeps_late` is then given out as it is."""
         self._request = request
+        # An adapter's version is demanded of the adapter, which no commit replaces (`HeldAdapters.pin`).
+        self._demand = None if request.adapter else request.sampling.weight_version
         self._lifecycle = lifecycle
         self._pace = pace
         self._on_progress = on_progress
@@ -103,9 +105,8 @@ class RequestWatch:
         return self._all_standstill_s - self._stood_still_s
 
     def __enter__(self) -> RequestWatch:
-        demand = self._request.sampling.weight_version
-        if demand is not None:
-            self._lifecycle.pin(self._request.request_id, demand)
+        if self._demand is not None:
+            self._lifecycle.pin(self._request.request_id, self._demand)
         self._set_timer()
         return self
 
@@ -134,7 +135,7 @@ class RequestWatch:
         """Return the request's generation with its times, and with the reason of what ended it here: its timer, or
         weights that it does not accept."""
         reason = generation.finish_reason
-        if reason is FinishReason.ABORT and self._lifecycle.refuses(self._request.sampling.weight_version):
+        if reason is FinishReason.ABORT and self._lifecycle.refuses(self._demand):
             reason = FinishReason.REPLACED
         elif reason is FinishReason.ABORT and self._ending is not None:
             reason = FinishReason.DEADLINE

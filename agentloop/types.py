@@ -65,7 +65,11 @@ class KVPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request for token ids. `kv_version` is the weight version whose KV may be reused; None: the current one."""
+    """A request for token ids. `kv_version` is the weight version whose KV may be reused; None: the current one.
+
+    Under an `adapter` the tokens' versions are the adapter's, `kv_version` and `keeps_kv` say nothing: KV is shared
+    by the calls under one version of it alone.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -78,6 +82,7 @@ class GenerateRequest:
     keeps_late: bool = False  # when its time is over, what was sampled is the answer (FinishReason.DEADLINE)
     keeps_kv: bool = False  # what continues it goes on with the KV of the version that it began under
     traceparent: str = ""  # the W3C trace context for the engine's own spans; empty: none
+    adapter: str = ""  # the name of a served one; empty: the base weights
 
 
 @dataclass(frozen=True, slots=True)

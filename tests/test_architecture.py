@@ -46,6 +46,7 @@ COMMON = (
     "plugins",
     "engine",
     "sampled_tokens",
+    "held_adapters",
     "engine_lifecycle",
     "request_watch",
     "checks",

@@ -22,9 +22,11 @@ from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     CommitReport,
     Delta,
     EngineInfo,
+    HeldIn,
     MemoryTag,
     OnProgress,
     PushSource,
@@ -35,6 +37,8 @@ from agentloop.engine import (
 )
 from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import (
+    AgentLoopError,
+    CheckpointUnreadable,
     Conflict,
     EngineError,
     EngineLost,
@@ -44,6 +48,7 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightsRefused,
 )
+from agentloop.held_adapters import HeldAdapters
 from agentloop.images import Image, ImageTokens
 from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
@@ -57,7 +62,7 @@ from agentloop.simulation.policy import (
     malformed,
 )
 from agentloop.simulation.scheduler import LiveRequest, Scheduler
-from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource
+from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource, read_files
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
 
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
@@ -81,6 +86,8 @@ class SimulatedSpec:
     can_sleep: bool = True
     scheduling_policy: str = "fcfs"  # or "priority"
     can_constrain: bool = False  # its policy is trusted to honour constraints
+    lora_rank: int | None = None
+    max_loras: int | None = None  # adapters that it serves by name; None: none
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     pace: ReportPace = field(default_factory=ReportPace)
     stream_pace: StreamPace = field(default_factory=StreamPace)
@@ -98,6 +105,8 @@ class SimulatedSpec:
             can_sleep=self.can_sleep,
             features=configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
             | {Feature.SCORES},
+            lora_rank=self.lora_rank,
+            max_loras=self.max_loras,
             logprobs_mode=self.logprobs_mode,
         )
 
@@ -126,6 +135,7 @@ class SimulatedEngine:
         self._scheduler = Scheduler(self._kv, spec.max_running, self._lifecycle.kv_version)
         self._weight_source = weight_source if weight_source is not None else NoPushes()
         self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source)
+        self._adapters = HeldAdapters(spec.max_loras or 0)
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_steps = self._num_streams = 0
@@ -244,6 +254,7 @@ class SimulatedEngine:
             needs_look = lifecycle.begin_look()
             version = lifecycle.require_usable() if needs_look else None
             lifecycle.resumed()
+            self._pin_adapters()
             self._refresh()
             if version is not None:
                 await self._look(version)
@@ -282,6 +293,8 @@ class SimulatedEngine:
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
+        if self._spec.max_loras is not None:
+            raise CheckpointUnreadable("this engine serves adapters by name: its weights stay", param="directory")
         report = await self._weights.stage(update)
         self._lifecycle.require_alive()
         return report
@@ -300,6 +313,25 @@ class SimulatedEngine:
             for request_id in self._lifecycle.refusing(version):
                 await self.abort(request_id)
             return report
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        self._lifecycle.check_stage()
+        if self._spec.max_loras is None:
+            raise CheckpointUnreadable("this engine serves no adapters by name", param="name")
+        if self._adapters.serves(adapter):
+            return StageReport(HeldIn.DEVICE, "adapter")
+        if self.faults.num_failed_stages:
+            self.faults.num_failed_stages -= 1
+            raise CheckpointUnreadable("injected: the adapter does not fit the model", param="directory")
+        self._adapters.take_unused()
+        held = self._adapters.new(adapter)
+        report = read_files(adapter.directory, "adapter")
+        self._adapters.serve(held)
+        return report
+
+    async def unload_adapter(self, name: str) -> None:
+        self._lifecycle.require_alive()
+        self._adapters.retire(name)
 
     async def offer(self) -> PushSource | None:
         self._lifecycle.require_alive()
@@ -359,12 +391,27 @@ class SimulatedEngine:
             sequence=self._kv.sequence(version),
             sampled=SampledTokens(LogprobsMode.RAW if is_score else self._spec.logprobs_mode),
         )
+        if self._lifecycle.is_serving:
+            self._pin_adapter(live)
         is_hung = self.faults.num_hung > 0
         if is_hung:
             self.faults.num_hung -= 1
         self._scheduler.submit(live, is_hung=is_hung)
         self._refresh()
         return live
+
+    def _pin_adapter(self, live: LiveRequest) -> None:
+        """Give a request that begins the served version of its adapter. Raises as `pin` does."""
+        if live.request.adapter and live.adapter is None:
+            live.adapter = self._adapters.pin(live.request)
+
+    def _pin_adapters(self) -> None:
+        """Do so for all requests that were held by a pause."""
+        for live in self._scheduler.all():
+            try:
+                self._pin_adapter(live)
+            except AgentLoopError as error:
+                self._fail(live, error)
 
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Answer a request and forget it."""
@@ -380,13 +427,19 @@ class SimulatedEngine:
 
     def _fail_all(self, kind: type[EngineError], reason: str) -> None:
         for live in self._scheduler.all():
-            self._drop(live)
-            if not live.done.done():
-                live.done.set_exception(kind(f"request {live.request.request_id}: {reason}"))
-                live.done.exception()  # marks it as seen: a caller that has left must not cause a log line
+            self._fail(live, kind(f"request {live.request.request_id}: {reason}"))
+
+    def _fail(self, live: LiveRequest, error: AgentLoopError) -> None:
+        self._drop(live)
+        if not live.done.done():
+            live.done.set_exception(error)
+            live.done.exception()  # marks it as seen: a caller that has left must not cause a log line
 
     def _drop(self, live: LiveRequest) -> None:
         self._scheduler.remove(live)
+        if live.adapter is not None:
+            live.adapter.num_calls -= 1
+            live.adapter = None
         if live.has_progress is not None:
             live.has_progress.set()
         self._refresh()

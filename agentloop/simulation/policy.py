@@ -60,8 +60,8 @@ class TokenPolicy(Protocol):
 
 
 class HashPolicy:
-    """Pseudo-random ids that prove their origin: a token follows from the ids before it, the versions they were
-    read under, the version it is sampled under, and (unless temperature is 0) the seed.
+    """Pseudo-random ids that prove their origin: a token follows from the ids before it, the adapter and the
+    versions they were read under, the version it is sampled under, and (unless temperature is 0) the seed.
 
     Each position has four candidate ids with logits 3, 2, 1, 0, so logprobs are those of a real distribution, made
     as `SamplingParams` says. A request without a seed draws from `seed` and its request id.
@@ -77,22 +77,27 @@ class HashPolicy:
             seed = own
         else:
             seed = xxhash.xxh3_64_intdigest(request.request_id.encode(), seed=self._seed & _MASK)
-        return _HashStream(request.sampling, self._vocab_size, seed & _MASK, request.token_ids)
+        salt = xxhash.xxh3_64_intdigest(request.adapter.encode()) if request.adapter else 0
+        return _HashStream(request.sampling, self._vocab_size, seed & _MASK, request.token_ids, salt)
 
 
 class _HashStream:
-    __slots__ = ("_adjustment", "_logits", "_sampling", "_seed", "_vocab_size")
+    __slots__ = ("_adjustment", "_logits", "_salt", "_sampling", "_seed", "_vocab_size")
 
-    def __init__(self, sampling: SamplingParams, vocab_size: int, seed: int, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, sampling: SamplingParams, vocab_size: int, seed: int, prompt_ids: Sequence[int], salt: int
+    ) -> None:
+        """`salt` is that of an adapter, 0 without one."""
         self._vocab_size = vocab_size
         self._seed = seed
         self._sampling = sampling
+        self._salt = salt
         self._logits = _LOGITS[:vocab_size]
         is_adjusted = _Adjustment.is_needed(sampling)
         self._adjustment = _Adjustment(sampling, vocab_size, prompt_ids) if is_adjusted else None
 
     def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
-        step = weight_version * _VERSION_STEP + 1
+        step = weight_version * _VERSION_STEP + 1 + self._salt
         for token_id in token_ids:
             state = (state * _MULTIPLIER + token_id + step) & _MASK
         return state

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentloop.held_adapters import HeldAdapter
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache, KVSequence
@@ -19,6 +20,7 @@ from agentloop.simulation.policy import Malformation, TokenStream
 from agentloop.types import FinishReason, GenerateRequest, Generation
 
 _PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
+_FIRST_ADAPTER_SALT = 1 << 63  # above all weight versions
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +38,11 @@ class LiveRequest:
     has_run: bool = False
     cached_tokens: int = 0
     first_token_at: float | None = None  # by the loop's time
+    adapter: HeldAdapter | None = None  # that it pins
+
+    def weight_version(self, served: int) -> int:
+        """Return the version that it runs under: the adapter's, else the `served` one."""
+        return served if self.adapter is None else self.adapter.adapter.version
 
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
@@ -155,7 +162,7 @@ class Scheduler:
             if num_prefilled >= _PREFILL_TOKENS_PER_STEP or (only_begun and not live.has_run):
                 break
             ids = (*live.request.token_ids, *live.sampled.token_ids)
-            num_cached = self._acquire(live, ids, version)
+            num_cached = self._acquire(live, ids, live.weight_version(version))
             if num_cached is None:
                 break
             self._running[live.request.request_id] = self._waiting.popleft()
@@ -166,7 +173,10 @@ class Scheduler:
 
     def _acquire(self, live: LiveRequest, ids: tuple[int, ...], version: int) -> int | None:
         # A preempted request comes back under today's version: KV is named after the weights that made it.
-        salt = self._kv_version(live.request.kv_version, version)
+        if live.adapter is None:
+            salt = self._kv_version(live.request.kv_version, version)
+        else:
+            salt = _FIRST_ADAPTER_SALT + live.adapter.number
         if live.sequence.kv_version != salt:
             live.sequence = self._kv.sequence(salt)
 
@@ -186,7 +196,7 @@ class Scheduler:
         ended = []
         budget = max_burst
         for live in tuple(self._running.values()):
-            reason, num_sampled = self._sample(live, version, max(1, budget))
+            reason, num_sampled = self._sample(live, live.weight_version(version), max(1, budget))
             self.num_sampled_tokens += num_sampled
             if reason is not None:
                 self.remove(live)

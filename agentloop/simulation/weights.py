@@ -86,7 +86,7 @@ class SimulatedWeights:
         if self._faults.num_failed_stages:
             self._faults.num_failed_stages -= 1
             raise CheckpointUnreadable("injected: the weights do not fit the model", param="directory")
-        report = _read_files(update) if update.is_repeatable else await self._source.stage(update)
+        report = await self._read(update)
         if number != self._num_stages:
             raise Conflict(f"another stage began before that of version {update.version} had ended")
         self._staged = (update, report)
@@ -109,6 +109,13 @@ class SimulatedWeights:
         """Drop what is staged, and what is being staged."""
         self._staged, self._num_stages = None, self._num_stages + 1
 
+    async def _read(self, update: WeightUpdate) -> StageReport:
+        if not update.is_repeatable:
+            return await self._source.stage(update)
+        if update.adapter is not None:
+            return read_files(update.adapter, "adapter")
+        return read_files(update.directory or "", "directory")
+
     async def _transfer(self, update: WeightUpdate) -> float:
         try:
             return await self._source.transfer(update)
@@ -116,8 +123,7 @@ class SimulatedWeights:
             raise WeightUpdateFailed(f"version {update.version} did not arrive: {error.message}") from error
 
 
-def _read_files(update: WeightUpdate) -> StageReport:
-    """Check a directory's or an adapter's form. Raises CheckpointUnreadable."""
-    files = check_checkpoint(update.directory or update.adapter or "")
-    num_bytes = sum(file.stat().st_size for file in files)
-    return StageReport(HeldIn.FILES, "directory" if update.adapter is None else "adapter", num_bytes)
+def read_files(directory: str, transport: str) -> StageReport:
+    """Check the form of a directory of weights or of an adapter. Raises CheckpointUnreadable."""
+    num_bytes = sum(file.stat().st_size for file in check_checkpoint(directory))
+    return StageReport(HeldIn.FILES, transport, num_bytes)

@@ -553,7 +553,12 @@ class ServiceConfig(ModelConfig):
     @property
     def allows_weights(self) -> bool:
         """Tell if served weights may change at all: a directory, an adapter, or a push where that is allowed."""
-        return self.mode is not Mode.COLOCATED
+        return self.mode is not Mode.COLOCATED and self.max_loras is None
+
+    @property
+    def max_loras(self) -> int | None:
+        """Adapters that are served by name; None: none."""
+        return self.entries[0].max_loras
 
     @property
     def allows_adapters(self) -> bool:

@@ -78,6 +78,8 @@ class EngineConfig(_EngineModel):
     """The place where new weights wait for their commit; left out: `auto`, in hybrid mode `none`."""
     lora_rank: LoraRank | None = None
     """The largest rank of an adapter; left out: no adapters."""
+    max_loras: Annotated[int, Field(ge=1)] | None = None
+    """Adapters served by name beside the base; left out: one adapter, which is the policy."""
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The time of a push, from the connection to the last byte."""
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -130,6 +132,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("dtype on cuda: SGLang's kernels take bfloat16 or float16, no float32")
         if self.kind == "sglang" and self.lora_rank is not None:
             raise ValueError("lora_rank: adapters are served by vLLM only")
+        if self.max_loras is not None:
+            self._check_max_loras()
         if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):
             raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
         if self.hosts > 1:
@@ -145,6 +149,14 @@ class EngineConfig(_EngineModel):
             raise ValueError(f"quantization is of bfloat16 or float16 weights, not of {self.dtype}")
         if self.device == "cpu" and self.quantization != "fp8_per_channel":
             raise ValueError(f"quantization {self.quantization} has no kernel on device cpu: fp8_per_channel has")
+
+    def _check_max_loras(self) -> None:
+        if self.kind == "sglang":
+            raise ValueError("max_loras: adapters by name are served by vLLM only")
+        if self.lora_rank is None:
+            raise ValueError("max_loras needs a lora_rank, the largest of the adapters")
+        if self.load_format == "dummy":
+            raise ValueError("max_loras needs load_format auto: the base weights never change")
 
     def _check_hosts(self) -> None:
         if self.kind != "vllm":
@@ -279,6 +291,11 @@ def check_entries(entries: Sequence[EngineEntry]) -> None:
         if (entry.lora_rank is None) != (first.lora_rank is None):
             raise ValueError(
                 f"of the engines {first.name} and {entry.name} one has a lora_rank: an adapter is served by all"
+            )
+        if entry.max_loras != first.max_loras:
+            raise ValueError(
+                f"engine {entry.name} has max_loras {entry.max_loras} and {first.name} {first.max_loras}: all serve"
+                " the same adapters"
             )
         if (entry.kind == "simulated") != (first.kind == "simulated"):
             raise ValueError(f"of the engines {first.name} and {entry.name} one is simulated: it has no model")

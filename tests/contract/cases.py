@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.engine import Engine, WeightUpdate
@@ -62,6 +62,12 @@ class EngineCase:
     allowed_by: Callable[[Constraint, Sequence[int], Sequence[int]], BoolArray] | None = None
     """Gives the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, and the stop ids it ends
     with, by its grammar alone."""
+    adapter: Callable[[int], str] = str
+    """Gives the folder of an adapter that clearly changes the model, one for each seed: of an adapters' case."""
+    unfit_adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders that are no adapters of the model, by what their refusal says."""
+    adapted_logprobs: Callable[[str | None, Sequence[int], Sequence[int]], FloatArray] | None = None
+    """Gives the logprobs of ids that follow a prompt, by an independent model with the adapter of a folder."""
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_UPDATE))
     numbers: Iterator[int] = field(default_factory=itertools.count)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +19,27 @@ from tests.contract.simulated_case import start_simulated_case
 REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "sglang")]
 
 
+@pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.engine)])
+async def adapter_case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EngineCase]:
+    """An engine that serves adapters by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    if request.param == "simulated":
+        case = await start_simulated_case(folder, max_loras=2)
+    else:
+        case = await importlib.import_module("tests.contract.vllm_case").start_adapters_case(folder)
+    yield case
+    await case.engine.close()
+
+
 @pytest.fixture(scope="session", params=["simulated", *REAL])
 async def engine_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineCase]:
     name = request.param
     if name == "simulated":
-        case = await start_simulated_case(Path(tmp_path_factory.mktemp("checkpoints")))
+        case = await start_simulated_case(tmp_path_factory.mktemp("checkpoints"))
         yield case
         await case.engine.close()
         return

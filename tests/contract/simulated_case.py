@@ -21,7 +21,7 @@ def write_checkpoint(directory: Path) -> str:
     return str(directory)
 
 
-def _spec(version: int) -> SimulatedSpec:
+def _spec(version: int, max_loras: int | None = None) -> SimulatedSpec:
     latency = LatencyModel(prefill_s=0.0005, decode_s=0.0005)
     return SimulatedSpec(
         max_context_tokens=1024,
@@ -31,11 +31,12 @@ def _spec(version: int) -> SimulatedSpec:
         logprobs_mode=LogprobsMode.BOTH,
         pace=ReportPace(interval_s=0.01),
         scheduling_policy="priority",
+        max_loras=max_loras,
     )
 
 
-async def start_simulated_case(directory: Path) -> EngineCase:
-    engine = SimulatedEngine(_spec(0))
+async def start_simulated_case(directory: Path, max_loras: int | None = None) -> EngineCase:
+    engine = SimulatedEngine(_spec(0, max_loras))
     await engine.start()
     checkpoints = (write_checkpoint(directory / "a"), write_checkpoint(directory / "b"))
 
@@ -48,4 +49,13 @@ async def start_simulated_case(directory: Path) -> EngineCase:
         await other.start()
         return other
 
-    return EngineCase("simulated", engine, checkpoints, failing_checkpoint, fresh=fresh, long_tokens=128)
+    return EngineCase(
+        "simulated",
+        engine,
+        checkpoints,
+        failing_checkpoint,
+        fresh=fresh,
+        long_tokens=128,
+        adapter=lambda seed: checkpoints[seed % 2],  # its versions alone make it another
+        unfit_adapters={"not a folder": str(directory / "missing")},
+    )

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
+from agentloop.types import FloatArray
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase
 from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of, write_poisoned
+from tests.support.transfer.adapters import ALL_LINEAR, merged_model, write_adapter
 
 _TEMPORARY: list[Path] = []
 
@@ -75,6 +81,71 @@ async def start_vllm_case() -> EngineCase:
         logit_error=logit_error(str(POLICY / "v0")),
         allowed_by=allowed_by,
     )
+
+
+async def start_adapters_case(folder: Path) -> EngineCase:
+    """An engine with places for two adapters by name."""
+    config = vllm_config(
+        POLICY / "v0",
+        logprobs_mode=LogprobsMode.BOTH,
+        pace=ReportPace(interval_s=0.02),
+        lora_rank=8,
+        max_loras=2,
+    )
+    engine = VllmEngine(config)
+    await engine.start()
+
+    @cache
+    def adapter(seed: int) -> str:
+        rank = 4 if seed % 2 else 8
+        targets = ALL_LINEAR if seed % 2 else ALL_LINEAR[:4]
+        return str(write_adapter(folder / str(seed), seed=seed, rank=rank, alpha=4 * rank, targets=targets))
+
+    @cache
+    def model(directory: str | None) -> Any:
+        return merged_model(None if directory is None else Path(directory))
+
+    def logprobs(directory: str | None, prompt: Sequence[int], ids: Sequence[int]) -> FloatArray:
+        with torch.inference_mode():
+            logits = model(directory)(torch.tensor([[*prompt, *ids]])).logits[0]
+        found = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        array: FloatArray = found.numpy()
+        return array
+
+    return EngineCase(
+        "vllm-adapters",
+        engine,
+        checkpoints=(str(POLICY / "v0"), str(POLICY / "v1")),
+        long_tokens=160,
+        adapter=adapter,
+        unfit_adapters=_unfit_adapters(folder),
+        adapted_logprobs=logprobs,
+    )
+
+
+def _unfit_adapters(folder: Path) -> dict[str, str]:
+    high = write_adapter(folder / "high", rank=16)
+    weightless = write_adapter(folder / "weightless")
+    (weightless / "adapter_model.safetensors").unlink()
+    foreign = write_adapter(folder / "foreign")
+    tensors = load_file(foreign / "adapter_model.safetensors")
+    wide = {name: torch.cat([tensor, tensor], dim=1) for name, tensor in tensors.items() if ".lora_A." in name}
+    save_file({**tensors, **wide}, foreign / "adapter_model.safetensors")
+    cut = write_adapter(folder / "cut")
+    content = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(content[:-8])
+    unloadable = write_adapter(folder / "unloadable")  # by vLLM alone: it adapts no embedding
+    num_ids, num_inputs = load_file(POLICY / "v0" / "model.safetensors")["model.embed_tokens.weight"].shape
+    halves = {"A": torch.ones(4, num_inputs), "B": torch.ones(num_ids, 4)}
+    embedding = {f"base_model.model.model.embed_tokens.lora_{half}.weight": one for half, one in halves.items()}
+    save_file({**tensors, **embedding}, unloadable / "adapter_model.safetensors")
+    return {
+        "not loaded": str(unloadable),
+        "rank 16": str(high),
+        "no safetensors": str(weightless),
+        "the served one is": str(foreign),
+        "cut off": str(cut),
+    }
 
 
 async def stop_vllm_case(case: EngineCase) -> None:

@@ -373,6 +373,16 @@ PARTS = (
         lanes=("vllm",),
     ),
     Part(
+        "adapters",
+        "LoRA adapters by name: 8 beside 1, beside the base, and 40 pushes under load",
+        module("tests.gpu.adapters", "--device", "{device}", out="adapters"),
+        480,
+        last_line,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
         "deltas",
         "a store of published versions is followed under load: preparation, pause and size beside directory pushes",
         delta_updates,

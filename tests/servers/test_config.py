@@ -93,6 +93,8 @@ def test_what_a_mode_allows(mode, push, weights, can_sleep, staging):
     assert to_host.weight_staging(to_host.entries[0]) == "host"
     assert not config.allows_adapters
     assert service(mode=mode, engine={"lora_rank": 8}).allows_adapters == weights
+    named = service(mode=mode, engine={"lora_rank": 8, "max_loras": 4})
+    assert (named.max_loras, named.allows_weights, named.allows_adapters) == (4, False, False)
     rules = mode_rules(config)
     assert (rules.mode, rules.allows_push, rules.allows_weights) == (mode, push, weights)
     assert rules.can_sleep == config.can_sleep
@@ -142,6 +144,9 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
         ({"engine": {"data_parallel_size": 0}}, "greater than or equal to 1"),
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
+        ({"engine": {"max_loras": 4}}, "max_loras needs a lora_rank"),
+        ({"engine": {"max_loras": 4, "kind": "sglang"}}, "max_loras: adapters by name are served by vLLM only"),
+        ({"engine": {"max_loras": 4, "lora_rank": 8, "load_format": "dummy"}}, "max_loras needs load_format auto"),
         ({"engine": {"hosts": 0}}, "greater than or equal to 1"),
         ({"engine": {"hosts": 2}}, "hosts divide tensor_parallel_size: 1 ranks are not spread evenly over 2 hosts"),
         ({"engine": {"tensor_parallel_size": 8, "hosts": 3}}, "8 ranks are not spread evenly over 3 hosts"),

@@ -85,6 +85,10 @@ def test_each_kind_gets_its_own_configuration():
         ({"engines": [{"kind": "simulated"}, {"kind": "simulated"}]}, "two engines are named simulated"),
         ({"engines": [{"kind": "simulated"}, {"kind": "vllm"}]}, "one is simulated"),
         ({"engines": [{"kind": "vllm", "lora_rank": 8}, {"kind": "sglang"}]}, "one has a lora_rank"),
+        (
+            {"engines": [{"lora_rank": 8, "max_loras": 4}, {"lora_rank": 8, "name": "other"}]},
+            "engine other has max_loras None and vllm 4",
+        ),
         ({"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]}, "engine sglang reports"),
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times is no setting any"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),

@@ -19,6 +19,7 @@ import orjson
 from agentloop.codec import decode, encode
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     CommitReport,
     Delta,
     EngineInfo,
@@ -167,6 +168,12 @@ class RemoteEngine:
 
     async def commit(self, version: int) -> CommitReport:
         return await self._order("/commit", ControlAnswer[CommitReport], version)
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        return await self._order("/load_adapter", ControlAnswer[StageReport], adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._order("/unload_adapter", ControlAnswer[None], name)
 
     async def offer(self) -> PushSource | None:
         return await self._control("/offer", ControlAnswer[PushSource | None])

@@ -29,7 +29,16 @@ from aiohttp import web
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
-from agentloop.engine import Engine, MemoryTag, Progress, PullVersion, StageReport, TrainerOrder, WeightUpdate
+from agentloop.engine import (
+    Adapter,
+    Engine,
+    MemoryTag,
+    Progress,
+    PullVersion,
+    StageReport,
+    TrainerOrder,
+    WeightUpdate,
+)
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
@@ -170,6 +179,8 @@ class DataPlaneServer(PrivateServer):
             "/drain_pinned": _ControlCall(drain_pinned, tuple[int, float]),
             "/follow_trainer": _ControlCall(follow_trainer, TrainerOrder),
             "/stage": _ControlCall(stage, WeightUpdate, CommandKind.STAGE),
+            "/load_adapter": _ControlCall(engine.load_adapter, Adapter, CommandKind.STAGE),
+            "/unload_adapter": _ControlCall(engine.unload_adapter, str, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),
             "/commit": _ControlCall(engine.commit, int, CommandKind.FREEZE),

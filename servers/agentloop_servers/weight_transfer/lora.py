@@ -20,7 +20,6 @@ from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 
-ADAPTER_ID, ADAPTER_NAME = 1, "adapter"  # vLLM's number and name of the one adapter that is served
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<half>[AB])\.weight")
@@ -63,14 +62,14 @@ class AdaptedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterContent:
     """The content of an adapter folder, by the layers' names in checkpoints ("model.layers.0.self_attn.q_proj")."""
 
     layers: Mapping[str, AdaptedLayer]
     num_bytes: int
 
 
-def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo] | None = None) -> Adapter:
+def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo] | None = None) -> AdapterContent:
     """Read and check an adapter folder. Blocks. Raises CheckpointUnreadable, in one line.
 
     `served`: the base model's tensors by name; every adapted layer must be one of them.
@@ -87,7 +86,7 @@ def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo
     return adapter
 
 
-def read_adapter(directory: str) -> Adapter:
+def read_adapter(directory: str) -> AdapterContent:
     """Read an adapter folder as `check_adapter` does, for any rank and any model."""
     config = _read_config(Path(directory) / CONFIG_FILE)
     checkpoint = inspect_checkpoint(directory)
@@ -107,7 +106,7 @@ def read_adapter(directory: str) -> Adapter:
         alpha = _by_pattern(config.alpha_pattern, name, config.lora_alpha)
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         layers[name] = AdaptedLayer(rank, a[1], b[0], scaling)
-    return Adapter(layers, checkpoint.num_bytes)
+    return AdapterContent(layers, checkpoint.num_bytes)
 
 
 def tensor_names(layer: str) -> tuple[str, str]:

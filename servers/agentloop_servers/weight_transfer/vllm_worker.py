@@ -30,10 +30,8 @@ from safetensors import safe_open
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.copy_plan import QuantisedLayer
 from agentloop_servers.weight_transfer.lora import (
-    ADAPTER_ID,
-    ADAPTER_NAME,
     WEIGHTS_FILE,
-    Adapter,
+    AdapterContent,
     is_expert,
     read_adapter,
     tensor_names,
@@ -73,16 +71,20 @@ class WeightWorker(StagingCalls):
         """Return the worker's model as commits use it."""
         return RunningModel(self)
 
-    def adapter_load(self, directory: str) -> None:
-        """Read the files of this worker's adapter, also if it has one."""
+    def adapter_load(self, number: int, directory: str) -> None:
+        """Read an adapter's files, also if this worker has one of that number."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
-        if not self.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, directory, load_inplace=True)):  # type: ignore[attr-defined]
+        if not self.add_lora(LoRARequest(str(number), number, directory, load_inplace=True)):  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not load the adapter")
 
-    def weights_verify_adapter(self, directory: str) -> int:
-        """Compare this worker's adapter with its folder; see `verify_adapter`."""
-        return verify_adapter(self.model_runner, directory)
+    def adapter_remove(self, number: int) -> None:
+        """Drop an adapter, if this worker has it."""
+        self.remove_lora(number)  # type: ignore[attr-defined]
+
+    def weights_verify_adapter(self, number: int, directory: str) -> int:
+        """Compare an adapter of this worker with its folder; see `verify_adapter`."""
+        return verify_adapter(self.model_runner, number, directory)
 
 
 class RunningModel:
@@ -183,16 +185,16 @@ def _quantised_layer(name: str, module: Any) -> QuantisedLayer:
 _Slices: TypeAlias = list[torch.Tensor | None]
 
 
-def verify_adapter(model_runner: Any, directory: str) -> int:
-    """Compare the worker's adapter `ADAPTER_ID` with a folder. Returns the number of tensors compared.
+def verify_adapter(model_runner: Any, number: int, directory: str) -> int:
+    """Compare the worker's adapter `number` with a folder. Returns the number of tensors compared.
 
     Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
     RuntimeError on the first difference, if the adapter is not active, or if no tensor could be compared.
     """
     manager = model_runner.lora_manager._adapter_manager
-    if ADAPTER_ID not in manager.lora_index_to_id:
+    if number not in manager.lora_index_to_id:
         raise RuntimeError("the worker has no adapter")
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    slot = manager.lora_index_to_id.index(number)
     adapter = read_adapter(directory)
     same: list[torch.Tensor] = []  # one flag a comparison: all are read at once, with one wait for the device
     names: list[str] = []
@@ -219,7 +221,7 @@ def verify_adapter(model_runner: Any, directory: str) -> int:
     return 2 * len(found)
 
 
-def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], Any]]:
+def _layers(manager: Any, adapter: AdapterContent) -> Iterator[tuple[str, list[str], Any]]:
     """Yield the worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
 
     The output head is one too, but without slices; it is compared only if the adapter has it.
@@ -235,7 +237,7 @@ def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], An
             yield name, parts, layer
 
 
-def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
+def _wanted(layer: Any, parts: Sequence[str], adapter: AdapterContent, file: Any) -> tuple[_Slices, _Slices]:
     """Return the A and B that this worker should hold for every slice, unpadded; None: the adapter has none."""
     dtype = layer.lora_b_stacked[0].dtype
     halves_a: _Slices = []

@@ -46,8 +46,9 @@ class WorkerMethod(StrEnum):
     END_REQUESTS = "requests_end"
     RELEASE_MEMORY = "memory_release"
     RESUME_MEMORY = "memory_resume"
-    EXTEND_RUNNER = "extend_runner"  # this and the next two: of vLLM's `WeightWorker`
+    EXTEND_RUNNER = "extend_runner"  # this and the next three: of vLLM's `WeightWorker`
     LOAD_ADAPTER = "adapter_load"
+    REMOVE_ADAPTER = "adapter_remove"
     VERIFY_ADAPTER = "weights_verify_adapter"
 
 

@@ -14,6 +14,7 @@ from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     Delta,
     HeldIn,
     MemoryTag,
@@ -22,6 +23,7 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import (
+    AdapterInUse,
     CheckpointUnreadable,
     Conflict,
     ContextLengthExceeded,
@@ -31,6 +33,7 @@ from agentloop.errors import (
     EngineUnreachable,
     Forbidden,
     InvalidRequest,
+    ModelNotFound,
     ServiceUnavailable,
     WeightsRefused,
 )
@@ -189,6 +192,26 @@ async def test_reports_of_stage_and_commit_come_back(tmp_path):
         assert (await plane.remote.commit(3)).num_verified == 1
         assert plane.remote.weight_version == 3
         await plane.remote.resume()
+
+
+async def test_adapters_are_loaded_and_unloaded_over_the_port(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    async with Plane(replace(SLOW, max_loras=2)) as plane:
+        loaded = await plane.remote.load_adapter(Adapter("tools", 7, str(tmp_path)))
+        assert (loaded.transport, loaded.num_bytes, plane.remote.info.max_loras) == ("adapter", 10, 2)
+        generation = await plane.remote.generate(request(adapter="tools"))
+        assert [span.version for span in generation.weight_versions] == [7]
+        running = asyncio.create_task(plane.remote.generate(request(max_tokens=500, adapter="tools")))
+        async with asyncio.timeout(10):
+            while not plane.engine.load().num_running:
+                await asyncio.sleep(0.01)
+        with pytest.raises(AdapterInUse):
+            await plane.remote.unload_adapter("tools")
+        await plane.remote.abort("r")
+        await running
+        await plane.remote.unload_adapter("tools")
+        with pytest.raises(ModelNotFound):
+            await plane.remote.generate(request(adapter="tools"))
 
 
 async def test_a_push_travels_whole_and_its_relay_too():

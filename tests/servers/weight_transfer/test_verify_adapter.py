@@ -86,46 +86,46 @@ def attention(folder: Path, tp_size=1, tp_rank=0):
 @pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_every_rank_holds_its_shard(folder, tp_size, tp_rank):
     modules = attention(folder, tp_size, tp_rank)
-    assert verify_adapter(worker(modules), str(folder)) == 6
+    assert verify_adapter(worker(modules), 1, str(folder)) == 6
     for name, layer in modules.items():
         for stacked in (layer.lora_a_stacked[-1], layer.lora_b_stacked[-1]):
             before = stacked.clone()
             stacked[0, 0, -1, -1] += 1  # in the padding, even
             with pytest.raises(RuntimeError, match=f"layer {name} does not hold"):
-                verify_adapter(worker(modules), str(folder))
+                verify_adapter(worker(modules), 1, str(folder))
             stacked.copy_(before)
-    assert verify_adapter(worker(modules), str(folder)) == 6
+    assert verify_adapter(worker(modules), 1, str(folder)) == 6
 
 
 def test_another_rank_s_shard_is_found(folder):
     modules, others = attention(folder, 2, 0), attention(folder, 2, 1)
     modules[f"{ATTENTION}.o_proj"].lora_a_stacked = others[f"{ATTENTION}.o_proj"].lora_a_stacked
     with pytest.raises(RuntimeError, match=r"o_proj does not hold"):
-        verify_adapter(worker(modules), str(folder))
+        verify_adapter(worker(modules), 1, str(folder))
 
 
 def test_a_layer_that_the_worker_lacks_is_found(folder):
     modules = attention(folder)
     del modules[f"{ATTENTION}.o_proj"]
     with pytest.raises(RuntimeError, match="o_proj"):
-        verify_adapter(worker(modules), str(folder))
+        verify_adapter(worker(modules), 1, str(folder))
 
 
 def test_a_worker_without_an_adapter_is_found(folder):
     empty = worker(attention(folder))
     empty.lora_manager._adapter_manager.lora_index_to_id = [None]
     with pytest.raises(RuntimeError, match="no adapter"):
-        verify_adapter(empty, str(folder))
+        verify_adapter(empty, 1, str(folder))
 
 
 def test_layers_that_vllm_calls_otherwise_are_compared(folder):
     rename = SimpleNamespace(_map_name=lambda name: f"language_model.{name}")
     mapper = SimpleNamespace(get_rename_mapper=lambda: rename)
     modules = {f"language_model.{name}": layer for name, layer in attention(folder).items()}
-    assert verify_adapter(worker(modules, mapper=mapper), str(folder)) == 6
+    assert verify_adapter(worker(modules, mapper=mapper), 1, str(folder)) == 6
     modules[f"language_model.{ATTENTION}.o_proj"].lora_b_stacked[0].zero_()
     with pytest.raises(RuntimeError, match="does not hold"):
-        verify_adapter(worker(modules, mapper=mapper), str(folder))
+        verify_adapter(worker(modules, mapper=mapper), 1, str(folder))
 
 
 def test_experts_are_not_counted(folder):
@@ -136,4 +136,4 @@ def test_experts_are_not_counted(folder):
     save_file({**load_file(path), **experts}, path)
     modules = attention(folder)
     modules["model.layers.0.mlp.experts"] = SimpleNamespace(lora_b_stacked=[torch.ones(1, 4, 8, 8)])
-    assert verify_adapter(worker(modules), str(folder)) == 6
+    assert verify_adapter(worker(modules), 1, str(folder)) == 6

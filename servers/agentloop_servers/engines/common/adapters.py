@@ -1,4 +1,4 @@
-"""The folder of the served LoRA adapter, behind a path that never changes."""
+"""The files of the LoRA adapters that an engine serves, in a temporary folder of its own."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from pathlib import Path
 
 from agentloop.errors import EngineError
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_through
-from agentloop_servers.weight_transfer.lora import check_adapter, write_zero_adapter
+from agentloop_servers.weight_transfer.lora import CONFIG_FILE, WEIGHTS_FILE, check_adapter, write_zero_adapter
 
 
 class AdapterFolder:
-    """A link to the served adapter's folder, at first to an adapter of zeros. `path` is valid after `start`.
+    """Copies of adapters that are served by name, or a link to the one that is the policy. Call `start` first.
 
-    The linked folder must stay in place while it is served.
+    `path` leads to the linked folder, at first an adapter of zeros, which must stay in place while it is served.
     """
 
     def __init__(self, model: str, max_rank: int) -> None:
         """`model` is the folder of the base weights."""
         self._model = model
         self._max_rank = max_rank
-        self._folder: Path | None = None  # ours: the link and the adapter of zeros
+        self._folder: Path | None = None
 
-    async def start(self) -> None:
-        """Make an adapter of zeros, and link to it. Raises CheckpointUnreadable."""
+    def start(self) -> None:
+        """Make the temporary folder."""
         self._folder = folder = Path(tempfile.mkdtemp(prefix="agentloop-lora-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        zero = folder / "zero"
+
+    async def link_zeros(self) -> None:
+        """Make an adapter of zeros, and link to it. Raises CheckpointUnreadable."""
+        zero = self._own() / "zero"
         zero.mkdir()
         await asyncio.to_thread(write_zero_adapter, self._model, str(zero))
         self.point_to(str(zero))
@@ -41,7 +44,7 @@ class AdapterFolder:
 
     def point_to(self, directory: str) -> None:
         """Link to another adapter, atomically."""
-        following = self._link.with_name("next")
+        following = self._own() / "next"
         following.unlink(missing_ok=True)
         following.symlink_to(Path(directory).resolve())
         following.replace(self._link)
@@ -57,6 +60,21 @@ class AdapterFolder:
         read_through(inspect_checkpoint(directory))
         return adapter.num_bytes
 
+    def copy_of(self, number: int) -> str:
+        """Return the path of a copy."""
+        return str(self._own() / str(number))
+
+    def copy(self, directory: str, number: int) -> None:
+        """Copy an adapter that was checked. Blocks. Raises OSError."""
+        copy = Path(self.copy_of(number))
+        copy.mkdir()
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            shutil.copyfile(Path(directory) / name, copy / name)
+
+    def remove(self, number: int) -> None:
+        """Remove a copy, as far as it is there. Blocks."""
+        shutil.rmtree(self.copy_of(number), ignore_errors=True)
+
     def close(self) -> None:
         """Remove our files. Idempotent; also done when this object or the process ends."""
         if self._folder is not None:
@@ -64,6 +82,9 @@ class AdapterFolder:
 
     @property
     def _link(self) -> Path:
+        return self._own() / "served"
+
+    def _own(self) -> Path:
         if self._folder is None:
             raise EngineError("the engine is not started")
-        return self._folder / "served"
+        return self._folder

@@ -39,6 +39,7 @@ class Call:
     is_aborted: bool = False
     is_recalled: bool = False  # aborted in the process, to pass the gate once more
     verdict: AgentLoopError | None = None  # raised instead of an answer
+    adapter_version: int | None = None  # of all its tokens, from its admission on; None: it has the base weights
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to check the gate again
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (version, index of its first token), for engines that keep no versions themselves."""

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from agentloop.checks import check_request
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     CommitReport,
     Delta,
     EngineInfo,
@@ -35,6 +36,7 @@ from agentloop.engine import (
 from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import (
     AgentLoopError,
+    CheckpointUnreadable,
     Conflict,
     DeadlineExceeded,
     EngineLost,
@@ -435,6 +437,13 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
                 if isinstance(error, Exception):
                     raise WeightUpdateFailed(f"version {version}: {one_line(error)}") from error
                 raise
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        self._lifecycle.check_stage()
+        raise CheckpointUnreadable("this engine serves no adapters by name", param="name")
+
+    async def unload_adapter(self, name: str) -> None:
+        self._lifecycle.require_alive()
 
     async def offer(self) -> PushSource | None:
         self._lifecycle.require_alive()

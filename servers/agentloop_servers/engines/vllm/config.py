@@ -34,6 +34,7 @@ class VllmConfig(ProcessEngineConfig):
     block_size: int = 32  # on CPU a multiple of 32
     data_parallel_size: int = 1
     expert_parallel: bool = False
+    max_loras: int | None = None  # adapters by name, beside the base; None: one adapter is the policy
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
@@ -62,6 +63,11 @@ class VllmConfig(ProcessEngineConfig):
     def num_workers(self) -> int:
         """The number of processes that hold weights."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def num_lora_slots(self) -> int:
+        """The adapters that a worker holds. By name as many older versions have a slot: no call waits for one."""
+        return 1 if self.max_loras is None else 2 * self.max_loras
 
 
 def prepare_environment(config: VllmConfig) -> None:
@@ -135,12 +141,12 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
     if config.lora_rank is not None:
-        # One adapter is served at a time, always under the same id (`lora.py`).
+        num_slots = config.num_lora_slots
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": config.lora_rank,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
+            "max_loras": num_slots,
+            "max_cpu_loras": num_slots,
         }
     if is_cpu:
         # A seeded request with a prefill in chunks kills vLLM 0.32's CPU worker ("Generator does not use offset").

@@ -62,7 +62,7 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
     sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops, raw_logprobs)
 
 
-def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> None:
+def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest, version: int | None = None) -> None:
     """Append an unfinished request's tokens beyond `sampled`, with versions; none if it has ended.
 
     They are read from vLLM's own record of the request, which it outputs only at the end.
@@ -74,7 +74,7 @@ def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> No
         if token_ids:
             new = SimpleNamespace(token_ids=token_ids, logprobs=state.logprobs_processor.logprobs[start:])
             add_completion(sampled, new, request.sampling.num_top_logprobs)
-            stamp(sampled, spans_from_starts(state.weight_version_starts, len(sampled)))
+            stamp(sampled, spans_from_starts(state.weight_version_starts, len(sampled), version))
 
 
 def _alternatives(
@@ -185,8 +185,15 @@ def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any =
     return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
 
 
-def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
-    """Make spans that tile `[0, end)` from vLLM's pairs (version label, first token)."""
+def spans_from_starts(
+    starts: list[tuple[str, int]], end: int, version: int | None = None
+) -> tuple[WeightVersionSpan, ...]:
+    """Make spans that tile `[0, end)` from vLLM's pairs (version label, first token).
+
+    The labels are of the base weights; `version` is that of the call's adapter, and takes their place.
+    """
+    if version is not None:
+        return (WeightVersionSpan(version, 0, end),) if end else ()
     ends = [first for _, first in starts[1:]] + [end]
     pairs = zip(starts, ends, strict=True)
     return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
@@ -200,24 +207,26 @@ def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
     return FinishReason(reason)
 
 
-def final_spans(completion: Any) -> tuple[WeightVersionSpan, ...]:
+def final_spans(completion: Any, version: int | None = None) -> tuple[WeightVersionSpan, ...]:
     """Return the version spans of a finished CompletionOutput."""
     starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-    return spans_from_starts(starts, completion.weight_versions[-1].end) if starts else ()
+    return spans_from_starts(starts, completion.weight_versions[-1].end, version) if starts else ()
 
 
-def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tuple[WeightVersionSpan, ...] | None:
+def spans_so_far(
+    llm: Any, request_id: str, output: Any, num_tokens: int, version: int | None = None
+) -> tuple[WeightVersionSpan, ...] | None:
     """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM has dropped it.
 
     vLLM outputs spans only at the end, so its own record is read: the engine's present version may be newer than
     a piece that waited to be read.
     """
     if output.finished:
-        return final_spans(output.outputs[0])
+        return final_spans(output.outputs[0], version)
     processor = llm.output_processor
     for internal_id in processor.external_req_ids.get(request_id, ()):
         starts = processor.request_states[internal_id].weight_version_starts
-        return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens)
+        return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens, version)
     return None
 
 
@@ -228,14 +237,14 @@ def is_unbegun(llm: Any, request_id: str) -> bool:
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
-def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any) -> None:
+def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any, version: int | None = None) -> None:
     """Append the scores of a finished request's prompt, under the version of its last step.
 
     Raises MalformedEngineResponse if they are not those of its tokens.
     """
     start, num_tops = request.sampling.score_from or 0, request.sampling.num_top_logprobs
     token_ids, flat = request.token_ids[start:], output.prompt_logprobs
-    spans = final_spans(output.outputs[0])
+    spans = final_spans(output.outputs[0], version)
     if output.outputs[0].finish_reason != "length" or flat is None or not spans:
         return  # it was aborted
     starts, ends = flat.start_indices[-len(token_ids) :], flat.end_indices[-len(token_ids) :]
@@ -248,7 +257,9 @@ def add_scores(sampled: SampledTokens, request: GenerateRequest, output: Any) ->
     sampled.set_spans([WeightVersionSpan(spans[-1].version, 0, len(token_ids))])
 
 
-def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
+def to_generation(
+    request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load, version: int | None = None
+) -> Generation:
     """Make the Generation of a finished vLLM RequestOutput; `sampled` has its tokens.
 
     `output` is None for a request that was aborted before vLLM saw it.
@@ -257,7 +268,7 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
         return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
     completion = output.outputs[0]
     if request.sampling.score_from is None:
-        stamp(sampled, final_spans(completion))
+        stamp(sampled, final_spans(completion, version))
     generation = sampled.generation(
         request.request_id,
         finish_reason(request, completion),

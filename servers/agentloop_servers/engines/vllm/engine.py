@@ -7,13 +7,14 @@ What vLLM leaves to its caller is done in `engines/common/engine.py`. vLLM itsel
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from agentloop.capabilities import Feature
 from agentloop.checks import room_tokens
-from agentloop.engine import EngineInfo
+from agentloop.engine import Adapter, EngineInfo, StageReport
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
@@ -52,15 +53,43 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         """Return the prompt of a request with images."""
         return None if self._images is None else await self._images.prompt(request)
 
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        if self._adapters is None or self.info.max_loras is None:
+            return await super().load_adapter(adapter)
+        self._lifecycle.check_stage()
+        return await self._adapters.load(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._lifecycle.require_alive()
+        if self._adapters is not None:
+            await self._adapters.unload(name)
+
     def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        if call.request.adapter and self._adapters is not None:
+            return self._under_adapter(self._adapters, call, prepared, is_streamed=is_streamed)
+        lora_request = None if self._adapters is None else self._adapters.request
+        return self._sampled(call, prepared, lora_request, is_streamed=is_streamed)
+
+    async def _under_adapter(
+        self, adapters: LoraAdapters, call: Call, prepared: Any, *, is_streamed: bool
+    ) -> AsyncGenerator[Any, None]:
+        with adapters.pinned(call) as lora_request:
+            async with aclosing(self._sampled(call, prepared, lora_request, is_streamed=is_streamed)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    def _sampled(
+        self, call: Call, prepared: Any, lora_request: Any, *, is_streamed: bool
+    ) -> AsyncGenerator[Any, None]:
         request = call.request
-        kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
+        asked = None if request.adapter else request.kv_version
+        kv_version = self._lifecycle.kv_version(asked, self._lifecycle.require_usable())
         is_traced = request.traceparent and self._config.traces_url is not None  # else vLLM would warn of it
         generate = partial(
             self._process.llm.generate,
             values.tokens_prompt(request, kv_version, prepared),
             request_id=request.request_id,
-            lora_request=None if self._adapters is None else self._adapters.request,
+            lora_request=lora_request,
             trace_headers={"traceparent": request.traceparent} if is_traced else None,
             priority=request.sampling.priority,
         )
@@ -86,12 +115,14 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
             yield output
 
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
-        values.add_so_far(sampled, self._process.llm, call.request)
+        values.add_so_far(sampled, self._process.llm, call.request, call.adapter_version)
 
     def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
         request = call.request
         values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
-        spans = values.spans_so_far(self._process.llm, request.request_id, output, len(sampled))
+        spans = values.spans_so_far(
+            self._process.llm, request.request_id, output, len(sampled), call.adapter_version
+        )
         if spans is not None:
             values.stamp(sampled, spans)
         return spans is not None
@@ -101,10 +132,10 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
         if request.sampling.score_from is not None:
             sampled = SampledTokens(LogprobsMode.RAW)
             if output is not None:
-                values.add_scores(sampled, request, output)
+                values.add_scores(sampled, request, output, call.adapter_version)
         elif output is not None and not sampled.token_ids:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
-        return values.to_generation(request, output, sampled, self.load())
+        return values.to_generation(request, output, sampled, self.load(), call.adapter_version)
 
     def translated(self, error: Exception) -> AgentLoopError:
         return values.translate(error)

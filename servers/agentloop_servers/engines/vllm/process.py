@@ -244,6 +244,7 @@ class VllmProcess:
             can_sleep=self._config.can_sleep,
             features=self._config.features | {Feature.SCORES},
             lora_rank=self._config.lora_rank,
+            max_loras=self._config.max_loras,
             logprobs_mode=self._config.logprobs_mode,
             quantization=self._config.quantization or "",
         )

@@ -93,6 +93,10 @@ CASES = {
         },
     ),
     "adapters": ({"engine": {"lora_rank": 16}}, CUDA | LORA),
+    "adapters by name": (
+        {"engine": {"lora_rank": 16, "max_loras": 4}},
+        CUDA | LORA | {"max_loras": 8, "max_cpu_loras": 8},
+    ),
     "adapters, tensor parallel": (
         {"engine": {"lora_rank": 16, "tensor_parallel_size": 2}},
         CUDA | LORA | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
