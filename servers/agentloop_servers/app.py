@@ -742,7 +742,7 @@ def build_endpoint(
         parser=parts.parser,
         model_name=config.served_name,
         max_model_len=facts.max_context_tokens,
-        limits=EndpointLimits(max_open_calls=settings.max_open_calls),
+        limits=EndpointLimits(settings.max_open_calls, settings.score_share),
         created_at=int(time.time()),
         shards=router,
         live_version=lambda: _live_version(coordinator),

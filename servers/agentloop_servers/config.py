@@ -220,6 +220,8 @@ class EndpointSettings(_Strict):
     """The time that a session lives without use."""
     max_open_calls: Annotated[int, Field(ge=1)] = 4096
     """Calls under way in one ingress process; the next one gets 429."""
+    score_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of the engines' time that scores may take while other calls run; below 1 one score at a time."""
 
 
 class LogSettings(_Strict):

@@ -364,7 +364,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
     engine["kv_cache_mib"] = options.kv_mib or (256 if is_cpu else kv_mib_of_this_gpu(options))
     if is_cpu:
         engine["num_cpus"] = 0.5
-    fields: dict[str, object] = {"workers": {"capacity": most}}
+    fields: dict[str, object] = {"workers": {"capacity": most}, "endpoint": {"score_share": options.score_share}}
     if options.ingress is not None:
         fields["ingress_replicas"] = options.ingress
     model = model_folder(options.shape, options.device) if options.model is None else options.model
@@ -485,6 +485,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sampled", type=int, default=160, help="tokens a turn, in the mean")
     parser.add_argument("--spread", type=float, default=0.5, help="0.5: turns of half to one and a half of that")
     parser.add_argument("--scored", type=int, default=512, help="tokens of a sequence that is scored")
+    parser.add_argument("--score-share", type=float, default=1.0, help="`endpoint.score_share` of the service")
     parser.add_argument("--no-tools", action="store_true", help="a user's message stands for the tool's answer")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)

@@ -39,6 +39,7 @@ class EndpointLimits:
     """Every bound of the endpoint's HTTP side; those of bodies stand beside the bodies."""
 
     max_open_calls: int = 4096  # model calls at once; the next one gets 429
+    score_share: float = 1.0  # of the engines' time while other calls run
     timeout_s: float = 600.0  # of one call that names no shorter one
     keep_alive_s: float = 5.0  # silence of a stream until a comment is sent
     send_timeout_s: float = 30.0  # how long a client may leave what was sent unread

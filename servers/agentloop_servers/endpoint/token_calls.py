@@ -39,11 +39,13 @@ Show: TypeAlias = Callable[[int, TurnPiece | Reply], None]
 
 @dataclass(frozen=True, slots=True)
 class TokenCallLimits:
-    """Bounds of affinities and of the service's standstill within one call."""
+    """Bounds of affinities, of the service's standstill within one call, and of scores."""
 
     idle_s: float = 60.0  # without a call, until an affinity gives its place back
     max_affinities: int = 16_384
     max_standstill_s: float = 3600.0  # paused, updating or without a replica: it does not count as the call's time
+    num_scores: int = 8  # at once: prefills fill an engine's steps, and more would only take its KV
+    score_share: float = 1.0  # of the engines' time while other calls run; below 1 one score at a time
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class TokenCalls:
         self._limits = limits
         self._affinities: dict[str, _Affinity] = {}  # longest without a call first
         self._sweeping: asyncio.TimerHandle | None = None
+        self._score_places = asyncio.Semaphore(limits.num_scores if limits.score_share == 1.0 else 1)
+        self._next_score_at = 0.0  # the loop's time
 
     async def sample(
         self,
@@ -99,11 +103,18 @@ class TokenCalls:
         prompt_param: str = "token_ids",
         switch: AbortSwitch | None = None,
     ) -> Generation:
-        """Score a prompt's own tokens, as the call's sampling says. Raises as `sample`."""
-        with self._sharing(affinity, owner, prompt_param) as (name, shared):
-            request = await self._request(chat_call, name, shared)
-            async with self._deadline(chat_call.timeout_s) as deadline:
-                return await shared.engine.generate(request, deadline=deadline, switch=switch)
+        """Score a prompt's own tokens, as the call's sampling says, once it is its turn. Raises as `sample`."""
+        loop = asyncio.get_running_loop()
+        async with self._deadline(chat_call.timeout_s) as deadline, self._score_places:
+            await asyncio.sleep(self._next_score_at - loop.time())
+            began_at = loop.time()
+            with self._sharing(affinity, owner, prompt_param) as (name, shared):
+                request = await self._request(chat_call, name, shared)
+                generation = await shared.engine.generate(request, deadline=deadline, switch=switch)
+            if generation.load.num_running:
+                rest = 1 / self._limits.score_share - 1
+                self._next_score_at = loop.time() + rest * (loop.time() - began_at)
+            return generation
 
     @contextmanager
     def _sharing(self, affinity: str | None, owner: str, prompt_param: str) -> Iterator[tuple[str, _Affinity]]:

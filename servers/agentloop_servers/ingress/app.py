@@ -27,7 +27,7 @@ from agentloop_servers.endpoint import routes_calls, routes_sessions
 from agentloop_servers.endpoint.endpoint import Endpoint, ServedBeside
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
-from agentloop_servers.endpoint.token_calls import TokenCalls
+from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, caller_of
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
@@ -128,7 +128,10 @@ def _empty_app(
 
 
 def _sglang_calls(endpoint: Endpoint | None, leases: CallLeases) -> SglangCalls | None:
-    return None if endpoint is None else SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases))
+    if endpoint is None:
+        return None
+    limits = TokenCallLimits(score_share=endpoint.limits.score_share)
+    return SglangCalls(endpoint, TokenCalls(endpoint.sessions.parts, leases, limits))
 
 
 def _include_endpoint(

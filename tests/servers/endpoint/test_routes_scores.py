@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from agentloop.chat.call import ChatCall
 from agentloop.client.client import RolloutClient
 from agentloop.engine import WeightUpdate
 from agentloop.errors import ContextLengthExceeded, InvalidRequest, NotFound, WeightVersionNotServed
+from agentloop.generation.leased_engine import CallLeases
 from agentloop.trainers import teacher_logprobs
-from agentloop.types import KVPolicy, PauseMode, TokenScores, VersionDemand
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Load,
+    PauseMode,
+    SamplingParams,
+    TokenScores,
+    VersionDemand,
+)
+from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from tests.contract.simulated_case import write_checkpoint
 from tests.support.endpoint.chat_service import RENDERER, SPEC, ChatService, chat_service
 from tests.trainers.test_batches import group_rows, make_path, make_trajectory
@@ -208,3 +223,59 @@ async def test_a_teachers_logprobs_lie_where_the_rows_do(service: ChatService, c
         assert (logprobs[: row.num_prompt] == 0).all()
         [score] = await client.score([row.input_ids.tolist()], start=row.num_prompt)
         assert logprobs[row.num_prompt :] == pytest.approx(score.logprobs)
+
+
+@dataclass
+class SlowEngine:
+    """An engine that takes a while for a score, beside other calls or alone."""
+
+    num_running: int
+    spans: list[tuple[float, float]] = field(default_factory=list)  # of each score, in the loop's time
+    num_now: int = 0
+    num_most: int = 0
+
+    async def generate(self, request: GenerateRequest, **_: object) -> Generation:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        began_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.02)
+        self.num_now -= 1
+        self.spans.append((began_at, asyncio.get_running_loop().time()))
+        load = Load(num_running=self.num_running)
+        return Generation(request.request_id, (6,), (-1.0,), FinishReason.LENGTH, (), load=load)
+
+
+@dataclass
+class Leases:
+    """Leases that all lead to one engine."""
+
+    one: SlowEngine
+
+    def engine(self, name: str) -> SlowEngine:
+        return self.one
+
+    def end(self, name: str) -> None: ...
+
+
+async def paced(service: ChatService, engine: SlowEngine, share: float, num_scores: int) -> None:
+    calls = TokenCalls(service.sessions.parts, cast(CallLeases, Leases(engine)), TokenCallLimits(score_share=share))
+    call = ChatCall((), SamplingParams(max_tokens=1, score_from=1), max_tokens=1, prompt_ids=IDS, timeout_s=60.0)
+    await asyncio.gather(*(calls.score(call) for _ in range(num_scores)))
+
+
+async def test_few_scores_run_at_a_time(service: ChatService) -> None:
+    engine = SlowEngine(num_running=2)
+    await paced(service, engine, 1.0, 20)
+    assert engine.num_most == TokenCallLimits().num_scores < 20
+
+
+@pytest.mark.parametrize(("num_running", "rest"), [(2, 3.0), (0, 0.0)])
+async def test_scores_rest_while_others_run(service: ChatService, num_running: int, rest: float) -> None:
+    engine = SlowEngine(num_running)
+    await paced(service, engine, 0.25, 4)
+    assert engine.num_most == 1
+    for (begun, ended), (next_begun, _) in pairwise(engine.spans):
+        assert next_begun - ended >= 0.95 * rest * (ended - begun)
+    if not rest:
+        lasted = engine.spans[-1][1] - engine.spans[0][0]
+        assert lasted < 4 * sum(ended - begun for begun, ended in engine.spans)
