@@ -199,6 +199,9 @@ def test_only_a_mixture_of_experts_is_spread_by_experts(tmp_path, field):
         assert caught.value.param == "engine.expert_parallel"
         ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, though replicas are better
         assert isinstance(application(ranks, tmp_path), serve.Application)
+    quantised = service(model=mixture.model, engine={**CPU, "quantization": "fp8_per_channel"})
+    with pytest.raises(InvalidRequest, match="quantised experts have no kernel on device cpu"):
+        application(quantised, tmp_path)
 
 
 def test_a_parser_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
