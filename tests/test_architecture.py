@@ -23,6 +23,7 @@ MAY_IMPORT_ENGINES = {
     "agentloop_servers.engines.sglang",
     "agentloop_servers.engines.vllm",
     "agentloop_servers.recompute",
+    "agentloop_servers.recompute_engine",
     "agentloop_servers.weight_transfer",
 }
 
@@ -224,6 +225,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.model_calls",
         "agentloop_servers.placement",
     },
+    "agentloop_servers.recompute_engine": {"agentloop_servers.config", "agentloop_servers.engine_parts"},
     "agentloop_servers.engine_hosts": {
         "agentloop_servers.cluster",
         "agentloop_servers.config",

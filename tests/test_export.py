@@ -83,6 +83,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "sampling": None,
         "seed": None,
         "engine": "",
+        "quantization": "",
         "times": {"begun_us": 500, "first_token_us": 700, "ended_us": 900, "queue_us": 0, "standstill_us": 0},
     }
     assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)

@@ -906,7 +906,7 @@ def of_model(name: str, model: str) -> str:
 
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
-    """Raise InvalidRequest, naming the entry, for a missing Python, or experts that a dense model lacks."""
+    """Raise InvalidRequest, naming the entry, for a missing Python, or experts that cannot be as it says."""
     python = None if entry.environment is None else entry.environment.py_executable
     if python is not None and shutil.which(shlex.split(python)[0]) is None:  # Ray would try for ever
         raise InvalidRequest(f"engine {entry.name}: there is no {python}", param="engines.environment")
@@ -914,6 +914,10 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
         raise InvalidRequest(
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
+        )
+    if entry.quantization is not None and entry.device == "cpu" and model_sizes(config).has_experts:
+        raise InvalidRequest(
+            f"engine {entry.name}: quantised experts have no kernel on device cpu", param="engine.quantization"
         )
 
 

@@ -19,7 +19,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.trainers.batches import TrainingRow, group_rows
 from agentloop.types import Limits, Message, RolloutTask
-from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, versions_in
+from agentloop_servers.cli.check_logprobs import check_logprobs, plain_references, versions_in
 from examples.train.grpo import (
     Recipe,
     batches,
@@ -228,7 +228,7 @@ async def test_a_run_that_saved_its_versions_is_checked_against_them(tmp_path):
         )
     versions = versions_in(folder)
     assert sorted(versions) == [first, first + 1]
-    load = load_reference("cpu", "float32")
+    load = plain_references("cpu", "float32")
     found = check_logprobs(run_dir / STORE_NAME, POLICY, versions, load, max_trajectories=100)
     assert found.num_trajectories == 4 * SMALL.group_size
     assert found.rows[0].under == "span, all"

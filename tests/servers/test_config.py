@@ -141,6 +141,12 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
         ({"engine": {"expert_parallel": True}}, "tensor_parallel_size or data_parallel_size above 1"),
         ({"engine": {**CPU, "batch_invariant": True}}, "batch_invariant is for vLLM and SGLang on GPUs"),
         ({"engine": {"kind": "simulated", "batch_invariant": True}}, "batch_invariant is for vLLM and SGLang"),
+        ({"engine": {"kind": "sglang", "quantization": "fp8"}}, "SGLang quantises at its first load only"),
+        ({"engine": {"kind": "simulated", "quantization": "fp8"}}, "quantization is for vLLM"),
+        ({"engine": {"quantization": "int4"}}, "'fp8', 'fp8_per_channel' or 'fp8_per_block'"),
+        ({"engine": {"quantization": "fp8", "dtype": "float32"}}, "bfloat16 or float16 weights, not of float32"),
+        ({"engine": {**CPU, "quantization": "fp8"}}, "quantization fp8 has no kernel on device cpu"),
+        ({"engine": {**CPU, "quantization": "fp8_per_block"}}, "fp8_per_block has no kernel on device cpu"),
         ({"engine": {"data_parallel_size": 0}}, "greater than or equal to 1"),
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
@@ -193,6 +199,9 @@ def test_only_a_mixture_of_experts_is_spread_by_experts(tmp_path, field):
         assert caught.value.param == "engine.expert_parallel"
         ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, though replicas are better
         assert isinstance(application(ranks, tmp_path), serve.Application)
+    quantised = service(model=mixture.model, engine={**CPU, "quantization": "fp8_per_channel"})
+    with pytest.raises(InvalidRequest, match="quantised experts have no kernel on device cpu"):
+        application(quantised, tmp_path)
 
 
 def test_a_parser_that_does_not_fit_is_refused_before_anything_starts(tmp_path):

@@ -64,7 +64,13 @@ def test_deadlines_are_those_of_the_slowest():
 def test_each_kind_gets_its_own_configuration():
     config = service(
         {"kind": "vllm", "weight_staging": "host"},
-        {"kind": "sglang", "attention_backend": "fa3", "block_size": 16, "scheduling_policy": "priority"},
+        {
+            "kind": "sglang",
+            "kv_cache_dtype": "fp8",
+            "attention_backend": "fa3",
+            "block_size": 16,
+            "scheduling_policy": "priority",
+        },
         mode="hybrid",
     )
     vllm, sglang = vllm_config(config, config.entries[0]), sglang_config(config, config.entries[1])
@@ -72,6 +78,7 @@ def test_each_kind_gets_its_own_configuration():
     assert (sglang.weight_staging, sglang.block_size) == ("none", 16)
     assert (vllm.scheduling_policy, sglang.scheduling_policy) == ("fcfs", "priority")
     assert sglang.attention_backend == "fa3"
+    assert (vllm.kv_cache_dtype, sglang.kv_cache_dtype) == ("auto", "fp8")
     assert vllm.can_sleep
     assert sglang.can_sleep
 
@@ -90,6 +97,10 @@ def test_each_kind_gets_its_own_configuration():
             "engine other has max_loras None and vllm 4",
         ),
         ({"engines": [{"kind": "vllm"}, {"kind": "sglang", "logprobs_mode": "both"}]}, "engine sglang reports"),
+        (
+            {"engines": [{"kind": "vllm"}, {"kind": "vllm", "name": "b", "quantization": "fp8"}]},
+            "engine b has quantization fp8 and vllm None",
+        ),
         ({"engines": [{"kind": "vllm", "step_times": "h200-qwen3-4b"}]}, "engines.step_times is no setting any"),
         ({"engines": [{"kind": "vllm", "model": "other"}]}, "all engines serve the service's `model`"),
         ({"engines": [{"kind": "vllm", "name": "No Spaces"}]}, "should match pattern"),

@@ -3,7 +3,8 @@
 Each token is computed again under the version that its span names; for trajectories of several versions also as if
 all of it were of the oldest, or the newest: what a trainer that keeps one version for a trajectory would see. How
 many trajectories a decode and an encode would change stands beside it. Left out, and counted by reason, is what no
-plain softmax can give again: see `docs/logprobs.md`.
+plain softmax can give again: see `docs/logprobs.md`. The checkpoints compute as a trainer does, by transformers, or
+as the run's engine did, quantised like it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +38,7 @@ from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, c
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
 REFERENCE = "agentloop_servers.recompute:ReferenceModel"
+ENGINE_REFERENCE = "agentloop_servers.recompute_engine:EngineReference"
 MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
 _SEED = 0  # of the choice among more trajectories than are asked for
 
@@ -61,7 +64,7 @@ class Precision(StrEnum):
 
 
 class Reference(Protocol):
-    """A checkpoint that computes logprobs: `recompute.ReferenceModel`."""
+    """A checkpoint that computes logprobs: `recompute.ReferenceModel` or `recompute_engine.EngineReference`."""
 
     def logprobs(
         self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike
@@ -69,7 +72,15 @@ class Reference(Protocol):
         """Return the logprobs of the ids at `places`."""
 
 
-LoadReference = Callable[[Path], Reference]
+@dataclass(frozen=True, slots=True)
+class References:
+    """The way to references: `load` gets a checkpoint and the run's quantization.
+
+    `has_temperature`: theirs is any softmax, not that at temperature 1 alone.
+    """
+
+    load: Callable[[Path, str], AbstractContextManager[Reference]]
+    has_temperature: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +130,19 @@ class LogprobCheck:
         return self.rows[0].distance.k3_kl if self.rows else None
 
 
-def load_reference(device: str, dtype: str) -> LoadReference:
-    """Return what loads a checkpoint into transformers. Raises InvalidRequest where torch or transformers lack."""
+def plain_references(device: str, dtype: str) -> References:
+    """Return the way into transformers. Raises InvalidRequest where torch or transformers lack."""
     make = cast(Callable[..., Reference], resolve(REFERENCE, param="model"))
-    return lambda folder: make(folder, device=device, dtype=dtype)
+    return References(lambda folder, _: nullcontext(make(folder, device=device, dtype=dtype)))
+
+
+def engine_references(device: str, dtype: str) -> References:
+    """Return the way into vLLM engines. Raises InvalidRequest where vLLM's adapter lacks."""
+    make = cast(Callable[..., AbstractContextManager[Reference]], resolve(ENGINE_REFERENCE, param="engine"))
+    return References(
+        lambda folder, quantization: make(folder, device=device, dtype=dtype, quantization=quantization),
+        has_temperature=False,
+    )
 
 
 def parse_versions(named: Sequence[str]) -> dict[int, Path]:
@@ -148,7 +168,7 @@ def check_logprobs(
     store: Path | Home,
     model: Path,
     by_version: Mapping[int, Path],
-    load: LoadReference,
+    references: References,
     *,
     max_trajectories: int,
     on_progress: Callable[[str], None] = lambda line: None,
@@ -165,15 +185,17 @@ def check_logprobs(
     unnamed = sorted({version for record in records for version in record.versions} - set(by_version))
     checkpoints = {**dict.fromkeys(unnamed[:1], model), **by_version}
     left_out: Counter[str] = Counter()
-    paths = [path for record in records for path in _compared(record, checkpoints, left_out)]
+    is_plain = not references.has_temperature
+    paths = [path for record in records for path in _compared(record, checkpoints, left_out, is_plain)]
+    quantization = _quantization(records)
     recomputed: list[dict[int, npt.NDArray[np.float32]]] = [{} for _ in paths]
     for version in sorted({version for path in paths for version in path.of_trajectory}):
-        reference = load(checkpoints[version])
         wanted = [place for place, path in enumerate(paths) if version in path.of_trajectory]
-        for number, place in enumerate(wanted):
-            on_progress(f"version {version}: {number} of {len(wanted)} paths")
-            path = paths[place]
-            recomputed[place][version] = reference.logprobs(path.ids, path.places, path.temperatures)
+        with references.load(checkpoints[version], quantization) as reference:
+            for number, place in enumerate(wanted):
+                on_progress(f"version {version}: {number} of {len(wanted)} paths")
+                path = paths[place]
+                recomputed[place][version] = reference.logprobs(path.ids, path.places, path.temperatures)
         del reference
     return LogprobCheck(
         num_trajectories=len(records),
@@ -202,8 +224,16 @@ def _chosen(store: Path | Home, max_trajectories: int) -> tuple[list[Trajectory]
     return chosen, num_seen
 
 
+def _quantization(records: Sequence[Trajectory]) -> str:
+    """Return that of the run's engines. Raises InvalidRequest for several."""
+    found = {turn.quantization for record in records for path in record.paths for turn in path.turns}
+    if len(found) > 1:
+        raise InvalidRequest(f"the run has turns of several quantizations: {sorted(found)}", param="run")
+    return next(iter(found), "")
+
+
 def _compared(
-    record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str]
+    record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str], is_plain: bool
 ) -> Iterator[ComparedPath]:
     """Give a trajectory's paths, without what cannot be compared, which is counted."""
     missing = [version for version in record.versions if version not in checkpoints]
@@ -215,7 +245,7 @@ def _compared(
         return
     for path in record.paths:
         first_own = max(path.num_shared - len(path.prompt_ids), 0)
-        pieces = [piece for turn in path.own_turns for piece in _pieces(path, turn, first_own, left_out)]
+        pieces = [piece for turn in path.own_turns for piece in _pieces(path, turn, first_own, left_out, is_plain)]
         if pieces:
             places, recorded, temperatures, versions = (
                 np.concatenate(column) for column in zip(*pieces, strict=True)
@@ -225,7 +255,7 @@ def _compared(
 
 
 def _pieces(
-    path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str]
+    path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str], is_plain: bool
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Give places, logprobs, temperatures and versions of the comparable tokens of one turn, span by span."""
     sampling = turn.sampling or _PLAIN
@@ -237,6 +267,9 @@ def _pieces(
             left_out[reason] += turn.end - start
             return
         temperature = sampling.temperature or 1.0  # at 0 the logprob is that of the softmax at 1
+        if is_plain and temperature != 1:
+            left_out["temperature, by an engine"] += turn.end - start
+            return
         num_constrained = max(turn.start + sampling.num_constrained(turn.end - turn.start) - start, 0)
         left_out["constrained"] += num_constrained
         start += num_constrained
@@ -372,6 +405,9 @@ def command(
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
+    by_engine: Annotated[
+        bool, typer.Option("--by-engine", help="Compute with vLLM, quantised as the run's engine was.")
+    ] = False,
     trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
     max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
@@ -381,9 +417,9 @@ def command(
         store, named = store_of(run), parse_versions(model_version or [])
         if versions is not None:
             named = {**versions_in(versions), **named}
-        load = load_reference(device.value, dtype.value)
+        references = (engine_references if by_engine else plain_references)(device.value, dtype.value)
         found = check_logprobs(
-            store, model, named, load, max_trajectories=trajectories, on_progress=progress.update
+            store, model, named, references, max_trajectories=trajectories, on_progress=progress.update
         )
     if as_json:
         typer.echo(orjson.dumps(codec.to_builtins(found)))

@@ -83,10 +83,10 @@ class ShadowParameters:
         self.loaded: Mapping[str, torch.Tensor] = {}
         self._shadows = shadows
         self._names = list(shadows)
-        self._from = list(shadows.values())
-        self._into = [parameters[name] for name in self._names]
+        self._from = [_bits(shadow) for shadow in shadows.values()]
+        self._into = [_bits(parameters[name]) for name in self._names]
         self._staged_sums = RowChecksums(shadows)
-        self._served_sums = RowChecksums(dict(zip(self._names, self._into, strict=True)))
+        self._served_sums = RowChecksums({name: parameters[name] for name in self._names})
         self._load = QuantisedLoad(
             plan, shadows, lambda name, tensor: shadows[name].copy_(tensor, non_blocking=True)
         )
@@ -283,6 +283,11 @@ class _Mark:
         if self._event is None or later._event is None:
             return _ms(self._at, later._at)
         return float(self._event.elapsed_time(later._event))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View FP8 as bytes, which every kernel copies."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _load_copy_kernels(tensors: Sequence[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from agentloop.errors import InvalidRequest
 from agentloop.sampling import ConstraintKind, LogprobsMode, TurnSampling
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import FinishReason, TokenPath, Turn, WeightVersionSpan
-from agentloop_servers.cli.check_logprobs import LogprobCheck, check_logprobs, load_reference, parse_versions
+from agentloop_servers.cli.check_logprobs import (
+    LogprobCheck,
+    References,
+    check_logprobs,
+    parse_versions,
+    plain_references,
+)
 from agentloop_servers.cli.commands import app
+from agentloop_servers.recompute import ReferenceModel
 from tests.contract.reference import log_softmax
 from tests.support.records.samples import fill_store, make_group, make_trajectory
 from tests.support.transfer.adapters import POLICY
@@ -71,7 +79,7 @@ def store_of(folder: Path, *paths: TokenPath) -> Path:
 
 def check(store: Path, limit: int = 100, **by_version: Path) -> LogprobCheck:
     versions = {int(name[1:]): folder for name, folder in by_version.items()}
-    return check_logprobs(store, V0, versions, load_reference("cpu", "float32"), max_trajectories=limit)
+    return check_logprobs(store, V0, versions, plain_references("cpu", "float32"), max_trajectories=limit)
 
 
 def test_each_token_is_that_of_its_span_and_of_no_other_version(tmp_path: Path) -> None:
@@ -152,6 +160,29 @@ def test_ids_that_a_tokenizer_would_write_otherwise_are_counted(tmp_path: Path) 
     assert counts == {"0": (1, 2), "1": (0, 1), "all": (1, 3)}
 
 
+def test_an_engine_gives_temperature_1_alone_and_is_quantised_as_the_run_was(tmp_path: Path) -> None:
+    made: list[tuple[Path, str]] = []
+
+    def load(folder: Path, quantization: str) -> nullcontext[ReferenceModel]:
+        made.append((folder, quantization))
+        return nullcontext(ReferenceModel(folder, device="cpu"))
+
+    def quantised(one: TokenPath, quantization: str = "fp8") -> TokenPath:
+        return replace(one, turns=(replace(one.turns[0], quantization=quantization),))
+
+    engine = References(load, has_temperature=False)
+    warm = TurnSampling(temperature=0.5)
+    store = store_of(tmp_path, quantised(path()), quantised(path(warm)))
+    found = check_logprobs(store, V0, {}, engine, max_trajectories=10)
+    assert made == [(V0, "fp8")]
+    assert found.left_out == {"temperature, by an engine": NUM}
+    assert found.rows[0].distance.num_tokens == NUM
+    (tmp_path / "two").mkdir()
+    store = store_of(tmp_path / "two", quantised(path()), path())
+    with pytest.raises(InvalidRequest, match="several quantizations"):
+        check_logprobs(store, V0, {}, engine, max_trajectories=10)
+
+
 def run(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["check-logprobs", *map(str, arguments)])
     return result.exit_code, result.output
@@ -177,7 +208,7 @@ def test_the_command_prints_the_tables_and_its_exit_code_judges(tmp_path: Path) 
 
 def test_another_precision_shows_and_is_small(tmp_path: Path) -> None:
     store = store_of(tmp_path, path(), path(versions=(1, 1)))
-    found = check_logprobs(store, V0, {1: V1}, load_reference("cpu", "bfloat16"), max_trajectories=10)
+    found = check_logprobs(store, V0, {1: V1}, plain_references("cpu", "bfloat16"), max_trajectories=10)
     assert 1e-4 < found.rows[0].distance.mean_abs_diff < 0.1
 
 

@@ -115,6 +115,7 @@ async def test_what_trainers_read_of_the_server(service: ChatService) -> None:
     config = (await done(service, "GET", "/server_info", params=params))["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.bfloat16"
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["model_config"]["quantization"] is None
     assert (config["model_config"]["max_model_len"], config["lora_config"]) == (4096, None)
     assert config["weight_transfer_config"] == {"backend": "nccl"}
     assert isinstance((await done(service, "GET", "/server_info"))["vllm_config"], str)

@@ -18,10 +18,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_processing,
-    record_metadata_for_reloading,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -229,7 +226,6 @@ def loaded(config: VllmConfig, tensors: Mapping[str, torch.Tensor]) -> torch.nn.
     """A model as vLLM's own loader makes it, but that layers on CPU compute with packed copies."""
     model = build(config)
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        record_metadata_for_reloading(model)
         model.load_weights(iter(tensors.items()))
         finalize_layerwise_processing(model, config.model_config)
     return model

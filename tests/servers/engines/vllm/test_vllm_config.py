@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentloop import codec
+from agentloop.errors import UnsupportedParameter
 from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
@@ -24,6 +25,7 @@ from agentloop_servers.engines.vllm.config import (
     graph_sizes,
     prepare_environment,
 )
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
@@ -35,6 +37,8 @@ ALWAYS = {
     "model": str(MODEL),
     "load_format": "auto",
     "dtype": "bfloat16",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
     "max_model_len": 1024,
     "max_num_seqs": 512,
     "scheduling_policy": "fcfs",
@@ -91,6 +95,14 @@ CASES = {
             "distributed_executor_backend": "mp",
             "enable_sleep_mode": True,
         },
+    ),
+    "quantised": (
+        {"engine": {"quantization": "fp8", "kv_cache_dtype": "fp8"}},
+        CUDA | {"quantization": "fp8_per_tensor", "kv_cache_dtype": "fp8"},
+    ),
+    "quantised by channel, adapters": (
+        {"engine": {"quantization": "fp8_per_channel", "lora_rank": 16}},
+        CUDA | LORA | {"quantization": "fp8_per_channel"},
     ),
     "adapters": ({"engine": {"lora_rank": 16}}, CUDA | LORA),
     "adapters by name": (
@@ -233,3 +245,11 @@ def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
     without = dataclasses.replace(with_one, model=str(tmp_path))
     assert (with_one.can_constrain, without.can_constrain) == (True, False)
     assert engine_arguments(without)["skip_tokenizer_init"]
+
+
+async def test_a_device_without_fp8_is_told_at_the_start():
+    """This machine's vLLM is built for CPUs, which have none of that kind."""
+    engine = VllmEngine(configured({"engine": {"quantization": "fp8"}}))
+    with pytest.raises(UnsupportedParameter, match="computes no FP8") as caught:
+        await engine.start()
+    assert caught.value.param == "quantization"

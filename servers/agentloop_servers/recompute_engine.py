@@ -1,0 +1,59 @@
+"""Logprobs of recorded tokens by a fresh vLLM engine on a checkpoint, quantised as the run's engine was.
+
+What remains of a mismatch here comes from weights and contexts, and not from the quantisation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentloop.errors import InvalidRequest
+from agentloop.types import GenerateRequest, SamplingParams
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import build_engine
+
+CPU_CACHE_MIB = 512
+
+
+class EngineReference:
+    """An engine that computes logprobs of given ids by a prefill, one sequence at a time; as a context."""
+
+    def __init__(self, folder: str | Path, *, device: str, dtype: str, quantization: str) -> None:
+        """Raises InvalidRequest for what no engine computes with."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        cache = {"kv_cache_mib": CPU_CACHE_MIB} if device == "cpu" else {}
+        engine = {"device": device, "dtype": dtype, "quantization": quantization or None, **cache}
+        try:
+            config = ServiceConfig.model_validate({"model": str(folder), "mode": "debug", "engine": engine})
+        except ValueError as error:
+            raise InvalidRequest(f"no engine for the reference: {error}", param="engine") from error
+        self._engine = build_engine(config)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> EngineReference:
+        """Start it. Raises EngineError."""
+        self._runner.run(self._engine.start())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+    def logprobs(
+        self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike
+    ) -> npt.NDArray[np.float32]:
+        """Return the logprob, in nats, of the ids at `places`, which ascend. All temperatures must be 1."""
+        if not np.all(np.asarray(temperatures) == 1):
+            raise ValueError("an engine's prefill gives the softmax at temperature 1")
+        ids, at = np.asarray(token_ids), np.asarray(places)
+        sampling = SamplingParams(max_tokens=1, score_from=int(at[0]))
+        request = GenerateRequest("reference", tuple(ids.tolist()), sampling)
+        scores = np.asarray(self._runner.run(self._engine.generate(request)).logprobs, np.float32)
+        found: npt.NDArray[np.float32] = scores[at - at[0]]
+        return found
