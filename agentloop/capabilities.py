@@ -96,12 +96,14 @@ class Needs:
     features: int = 0  # as `bits_of` makes them
     context_tokens: int = 0  # of the prompt and of all that may be sampled
     version: VersionDemand | None = None  # of the next call alone: the fleet has to serve such weights
+    adapter: str = ""  # that samples it, whose versions `version` means; empty: the base weights
 
     def joined(self, other: Needs) -> Needs:
         """Return what engines must be able to do for both."""
         if other.features | self.features == self.features and other.context_tokens <= self.context_tokens:
             return self
-        return Needs(self.features | other.features, max(self.context_tokens, other.context_tokens))
+        features, context_tokens = self.features | other.features, max(self.context_tokens, other.context_tokens)
+        return Needs(features, context_tokens, adapter=self.adapter)
 
 
 NO_NEEDS = Needs()
@@ -123,12 +125,13 @@ ANYTHING = Capabilities()
 """What is assumed of an engine that does not say."""
 
 
-def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bool) -> Needs:
+def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bool, adapter: str = "") -> Needs:
     """Return the needs of a request with a prompt of `num_prompt_tokens`."""
     return Needs(
         features_asked(sampling) | (_BITS[Feature.IMAGES] if has_images else 0),
         num_prompt_tokens + sampling.max_tokens,
         sampling.weight_version,
+        adapter,
     )
 
 

@@ -367,6 +367,7 @@ class Assignment:
     num_sampled_before: int = 0  # which those of a worker's that was lost are so many, but for what is resumed
     traceparent: str = ""  # the W3C trace context of its submit, and this one as `Trajectory` has it
     trace_link: str = ""
+    adapter: str = ""  # that its turns are sampled under; empty: the base weights
 
 
 class TurnTimes(NamedTuple):
@@ -588,6 +589,7 @@ class Trajectory:
     loop: str = ""  # the task's; empty: a session, or a record of an earlier release
     traceparent: str = ""  # the W3C trace context of its caller, in whose trace it is; empty: none
     trace_link: str = ""  # that of a submit of several, which its own trace links to
+    adapter: str = ""  # that sampled it, whose versions all its weight versions are; empty: the base weights
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

@@ -7,8 +7,8 @@ implements them: its `server.py` has the table of ports and classes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.flight import Flight, FlightPage
 from agentloop.api.history import HistoryPage
-from agentloop.api.owners import UsersNews, UserUsage
+from agentloop.api.owners import UsersNews, UserUsage, is_seen, shown_id
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, GroupInit, HeldIn, MemoryTag, PullVersion, TransferPart, WeightUpdate
@@ -192,6 +192,7 @@ class RolloutTerms:
     share: float = 1.0
     max_running: int | None = None  # live trajectories at a time; None: as many as there are places
     run_id: str = ""
+    adapter: str = ""  # that samples it, and by whose versions it lives; empty: the base weights
     traceparent: str = field(default="", compare=False)  # the W3C trace context of the submit of one trajectory
     trace_link: str = field(default="", compare=False)  # that of one of several
     groups_digest: str = ""  # of the work that it was accepted with; the coordinator's own, as is what follows
@@ -259,8 +260,38 @@ class ReplicaUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPush:
+    """A version of an adapter to come. `version` None: the next one of its name."""
+
+    name: str  # as `NamedAdapter` has it
+    directory: str
+    version: int | None = None
+    is_forced: bool = False  # the version need not grow
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that the fleet serves by name."""
+
+    name: str  # behind its owner's; that of all users stands alone
+    version: int
+    directory: str  # that replicas read which join
+    pushed_at: float  # seconds since 1970
+
+
+def seen_adapters(served: Iterable[NamedAdapter], user_names: Sequence[str] | None) -> tuple[NamedAdapter, ...]:
+    """Return the adapters that a user sees, by its own names for them; None: all, by their whole names."""
+    if user_names is None:
+        return tuple(served)
+    return tuple(replace(one, name=shown_id(one.name)) for one in served if is_seen(one.name, user_names))
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """The outcome of a weight update; raised as WeightUpdateFailed instead if no replica took it."""
+    """The outcome of a weight update; raised as WeightUpdateFailed instead if no replica took it.
+
+    With an `adapter` the versions are those of its name, which was loaded beside what is served.
+    """
 
     version: int
     previous_version: int | None
@@ -268,6 +299,7 @@ class UpdateReport:
     replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
     total_ms: float
     began_at: float = 0.0  # seconds since 1970; 0: not known
+    adapter: str = ""
 
     @property
     def stall_ms(self) -> float:
@@ -278,6 +310,13 @@ class UpdateReport:
     def transfer_ms(self) -> float:
         """The longest transfer to any replica."""
         return max((replica.transfer_ms for replica in self.replicas), default=0.0)
+
+
+def seen_reports(reports: Iterable[UpdateReport], user_names: Sequence[str] | None) -> tuple[UpdateReport, ...]:
+    """Return the reports of updates that a user sees, of adapters by its own names for them; None: all."""
+    if user_names is None:
+        return tuple(reports)
+    return tuple(replace(one, adapter=shown_id(one.adapter)) for one in reports if is_seen(one.adapter, user_names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +355,7 @@ class ReplicaStatus:
     features: tuple[Feature, ...] = ()  # what requests may ask of it
     max_context_tokens: int = 0
     lora_rank: int | None = None  # the largest of an adapter; None: it serves none
+    max_loras: int | None = None  # adapters that it serves by name; None: none
     is_noise: bool = False  # sampled logprobs stay at -ln(vocabulary)
     host: str = ""  # the address of its private port: its node's, on several hosts
     quantization: str = ""  # of its weights; empty: none
@@ -391,6 +431,7 @@ class ServiceStatus:
     drained: tuple[str, ...] = ()  # hosts that get no work
     unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
     store: StoreStatus | None = None  # None: the service follows none
+    adapters: tuple[NamedAdapter, ...] = ()  # by name, the one pushed longest ago first
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +461,11 @@ class EndpointTable:
 def sessions_lease(number: int) -> str:
     """Return the name of the lease of an endpoint process, with which it may write sessions to the run's store."""
     return f"sessions-{number}"
+
+
+def as_its_users(record: Trajectory) -> Trajectory:
+    """Return a record with the names that its user gave."""
+    return replace(record, rollout_id=shown_id(record.rollout_id), adapter=shown_id(record.adapter))
 
 
 def assignment_id_of(rollout_id: str, group_id: str, sample_index: int) -> str:
@@ -530,7 +576,8 @@ class RolloutPort(Protocol):
         terms: RolloutTerms = RolloutTerms(),
         user_names: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
-        """Accept work, durably. Raises Overloaded if the queue has no room for all of it.
+        """Accept work, durably. Raises Overloaded if the queue has no room for all of it, and ModelNotFound for an
+        adapter in its terms that the user has not.
 
         Here as below `user_names` are all names of the caller's user, who calls the rollout `rollout_id`
         (`possible_ids`); None: any user's, by its whole id. The answer has the whole id.
@@ -641,6 +688,16 @@ class FleetPort(Protocol):
         Conflict, CheckpointUnreadable, WeightUpdateFailed, WeightsRefused.
         """
 
+    async def push_adapter(self, push: AdapterPush) -> UpdateReport:
+        """Serve a version of an adapter on every replica, beside all else; nothing pauses.
+
+        A repeat changes nothing. A new name takes, where all have adapters, the place of the one that was pushed
+        longest ago and is in no use. Raises InvalidRequest, Conflict, AdaptersFull, CheckpointUnreadable.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more. Raises ModelNotFound, and AdapterInUse while calls or rollouts are under it."""
+
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
         """Pause generation on every replica until `resume`, over restarts too. Idempotent."""
 
@@ -681,6 +738,9 @@ class SeeingPort(RecordsPort, Protocol):
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
+
+    async def adapters(self) -> tuple[NamedAdapter, ...]:
+        """Return the adapters that are served by name."""
 
     async def flight(self, limit: int, name: str = "") -> FlightPage:
         """Return what the live trajectories and sessions do, with rows for `limit` of them, and for `name`."""

@@ -30,6 +30,7 @@ class EncodedRecord:
     oldest_version: int | None  # of the tokens in its mask; None: it is empty
     newest_version: int | None
     max_staleness: int | None
+    adapter: str  # by whose versions it is as old as it is
     staleness: int | None
     facts: Values  # `facts_of` it
     data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
@@ -57,6 +58,7 @@ class EncodedRecord:
             oldest_version=min(versions, default=None),
             newest_version=max(versions, default=None),
             max_staleness=trajectory.max_staleness,
+            adapter=trajectory.adapter,
             staleness=trajectory.staleness,
             facts=facts_of(trajectory),
             data=data,

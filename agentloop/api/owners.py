@@ -1,14 +1,17 @@
 """Users by their names: what is whose, and the ids by which the service tells apart what users call alike.
 
 An id is unique within its owner. Inside the service it stands behind the owner's name, `alice~step-1`, in every
-table, lease and record; a client sees its own part of it. Without users ids are what clients say.
+table, lease and record; a client sees its own part of it. Without users ids are what clients say. An adapter's name
+is such an id; one without an owner is all users'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
+
+from agentloop.errors import ModelNotFound
 
 _MARK: Final = "~"  # in no id and no name that anybody may give
 
@@ -83,6 +86,24 @@ def possible_ids(given: str, user_names: Sequence[str] | None) -> Iterator[tuple
         yield own_id(name, given), name
     for name in filter(None, user_names):
         yield given, name
+
+
+def is_seen(name: str, user_names: Sequence[str] | None) -> bool:
+    """Tell if a user sees an adapter: one of its own, or one of all users. `user_names` None: any."""
+    return user_names is None or owner_of(name) in ("", *user_names)
+
+
+def adapter_named(given: str, user_names: Sequence[str] | None, served: Iterable[str]) -> str:
+    """Return the adapter that a user calls `given`: its own, before one of all users.
+
+    Raises ModelNotFound, which tells those that the user sees.
+    """
+    seen = [name for name in served if is_seen(name, user_names)]
+    for name in (*(own_id(one, given) for one in user_names or ()), given):
+        if name in seen:
+            return name
+    known = ", ".join(repr(shown_id(name)) for name in seen) or "none"
+    raise ModelNotFound(f"no adapter {given[:200]!r} is served; there is {known}", param="model")
 
 
 def shown_id(own: str) -> str:

@@ -28,7 +28,7 @@ from pydantic_core import from_json
 
 from agentloop import codec
 from agentloop.api.annotations import AnnotationScope, SampleAnnotation, annotation_in
-from agentloop.api.coordinator import RolloutTerms
+from agentloop.api.coordinator import AdapterPush, RolloutTerms
 from agentloop.checks import (
     MAX_BIAS,
     MAX_CONSTRAINT_CHARS,
@@ -259,6 +259,7 @@ class GenerateBody(Body):
     sampling: SamplingBody
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     weight_version: VersionDemandBody | None = None  # that of `sampling`, where other dialects have it too
+    model: Name | None = None  # outside a session: a model beside the policy, or an adapter
 
     def to_request(self, request_id: str) -> GenerateRequest:
         """Return the request as an engine takes it."""
@@ -288,6 +289,7 @@ class TokenScoreBody(Body):
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
     weight_version: VersionDemandBody | None = None
+    model: Name | None = None  # as in `GenerateBody`
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------
@@ -485,8 +487,8 @@ class SubmitBody(Body):
 
     With `keep`, the first so many complete samples make a task's group, and the others are cancelled. With a
     `rollout_id` of the caller's own, a submit whose answer was lost can be repeated: it counts once.
-    `max_staleness` is in weight versions; without it, `on_stale` has no effect. `priority`, `share`, `max_running`
-    and `run_id` are those of `RolloutTerms`.
+    `max_staleness` is in weight versions; without it, `on_stale` has no effect. `priority`, `share`, `max_running`,
+    `run_id` and `adapter` are those of `RolloutTerms`.
     """
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
@@ -500,6 +502,7 @@ class SubmitBody(Body):
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     share: float = Field(default=1.0, ge=1 / MAX_SHARE, le=MAX_SHARE)
     max_running: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    adapter: Name | None = None
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
@@ -511,7 +514,8 @@ class SubmitBody(Body):
 
     def terms(self, owner: str) -> RolloutTerms:
         """Return the rollout's terms as the service holds them."""
-        return RolloutTerms(owner, self.priority, self.share, self.max_running, self.run_id or "")
+        terms = RolloutTerms(owner, self.priority, self.share, self.max_running, self.run_id or "")
+        return replace(terms, adapter=self.adapter or "")
 
     @property
     def staleness(self) -> StalenessLimit | None:
@@ -581,6 +585,7 @@ def _one_source(schema: dict[str, Any]) -> None:
         {"required": [name], "properties": {name: {"type": kind}}}
         for name, kind in (("directory", "string"), ("push", "object"), ("adapter", "string"))
     ]
+    schema["dependentRequired"] = {"name": ["adapter"]}
 
 
 class TensorBody(Body):
@@ -609,7 +614,8 @@ class WeightsBody(Body):
     """The body of `POST /admin/weights`: one source of new weights, and their version.
 
     `directory` and `adapter` are absolute paths of directories that the service may read. `force` accepts a version
-    that does not grow, and weights that make the model noise.
+    that does not grow, and weights that make the model noise. With a `name` the adapter is loaded beside all else,
+    and the version is that name's; `kv_policy` then says nothing.
     """
 
     model_config = ConfigDict(json_schema_extra=_one_source)
@@ -618,6 +624,7 @@ class WeightsBody(Body):
     directory: Directory | None = None
     push: PushBody | None = None
     adapter: Directory | None = None
+    name: Id | None = None
     kv_policy: Literal["keep", "fresh", "recompute"] | None = None
     force: bool = False
 
@@ -626,10 +633,23 @@ class WeightsBody(Body):
         """Return the KV policy; None for the service's default."""
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
 
+    def to_push(self, name: str) -> AdapterPush:
+        """Return the push of an adapter by its whole name. Raises InvalidRequest for a body of another source."""
+        if self.adapter is None or self.to_update().adapter is None:
+            raise InvalidRequest("a name is an adapter's", param="name")
+        return AdapterPush(name, self.adapter, self.version, self.force)
+
     def to_update(self) -> WeightUpdate:
         """Return the update as the fleet takes it. Raises InvalidRequest without exactly one source."""
         push = self.push.to_source() if self.push is not None else None
         return WeightUpdate(self.version, self.directory, push, self.adapter)
+
+
+class UnloadAdapterBody(Body):
+    """The body of `POST /v1/unload_lora_adapter`, as vLLM's server has it."""
+
+    lora_name: Name
+    lora_int_id: Json = None  # vLLM's own number: not used
 
 
 class SleepBody(Body):

@@ -53,7 +53,8 @@ class NewSessionBody(Body):
     `on_overflow` is for a prompt, after the first turn, that leaves no room in the context: it gets a reply that
     was cut before its first token, or an error. `on_malformed_call` is for a call that cannot be read: it is
     content, or a tool call, without a name if that cannot be read either. `task_messages` are the task's own: the
-    conversation that begins with them is the main one. `weight_version` is for calls that say none.
+    conversation that begins with them is the main one. `weight_version` is for calls that say none. All calls are
+    under the `adapter`, whatever model they name.
     """
 
     session_id: Id | None = None
@@ -66,6 +67,7 @@ class NewSessionBody(Body):
     on_malformed_call: OnMalformedCall = "content"
     task_messages: list[TaskMessage] = Field(default_factory=list, max_length=MAX_TASK_MESSAGES)
     weight_version: VersionDemandBody | None = None
+    adapter: Name | None = None
 
 
 class PathScoreBody(Body):

@@ -52,6 +52,7 @@ class ChatCall:
     constraint_param: str = "constraint"
     images: tuple[Image, ...] = ()  # all that `messages` show, each once
     traceparent: str = ""  # the W3C trace context of its caller; empty: none
+    adapter: str = ""  # of a call outside a session, which has its own; empty: the base weights
     continues: bool = False  # the last of `messages` is the beginning of the reply
 
     @property

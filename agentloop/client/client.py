@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import orjson
 import structlog
@@ -29,12 +29,18 @@ from pydantic import BaseModel
 from agentloop import codec
 from agentloop.aio import run_to_end
 from agentloop.api.annotations import AnnotationValues, annotation_of
-from agentloop.api.coordinator import HostDrain, Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import (
+    HostDrain,
+    Page,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateReport,
+    as_its_users,
+)
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import Finding
 from agentloop.api.flight import FlightPage
 from agentloop.api.history import HistoryPage
-from agentloop.api.owners import shown_id
 from agentloop.api.requests import (
     MAX_ANNOTATIONS,
     MAX_SCORED_PROMPTS,
@@ -48,6 +54,7 @@ from agentloop.api.requests import (
     SleepBody,
     SubmitBody,
     TokenScoreBody,
+    UnloadAdapterBody,
     WakeBody,
     WeightsBody,
     check_body,
@@ -174,10 +181,14 @@ class RolloutClient:
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
         timeout_s: float = 600.0,
+        model: str | None = None,
         weight_version: VersionDemand | None = None,
     ) -> Generation:
-        """Sample a continuation of exactly these ids. Raises ContextLengthExceeded, Overloaded and others, and
-        WeightVersionNotServed for a demand that the service does not meet in its time."""
+        """Sample a continuation of exactly these ids. A `model` is an adapter, or one beside the policy.
+
+        Raises ContextLengthExceeded, Overloaded and others, NotFound for an unknown model, and
+        WeightVersionNotServed for a demand that the service does not meet in its time.
+        """
         sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -185,7 +196,7 @@ class RolloutClient:
             "stop_token_ids": list(stop_token_ids),
             "weight_version": None if weight_version is None else codec.to_builtins(weight_version),
         }
-        body = {"token_ids": list(token_ids), "sampling": sampling, "timeout_s": timeout_s}
+        body = {"token_ids": list(token_ids), "sampling": sampling, "timeout_s": timeout_s, "model": model}
         checked = check_body(body, GenerateBody)
         return await self._post("/generate", checked, Generation, extra_s=timeout_s)
 
@@ -201,20 +212,20 @@ class RolloutClient:
     ) -> list[TokenScores]:
         """Return the logprobs of each sequence's own ids from `start` on, under the served weights.
 
-        `start`, one for all or one for each, is at least 1: a sequence's first token has no logprob. A `model` is
-        one that the service has beside the policy. Raises NotFound for another, and what `generate` raises.
+        `start`, one for all or one for each, is at least 1: a sequence's first token has no logprob. `model` is as
+        in `generate`. Raises what that raises.
         """
         starts = [start] * len(batch) if isinstance(start, int) else start
         if len(starts) != len(batch):
             raise InvalidRequest(f"{len(starts)} starts for {len(batch)} sequences", param="start")
         prompts = [{"token_ids": list(ids), "start": first} for ids, first in zip(batch, starts, strict=True)]
         demand = None if weight_version is None else codec.to_builtins(weight_version)
-        options = {"top_k": top_k, "timeout_s": timeout_s, "weight_version": demand}
-        path, found = "/score" if model is None else f"/models/{quote(model, safe='')}/score", list[TokenScores]()
+        options = {"top_k": top_k, "timeout_s": timeout_s, "weight_version": demand, "model": model}
+        found = list[TokenScores]()
         while len(found) < len(batch):
             part = _next_scores(prompts, len(found), top_k)
             body = check_body({"prompts": part, **options}, TokenScoreBody)
-            found += await self._post(path, body, list[TokenScores], extra_s=timeout_s)
+            found += await self._post("/score", body, list[TokenScores], extra_s=timeout_s)
         return found
 
     async def submit(
@@ -230,6 +241,7 @@ class RolloutClient:
         priority: int = 0,
         share: float = 1.0,
         max_running: int | None = None,
+        adapter: str | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
         """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
@@ -246,7 +258,8 @@ class RolloutClient:
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
-        Without these, and without a name, what one key submits goes out in the order it came.
+        Without these, and without a name, what one key submits goes out in the order it came. With an `adapter` all
+        turns are sampled under it, and weight versions are its versions.
 
         Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
@@ -257,7 +270,7 @@ class RolloutClient:
         if has_limit or max_running is not None or share != 1.0:
             run_id = run_id or _new_id()  # its parts count together
         options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
-        options |= {"share": float(share), "max_running": max_running}
+        options |= {"share": float(share), "max_running": max_running, "adapter": adapter}
         if has_limit:
             options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
             options |= {"trajectories_per_version": trajectories_per_version}
@@ -324,8 +337,7 @@ class RolloutClient:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
         page = codec.decode(await self._transport.call("GET", path, accept=codec.MSGPACK, extra_s=wait_s), Page)
-        shown = [replace(record, rollout_id=shown_id(record.rollout_id)) for record in page.trajectories]
-        return replace(page, trajectories=tuple(shown))
+        return replace(page, trajectories=tuple(map(as_its_users, page.trajectories)))
 
     def session(
         self,
@@ -340,6 +352,7 @@ class RolloutClient:
         on_malformed_call: OnMalformedCall = "content",
         task_messages: Iterable[Message] = (),
         weight_version: VersionDemand | None = None,
+        adapter: str | None = None,
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -347,12 +360,13 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that is not
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
-        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`: as `NewSessionBody` says.
+        `on_overflow`, `on_malformed_call`, `task_messages`, `weight_version`, `adapter`: as `NewSessionBody` says.
         """
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         demand = None if weight_version is None else codec.to_builtins(weight_version)
         policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call, "weight_version": demand}
+        policy |= {"adapter": adapter}
         said = [{"role": message.role, "content": message.content} for message in task_messages]
         body = check_body({**names, **place, **policy, "task_messages": said}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
@@ -412,13 +426,23 @@ class RolloutClient:
         directory: str | Path,
         *,
         version: int,
+        name: str | None = None,
         kv_policy: KVPolicy | None = None,
         timeout_s: float = 900.0,
         force: bool = False,
     ) -> UpdateReport:
-        """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
+        """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`.
+
+        With a `name`, in a service with `max_loras`, the adapter is loaded beside others, nothing pauses, and the
+        version is that name's. Raises AdaptersFull while every place has an adapter in use.
+        """
         options = PushOptions(version, kv_policy, timeout_s=timeout_s, force=force)
-        return await self._update({"adapter": _absolute(directory)}, options)
+        return await self._update({"adapter": _absolute(directory), "name": name}, options)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 900.0) -> None:
+        """Serve an adapter no more. Raises NotFound, and AdapterInUse while calls or rollouts are under it."""
+        body = check_body({"lora_name": name}, UnloadAdapterBody)
+        await self._transport.call("POST", "/v1/unload_lora_adapter", body=body, is_admin=True, extra_s=timeout_s)
 
     async def publish(
         self,

@@ -6,13 +6,15 @@ hears of them, and of weights the intent before a replica is touched, the outcom
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from agentloop.api.coordinator import UpdateReport
+from agentloop.api.coordinator import NamedAdapter, UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
+from agentloop.errors import ServiceUnavailable
 from agentloop.types import KVPolicy, PauseMode
 
 T = TypeVar("T")
@@ -139,6 +141,17 @@ class FleetWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetAdapters:
+    """The adapters that the fleet serves by name, as they are stored for the next coordinator.
+
+    `strays` are names of others that a replica may hold: of a push under way, or of one that it has missed.
+    """
+
+    served: tuple[NamedAdapter, ...] = ()  # the one pushed longest ago first
+    strays: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class DesiredState:
     """The state that every replica is brought to. `Fleet.weight_version` has the version."""
 
@@ -169,6 +182,16 @@ class SavedValue(Generic[T]):
         """Replace the value; the next `save_owed` writes it."""
         self._value = value
         self._is_owed = True
+
+    async def save_first(self, value: T, before: T, timeout_s: float) -> None:
+        """Write a value before any replica is touched. If that raises ServiceUnavailable, `before` is owed."""
+        self.owe(value)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.save_owed()
+        except Exception as error:
+            self.owe(before)
+            raise ServiceUnavailable(f"the update cannot be recorded: {error}") from error
 
     async def save_owed(self) -> None:
         """Write the value if it is owed. Raises what the store raises; the value then stays owed."""

@@ -6,7 +6,7 @@ until then other processes use its memory.
 
 Ownership: one object beside the `ReplicaSync`, with one task for each replica that is behind; that replica is
 claimed from the stage to the end. Invariant: a quarantined replica comes back through a commit of the fleet's
-version only.
+version only; where adapters have names, whose base weights never change, by what it says of them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class LateReplicas:
         """Return all that decides whether an attempt succeeds: after a change, the next one begins at once."""
         of_replica = (replica.incarnation, replica.weight_version)
         has_peers = bool(self._fleet.placeable())
-        return of_replica, self._fleet.weight_version, self._sync.desired.orders.asleep, has_peers
+        wanted = self._fleet.weight_version, self._sync.adapters.served
+        return of_replica, wanted, self._sync.desired.orders.asleep, has_peers
 
     def _patience_s(self, number: int) -> float:
         """Return the seconds for a stage: a straggler's in the fleet's update, then more with each attempt.
@@ -165,8 +166,12 @@ class LateReplicas:
         if is_asleep and is_quarantined:
             await self._sync.apply(replica)
             return None
-        source = None
-        if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):
+        source, report = None, replica.report
+        needs_weights = not is_asleep and (is_quarantined or not self._fleet.is_current(replica))
+        if needs_weights and replica.registration.info.max_loras is not None:
+            if report.is_usable and report.load.weight_version is not None:
+                self._fleet.committed(replica, report.load.weight_version)  # at its start
+        elif needs_weights:
             source = await self._staged(replica, stage_timeout_s)
             if source is None:
                 return None

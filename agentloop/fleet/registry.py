@@ -35,10 +35,10 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
+from agentloop.api.owners import shown_id
 from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_of
 from agentloop.engine import EngineInfo
-from agentloop.errors import InvariantBroken, UnsupportedParameter
-from agentloop.sampling import VersionDemand
+from agentloop.errors import InvariantBroken, ModelNotFound, UnsupportedParameter
 from agentloop.types import Load
 
 
@@ -126,6 +126,7 @@ class Fleet:
         self._engines: dict[str, EngineInfo] = {}  # of each entry, the engine that joined last
         self._longest_tokens = 0  # of their contexts
         self._drained: frozenset[str] = frozenset()
+        self.adapters: Mapping[str, int] = {}  # the versions of those that are served by name
         self.num_placement_changes = 0  # grows with every change that `placeable` may show
 
     @property
@@ -195,10 +196,16 @@ class Fleet:
             param=param_of(refused),
         )
 
-    def check_version(self, demand: VersionDemand | None) -> None:
-        """Raise WeightVersionNotServed if the fleet serves weights that a call does not accept."""
-        if demand is not None:
-            demand.check(self._weight_version)
+    def version_of(self, adapter: str) -> int | None:
+        """Return the version that calls under an adapter, or with "" under the base weights, begin with."""
+        return self.adapters.get(adapter) if adapter else self._weight_version
+
+    def check_weights(self, needs: Needs) -> None:
+        """Raise ModelNotFound for an adapter that is not served, WeightVersionNotServed for another version."""
+        if needs.adapter and needs.adapter not in self.adapters:
+            raise ModelNotFound(f"the adapter {shown_id(needs.adapter)!r} is not served any more", param="model")
+        if needs.version is not None:
+            needs.version.check(self.version_of(needs.adapter))
 
     def _having(self, feature: Feature) -> list[str]:
         return [name or info.name for name, info in self._engines.items() if feature in info.features]

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     CommitReport,
     EngineControl,
     LeaveGroup,
@@ -88,6 +89,15 @@ class ReplicaSteps:
         """Join a trainer's group, receive a part of its transfer, or leave; or make a version on its host."""
         timeout_s = self.config.offer_timeout_s if isinstance(order, LeaveGroup) else self.config.stage_timeout_s
         await within(timeout_s, self._engine(replica).follow_trainer(order))
+
+    async def load_adapter(self, replica: ReplicaRecord, name: str, version: int, directory: str) -> StageReport:
+        """Serve a version of an adapter to the calls that begin from now on."""
+        loading = self._engine(replica).load_adapter(Adapter(name, version, directory))
+        return await within(self.config.stage_timeout_s, loading)
+
+    async def unload_adapter(self, replica: ReplicaRecord, name: str) -> None:
+        """Serve an adapter no more."""
+        await within(self.config.offer_timeout_s, self._engine(replica).unload_adapter(name))
 
     async def drain_pinned(self, replica: ReplicaRecord, version: int) -> None:
         """Let requests end that do not accept the version to come. A replica that does not answer is left alone."""

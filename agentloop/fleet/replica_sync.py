@@ -31,7 +31,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.api.coordinator import ReplicaUpdate, UpdateProgress, UpdateReport
+from agentloop.api.coordinator import AdapterPush, ReplicaUpdate, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -45,7 +45,15 @@ from agentloop.errors import (
     WeightsRefused,
     WeightUpdateFailed,
 )
-from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
+from agentloop.fleet.adapter_sync import AdapterSync
+from agentloop.fleet.desired_state import (
+    DesiredState,
+    FleetAdapters,
+    FleetWeights,
+    SavedValue,
+    StandingOrders,
+    UpdateSource,
+)
 from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
@@ -68,14 +76,15 @@ class ReplicaSync:
         initial: tuple[WeightUpdate, KVPolicy] | None = None,
         on_weights: Callable[[FleetWeights], Awaitable[None]] | None = None,
         on_orders: Callable[[StandingOrders], Awaitable[None]] | None = None,
+        on_adapters: Callable[[FleetAdapters], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
         log: FilteringBoundLogger | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """`initial`: the weights that engines load at their start. `on_weights` and `on_orders` store weights and
-        standing orders; their errors are logged, and `save_owed` tries again, but an update that cannot be stored
-        before it begins is refused. `on_change` is called after every order, also one that failed. `wall_time`
-        dates the orders that status shows."""
+        """`initial`: the weights that engines load at their start. `on_weights`, `on_orders` and `on_adapters`
+        store weights, standing orders and adapters; their errors are logged, and `save_owed` tries again, but an
+        update that cannot be stored before it begins is refused. `on_change` is called after every order, also one
+        that failed. `wall_time` dates the orders that status shows."""
         self._fleet = fleet
         self.steps = ReplicaSteps(fleet, connect, config or WeightConfig())
         self._clock = clock
@@ -93,6 +102,16 @@ class ReplicaSync:
         self._update: FleetUpdate | None = None  # the last one begun
         self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
+        self.adapters = AdapterSync(
+            fleet,
+            self.steps,
+            clock,
+            on_adapters,
+            save=self._save,
+            takers=lambda: self._unclaimed(ReplicaState.READY, ReplicaState.SUSPECT),
+            fell_behind=self._fell_behind,
+            wall_time=wall_time,
+        )
 
     @property
     def config(self) -> WeightConfig:
@@ -165,9 +184,9 @@ class ReplicaSync:
         self._on_change()
 
     async def save_owed(self) -> None:
-        """Save weights and orders whose first save has failed. Raises what the store raises."""
-        await self._saved_weights.save_owed()
-        await self._saved_orders.save_owed()
+        """Save weights, orders and adapters whose first save has failed. Raises what the store raises."""
+        for saved in (self._saved_weights, self._saved_orders, self.adapters.saved):
+            await saved.save_owed()
 
     async def _record(self, weights: FleetWeights) -> None:
         """Set and save the fleet's weights. If the store fails, the fleet serves them all the same."""
@@ -457,13 +476,35 @@ class ReplicaSync:
         weights = self._desired.weights
         intended = replace(weights, pending=source)
         self._desired = replace(self._desired, weights=intended)
-        self._saved_weights.owe(intended.without_secrets())
+        stored, before = intended.without_secrets(), weights.without_secrets()
         try:
-            await within(self.config.save_timeout_s, self._saved_weights.save_owed())
-        except Exception as error:
+            await self._saved_weights.save_first(stored, before, self.config.save_timeout_s)
+        except ServiceUnavailable:
             self._desired = replace(self._desired, weights=weights)
-            self._saved_weights.owe(weights.without_secrets())
-            raise ServiceUnavailable(f"the update cannot be recorded: {error}") from error
+            raise
+
+    # --- adapters by name ---
+
+    async def push_adapter(self, push: AdapterPush) -> UpdateReport:
+        """Serve a version of an adapter on all replicas, beside what they serve. Nothing pauses.
+
+        Waits for a weight update to end. Raises as `AdapterSync.push`.
+        """
+        with self._order():
+            await self.until_idle()
+            with self._fleet_wide("an adapter's push"):
+                report = await self.adapters.push(push)
+        self._reports.append(report)
+        self._log.info("adapter_pushed", adapter=push.name, version=report.version)
+        return report
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more. Raises as `AdapterSync.unload`."""
+        with self._order():
+            await self.until_idle()
+            with self._fleet_wide("an adapter's end"):
+                await self.adapters.unload(name)
+        self._log.info("adapter_unloaded", adapter=name)
 
     # --- one replica to the desired state ---
 
@@ -490,7 +531,8 @@ class ReplicaSync:
             except (WeightUpdateFailed, EngineUnusable) as error:
                 self._fleet.refuse(replica, error.message)
                 raise
-        return self._fleet.admit(replica)
+            await self.adapters.bring(replica)
+        return self._fleet.admit(replica)  # at once: an adapter that is pushed from here on finds it in service
 
     async def _resume(self, replica: ReplicaRecord) -> None:
         """Resume a replica, and keep traffic from it until it has answered.

@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -58,6 +58,7 @@ from agentloop.errors import (
     EngineUnusable,
     InvariantBroken,
     MalformedEngineResponse,
+    ModelNotFound,
     NoHealthyReplica,
     ServiceUnavailable,
     WeightVersionNotServed,
@@ -102,7 +103,8 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class NewestVersion:
-    """The newest weight version that a worker has heard of, in the generations of all its trajectories.
+    """The newest weight version that a worker has heard of, in the generations of all its trajectories under one
+    adapter, or under the base weights.
 
     It is the newest of the last versions of all replicas heard of lately. A replica that reports an older one than
     before was taken back, as the fleet then is.
@@ -113,10 +115,10 @@ class NewestVersion:
         self._said: dict[str, tuple[int, int]] = {}  # replica id -> (version, number of that generation)
         self._num_seen = 0
 
-    def see(self, generation: Generation) -> None:
-        """Learn the version of a generation: that of its load, or of its last span, which may be newer."""
+    def see(self, generation: Generation, *, is_adapters: bool = False) -> None:
+        """Learn a generation's version: that of its last span, or of its load, which is the base weights'."""
         heard = [span.version for span in generation.weight_versions[-1:]]
-        if generation.load.weight_version is not None:
+        if generation.load.weight_version is not None and not is_adapters:
             heard.append(generation.load.weight_version)
         if not heard:
             return
@@ -127,6 +129,10 @@ class NewestVersion:
             since = self._num_seen - _MAX_SILENT_GENERATIONS
             said = max(version for version, number in self._said.values() if number > since)
         self.value = said
+
+
+NewestVersions: TypeAlias = defaultdict[str, NewestVersion]
+"""Those of each adapter, and with "" of the base weights."""
 
 
 @dataclass(slots=True)
@@ -241,9 +247,12 @@ class LeasedEngine:
         max_attempts: int,
         newest: NewestVersion | None = None,
         tally: MetricsTally | None = None,
+        adapter: str = "",
     ) -> None:
-        """`max_attempts` are of one turn that fails in a row; `newest` learns from every generation."""
+        """`max_attempts` are of one turn that fails in a row; `newest` learns from every generation; `adapter` is
+        that of its trajectory."""
         self.connect = connect
+        self.adapter = adapter
         self.tally = MetricsTally() if tally is None else tally
         self._holder = holder
         self._vocab_size = vocab_size
@@ -324,7 +333,9 @@ class LeasedEngine:
                             yield piece
                 except AgentLoopError as error:
                     await turn.in_time(self._recover(turn, lease, error))
-                    is_begun = not isinstance(error, EnginePaused | EngineUnreachable | WeightVersionNotServed)
+                    is_begun = not isinstance(
+                        error, EnginePaused | EngineUnreachable | WeightVersionNotServed | ModelNotFound
+                    )
                     self.num_resampled += is_begun and not turn.sampled
             yield ended
         except _TurnAborted:
@@ -371,7 +382,7 @@ class LeasedEngine:
         check_generation(asked, last, self._vocab_size)
         self.engine_s += last.engine_s
         if self._newest is not None:
-            self._newest.see(last)
+            self._newest.see(last, is_adapters=bool(asked.adapter))
         turn.end_round(last)
 
     async def _lease(self, turn: _TurnRounds, asked: GenerateRequest, needs: Needs) -> Lease:
@@ -413,11 +424,14 @@ class LeasedEngine:
 
     async def _recover(self, turn: _TurnRounds, lease: Lease, error: AgentLoopError) -> None:
         """Get ready for the next round: count the failure, move away, and pause. Raises `error` if none is left."""
-        if isinstance(error, WeightVersionNotServed):  # by a replica that switches before the fleet, or after it
+        # By a replica that switches before the fleet, or after it; or whose adapter's place was nearly another's.
+        if isinstance(error, WeightVersionNotServed | ModelNotFound):
             self._holder.have_ask(lease)
             turn.num_misplaced += 1
             if turn.num_misplaced > self._max_attempts:
                 await turn.wait_for_version(error)
+            elif isinstance(error, ModelNotFound):
+                await asyncio.sleep(_pause_s(turn.num_misplaced))
             return
         if isinstance(error, MalformedEngineResponse):
             self.tally.count("logprob_problems_total")
@@ -493,7 +507,8 @@ class CallLeases:
 
 
 def _needs_of(request: GenerateRequest) -> Needs:
-    return needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
+    has_images, num_prompt_tokens = bool(request.images), len(request.token_ids)
+    return needs_of(request.sampling, num_prompt_tokens, has_images=has_images, adapter=request.adapter)
 
 
 def _pause_s(num_before: int, num_failures: int = 0) -> float:
@@ -577,7 +592,8 @@ class _TurnRounds:
         EnginePaused where an abort cut a reply that was shown and cannot go on, or did so too often, and
         WeightVersionNotServed where new weights cut one that cannot go on."""
         last, demand = self._last, self.request.sampling.weight_version
-        if last is not None and demand is not None and self.request.sampling.looks_back and self.sampled:
+        looks_back = self.request.sampling.looks_back and not self.request.adapter
+        if last is not None and demand is not None and looks_back and self.sampled:
             demand.check(last.load.weight_version)
         if self._last is not None and not self._survives_abort():
             raise EnginePaused("an engine's abort cut the reply, which cannot go on: it must be sampled again")
@@ -675,7 +691,7 @@ class _TurnRounds:
         """Return what there is, which may be nothing, as a reply that was aborted."""
         return self._reply(FinishReason.ABORT)
 
-    async def wait_for_version(self, error: WeightVersionNotServed) -> None:
+    async def wait_for_version(self, error: AgentLoopError) -> None:
         """Wait a moment for other weights. Raises `error` once the call has waited as long as it demands."""
         demand, now = self.request.sampling.weight_version, loop_time()
         if self._patient_until is None:

@@ -38,6 +38,7 @@ from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
+    ModelNotFound,
     NoHealthyReplica,
     NotFound,
     ServiceUnavailable,
@@ -268,7 +269,7 @@ class LeaseHolder:
         """Return the lease to call under, asked for if there is none that serves.
 
         Raises NoHealthyReplica or ServiceUnavailable if there is none now, UnsupportedParameter if no engine can
-        serve the needs, WeightVersionNotServed, and as `held` does.
+        serve the needs, WeightVersionNotServed, ModelNotFound for an adapter, and as `held` does.
         """
         if (lease := self.held(needs)) is not None:
             return lease
@@ -406,7 +407,7 @@ class LeaseHolder:
         is_failed = self._has_failed and not self._is_failure_acked
         try:
             return await self._in_time(self._coordinator.move(self._name, held, is_failed, needs))
-        except (NoHealthyReplica, WeightVersionNotServed):
+        except (NoHealthyReplica, WeightVersionNotServed, ModelNotFound):
             self._is_failure_acked = self._has_failed  # reported again, the failure would count again
             raise
         except AgentLoopError as error:

@@ -475,6 +475,7 @@ class LoopContext:
                 keeps_late=not task.stop,
                 keeps_kv=keeps_kv,
                 traceparent=self._trace_of(str(turn_index)),
+                adapter=self._engine.adapter,
             ),
             Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
             stop=task.stop,

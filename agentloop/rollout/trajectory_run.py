@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImagePlacer
-from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
+from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion, NewestVersions
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.metrics import MetricsTally, count_record
@@ -113,7 +113,7 @@ class RunParts:
     tally: MetricsTally = field(default_factory=MetricsTally)
     journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
     models: ModelsPort = field(default_factory=NoModels)  # beside the policy
-    newest: NewestVersion = field(default_factory=NewestVersion)
+    newest: NewestVersions = field(default_factory=lambda: defaultdict(NewestVersion))
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
     rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
     user_tasks: UserTasks = field(default_factory=lambda: UserTasks("loop"))
@@ -247,7 +247,7 @@ class TrajectoryRun:
             return False
         self._scope = scope
         if assignment.staleness is not None:
-            self._guard = StalenessGuard(assignment.staleness, parts.newest)
+            self._guard = StalenessGuard(assignment.staleness, parts.newest[assignment.adapter])
         return True
 
     async def _to_end(self) -> None:
@@ -429,6 +429,7 @@ class TrajectoryRun:
             loop=self._task.loop,
             traceparent=assignment.traceparent,
             trace_link=assignment.trace_link,
+            adapter=assignment.adapter,
         )
         return ended(trajectory)
 
@@ -447,8 +448,9 @@ class TrajectoryRun:
             self._lease,
             vocab_size=shared.vocab_size,
             max_attempts=shared.config.turn_attempts,
-            newest=shared.newest,
+            newest=shared.newest[assignment.adapter],
             tally=shared.tally,
+            adapter=assignment.adapter,
         )
         wanted = task.limits.max_context_tokens
         context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)
@@ -583,6 +585,7 @@ def unmade_record(
         loop=assignment.task.loop,
         traceparent=assignment.traceparent,
         trace_link=assignment.trace_link,
+        adapter=assignment.adapter,
     )
 
 

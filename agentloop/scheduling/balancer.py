@@ -162,9 +162,9 @@ class Balancer:
         """Grant a holder a lease, or return the one that it has on a replica that takes traffic.
 
         It is granted also without room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine
-        can serve the demand's needs, or WeightVersionNotServed.
+        can serve the demand's needs, WeightVersionNotServed, or ModelNotFound for an adapter that is not served.
         """
-        self._fleet.check_version(demand.needs.version)
+        self._fleet.check_weights(demand.needs)
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
             if holding.is_counted and self._books.takes_traffic(holding.lease, demand.needs):
@@ -174,7 +174,7 @@ class Balancer:
         (asked, chosen), self._found = self._found, (None, None)
         if asked is not demand or chosen is None or not self._books.suits(chosen, demand.needs):
             chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
-        self._prefixes.note(_prefixes_of(demand), chosen)
+        self._prefixes.note(self._prefixes_of(demand), chosen)
         lease = self._grant(chosen)
         self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
         return lease
@@ -193,10 +193,10 @@ class Balancer:
         After a failure it is on another replica if there is one. Without a failure it stays where the KV is if that
         replica can serve what it `needs`, now and from here on; a holder that was told to ask may have to wait for
         room. Raises NoHealthyReplica if it has to, or if no replica takes traffic, and UnsupportedParameter if no
-        engine can serve it, or WeightVersionNotServed: the holder keeps its lease. Raises NotFound for a lease that
-        is not known (`adopt` it first).
+        engine can serve it, WeightVersionNotServed or ModelNotFound: the holder keeps its lease. Raises NotFound
+        for a lease that is not known (`adopt` it first).
         """
-        self._fleet.check_version(needs.version)
+        self._fleet.check_weights(needs)
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             raise NotFound(f"lease {lease.lease_id} is not known", param="lease")
@@ -332,15 +332,15 @@ class Balancer:
             self._balance_tail(holding)
             self._clear(holding)
 
-    def new_epoch(self, *, is_flushed: bool) -> None:
+    def new_epoch(self, *, is_flushed: bool, adapter: str = "") -> None:
         """Note new weights: new prompts share no KV of the old ones. If it was flushed, no holder finds its own
-        either."""
-        self._prefixes.clear()
-        if not is_flushed:
-            return
-        for holding in self._table:
-            holding.is_flushed |= holding.is_warm or holding.idle_since is None
-            holding.is_warm = False
+        either. Of an adapter's version, these are those under it alone."""
+        if not adapter:
+            self._prefixes.clear()
+        for holding in self._table if is_flushed else ():
+            if not adapter or holding.demand.needs.adapter == adapter:
+                holding.is_flushed |= holding.is_warm or holding.idle_since is None
+                holding.is_warm = False
 
     def look(self, now: float) -> None:
         """Adapt the KV share to the engines' loads, and count holders at long tools no more. Call about once a
@@ -383,12 +383,23 @@ class Balancer:
     def _homes(self, demand: Demand, least: str) -> Iterator[str]:
         """Yield the replicas that its longest known prefix went to, within the slack, the least loaded first."""
         books = self._books
-        for key, num_tokens in _prefixes_of(demand):
+        for key, num_tokens in self._prefixes_of(demand):
             homes = books.by_load(self._prefixes.replicas(key), demand.needs)
             if homes:
                 slack = _PREFIX_SLACK * num_tokens / books.placeable[least].capacity_tokens
                 yield from (name for name in homes if books.load(name) <= books.load(least) + slack)
                 return
+
+    def _prefixes_of(self, demand: Demand) -> Iterator[tuple[str, int]]:
+        """Yield a demand's prefixes, the longest first: its group's prompt, then what its prompt begins with.
+
+        KV is shared within one version of an adapter.
+        """
+        adapter = demand.needs.adapter
+        mark = f"{adapter}@{self._fleet.version_of(adapter)} " if adapter else ""
+        if demand.group_size > 1 and demand.group_id:
+            yield mark + demand.group_id, demand.num_prompt_tokens
+        yield from ((mark + key, num_tokens) for key, num_tokens in demand.prefixes)
 
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
         """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""
@@ -509,10 +520,3 @@ def _session_row(holding: Holding, now: float) -> FlightRow:
     doing = Doing.DECODE if holding.idle_since is None else Doing.LOOP
     flight = Flight(doing, idle_s, idle_s, turn=holding.num_turns, num_tokens=round(holding.context_tokens))
     return FlightRow(holding.demand.holder_id.removeprefix("/"), flight, "", holding.lease.replica_id)
-
-
-def _prefixes_of(demand: Demand) -> Iterator[tuple[str, int]]:
-    """Yield a demand's prefixes, the longest first: its group's prompt, then what its prompt begins with."""
-    if demand.group_size > 1 and demand.group_id:
-        yield demand.group_id, demand.num_prompt_tokens
-    yield from demand.prefixes

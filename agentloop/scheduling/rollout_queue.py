@@ -118,7 +118,7 @@ class RolloutQueue:
             raise InvalidRequest("a group id occurs twice", param="groups")
         if any(group.keep is not None and not 1 <= group.keep <= group.num_samples for group in groups):
             raise InvalidRequest("a group keeps at least one sample, and no more than it has", param="keep")
-        self._budgets.check(rollout_id, groups)
+        self._budgets.check(rollout_id, groups, terms.adapter)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
             raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
         reserved = self._reserved.values()
@@ -168,7 +168,8 @@ class RolloutQueue:
         """
         work = list(work)
         sizes = sizes or task_sizes([group for group, _ in work])
-        budget = self._budgets.join(rollout_id, next((group.staleness for group, _ in work), None))
+        limit = next((group.staleness for group, _ in work), None)
+        budget = self._budgets.join(rollout_id, limit, terms.adapter)
         if budget is not None:
             budget.restore(num_trained, first_version)
         rollout = LiveRollout(
@@ -202,7 +203,7 @@ class RolloutQueue:
 
     def set_versions(self, versions: FleetVersions) -> None:
         """Measure staleness against what the fleet serves, and against what is coming."""
-        self._budgets.learn(versions.served)
+        self._budgets.learn(versions)
         if versions != self._versions:
             self._versions = versions
             self._order.versions_changed()
@@ -366,7 +367,7 @@ class RolloutQueue:
             worker = self._workers[sample.worker_id or COORDINATOR]
             if sample.worker_id != COORDINATOR:
                 worker.strays.add(assignment_id)
-        sample.count_begun(is_trained, self._versions.served)
+        sample.count_begun(is_trained, self._versions)
         self._leave_worker(sample)
         sample.set_state(SampleState.FINISHED)
         rollout = sample.rollout
@@ -520,7 +521,7 @@ class RolloutQueue:
         sample.num_sampled = 0
         if worker_id != COORDINATOR:
             self._order.begun(sample)
-        sample.count_begun(worker_id != COORDINATOR, self._versions.served)
+        sample.count_begun(worker_id != COORDINATOR, self._versions)
         self._workers.setdefault(worker_id, _WorkerSamples()).running[sample.assignment_id] = sample
 
     def _leave_worker(self, sample: Sample) -> None:
@@ -568,7 +569,7 @@ class RolloutQueue:
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
         """Take a sample from its worker: the caller queues it, unless it is owed its record then."""
-        sample.count_begun(False, self._versions.served)
+        sample.count_begun(False, self._versions)
         sample.num_sampled_before = 0 if reason is StopReason.STALE else sample.num_sampled
         sample.lost_tokens[LossCause.KILL] += sample.num_sampled_before
         self._leave_worker(sample)

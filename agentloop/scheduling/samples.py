@@ -15,7 +15,7 @@ from enum import StrEnum
 from agentloop import codec
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
-from agentloop.scheduling.staleness_budget import StalenessBudget
+from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.types import LossCause, RolloutGroup, StopReason
 
 
@@ -90,13 +90,13 @@ class Sample:
             return self.rollout.is_cancelled
         return self.rollout.is_cancelled or self.rollout.groups[self.group.group_id].is_full
 
-    def count_begun(self, is_begun: bool, served: int | None) -> None:
+    def count_begun(self, is_begun: bool, versions: FleetVersions) -> None:
         """Take a place in the run's budget, or give it back."""
         budget = self.rollout.budget
         if budget is not None and is_begun != self.is_begun:
             self.is_begun = is_begun
             if is_begun:
-                budget.begin(served)
+                budget.begin(versions.of(budget.adapter).served)
             else:
                 budget.give_back()
 

@@ -7,8 +7,8 @@ Staleness is the fleet's weight version minus the oldest version in a trajectory
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import RolloutGroup, StalenessLimit
@@ -18,10 +18,18 @@ UNBOUNDED = 1 << 62  # trajectories
 
 @dataclass(frozen=True, slots=True)
 class FleetVersions:
-    """The version the fleet serves, and the one an update under way would bring. None: not known, no update."""
+    """The version the fleet serves, and the one an update under way would bring. None: not known, no update.
+
+    `adapters` are the versions of those that are served by name.
+    """
 
     served: int | None = None
     coming: int | None = None
+    adapters: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, adapter: str) -> FleetVersions:
+        """Return the versions of what samples a rollout: an adapter, or with "" the base weights."""
+        return FleetVersions(self.adapters.get(adapter)) if adapter else self
 
 
 class StalenessBudget:
@@ -33,15 +41,17 @@ class StalenessBudget:
     their numbers, the unit of the limit itself. A dropped or failed trajectory gives its place back.
     """
 
-    def __init__(self, limit: StalenessLimit) -> None:
+    def __init__(self, limit: StalenessLimit, adapter: str = "") -> None:
+        """`adapter` is that of the run, by whose versions it lives."""
         self.limit = limit
+        self.adapter = adapter
         self.num_begun = 0
         self.first_version: int | None = None
         self.num_rollouts = 0
 
     def room(self, versions: FleetVersions) -> int:
         """Return the number that may be begun now: none if an update under way would make them too old."""
-        served, coming = versions.served, versions.coming
+        served, coming = (own := versions.of(self.adapter)).served, own.coming
         if served is not None and coming is not None and coming - served > self.limit.max_staleness:
             return 0
         per_version = self.limit.trajectories_per_version
@@ -82,10 +92,10 @@ class StalenessBudgets:
     """The budgets of all live rollouts. Those that name one run share one."""
 
     def __init__(self) -> None:
-        self._by_run: dict[tuple[str, str], StalenessBudget] = {}
-        self._served: int | None = None
+        self._by_run: dict[tuple[str, str, str], StalenessBudget] = {}
+        self._versions = FleetVersions()
 
-    def check(self, rollout_id: str, groups: Iterable[RolloutGroup]) -> None:
+    def check(self, rollout_id: str, groups: Iterable[RolloutGroup], adapter: str = "") -> None:
         """Raises InvalidRequest for limits that cannot be, or that differ within a rollout or its live run."""
         limits = {group.staleness for group in groups}
         if len(limits) != 1:
@@ -97,21 +107,22 @@ class StalenessBudgets:
             raise InvalidRequest("staleness is not negative", param="max_staleness")
         if limit.trajectories_per_version is not None and limit.trajectories_per_version < 1:
             raise InvalidRequest("a version consumes at least one trajectory", param="trajectories_per_version")
-        known = self._by_run.get(_key(rollout_id, limit))
+        known = self._by_run.get(_key(rollout_id, limit, adapter))
         if known is not None and known.limit != limit:
             raise InvalidRequest(f"run {limit.run_id} has another staleness limit", param="run_id")
 
-    def join(self, rollout_id: str, limit: StalenessLimit | None) -> StalenessBudget | None:
+    def join(self, rollout_id: str, limit: StalenessLimit | None, adapter: str = "") -> StalenessBudget | None:
         """Return the budget of a rollout; None without a limit. `leave` follows."""
         if limit is None:
             return None
-        budget = self._by_run.setdefault(_key(rollout_id, limit), StalenessBudget(limit))
+        budget = self._by_run.setdefault(_key(rollout_id, limit, adapter), StalenessBudget(limit, adapter))
         budget.num_rollouts += 1
         return budget
 
-    def learn(self, served: int | None) -> None:
-        before, self._served = self._served, served
+    def learn(self, versions: FleetVersions) -> None:
+        earlier, self._versions = self._versions, versions
         for budget in self._by_run.values():
+            before, served = earlier.of(budget.adapter).served, versions.of(budget.adapter).served
             if before is not None and served is not None and served < before:
                 budget.set_back(before - served)
             budget.learn(served)
@@ -122,8 +133,8 @@ class StalenessBudgets:
             return
         budget.num_rollouts -= 1
         if budget.num_rollouts == 0:
-            del self._by_run[_key(rollout_id, budget.limit)]
+            del self._by_run[_key(rollout_id, budget.limit, budget.adapter)]
 
 
-def _key(rollout_id: str, limit: StalenessLimit) -> tuple[str, str]:
-    return (limit.run_id, "" if limit.run_id else rollout_id)
+def _key(rollout_id: str, limit: StalenessLimit, adapter: str) -> tuple[str, str, str]:
+    return limit.run_id, "" if limit.run_id else rollout_id, adapter

@@ -60,6 +60,7 @@ class SessionRecord:
     is_revoked: bool = False  # it takes no calls any more
     traceparent: str = ""  # the W3C trace context of its maker
     weight_version: VersionDemand | None = None  # of calls that say none
+    adapter: str = ""  # that all its calls are sampled under; empty: the base weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,7 @@ class Session:
             task_messages=record.task_messages,
             constraints=dict(self.graph.constraints),
             traceparent=record.traceparent,
+            adapter=record.adapter,
         )
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
@@ -514,6 +515,7 @@ class Session:
                 image_data=chat_call.images,
                 keeps_kv=keeps_kv,
                 traceparent=self._trace_of(live.turn_id(choice_index)),
+                adapter=self._record.adapter,
             ),
             Reading(
                 chat_call.tools,

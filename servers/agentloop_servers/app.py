@@ -748,6 +748,7 @@ def build_endpoint(
         live_version=lambda: _live_version(coordinator),
         logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # that of all of them
         takes_images=takes_images(config),
+        by_name=None if config.max_loras is None else coordinator.adapters,
     )
     return sessions, endpoint
 
@@ -991,6 +992,7 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
         allows_weights=config.allows_weights,
         allows_push=config.allows_push,
         allows_adapters=config.allows_adapters,
+        names_adapters=config.max_loras is not None,
         can_sleep=config.can_sleep,
     )
 

@@ -5,6 +5,7 @@ users:
     keys: [9f86d08…]      # SHA-256 of each key, in hex: printf %s "$KEY" | sha256sum
     retired: []           # of keys that open nothing any more; what was stored under them is alice's
     admin: false
+    adapters: false       # may push LoRA adapters by name, for its own calls
     share: 1
     limits: {open_calls: 64, sessions: 1000, live_trajectories: 256, tokens_per_minute: 1000000}
 """
@@ -42,13 +43,14 @@ class _User(_OfUsersFile):
     keys: Annotated[list[Digest], Field(max_length=16)] = []
     retired: Annotated[list[Digest], Field(max_length=64)] = []
     admin: bool = False
+    adapters: bool = False
     share: Annotated[float, Field(gt=0, le=1000)] = 1.0
     limits: _Limits = _Limits()
 
     def user(self) -> User:
         limits = UserLimits(**self.limits.model_dump(), share=self.share)
         keys, retired = (tuple(map(bytes.fromhex, found)) for found in (self.keys, self.retired))
-        return User(self.name, keys, retired, self.admin, limits)
+        return User(self.name, keys, retired, self.admin, limits, self.adapters)
 
 
 class _UsersFile(_OfUsersFile):

@@ -14,8 +14,8 @@ from agentloop.fleet.registry import ReplicaState
 from agentloop.rollout.turn_journal import YOUNG_S
 from agentloop.types import KVPolicy, StopReason, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
+from tests.support.fleet.adapter_world import held_by
 from tests.support.fleet.proving_policy import logprobs_of
-from tests.support.fleet.schedules import NOISE
 from tests.support.fleet.whole_world import WholeWorld
 
 SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
@@ -40,6 +40,8 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
         engine = process.engine
         if engine.weight_version != desk.weight_version or replica.weight_version != desk.weight_version:
             yield f"{process.url} holds {engine.weight_version} where {desk.weight_version} is served"
+        if held_by(process) != dict(desk.fleet.adapters):
+            yield f"{process.url} has the adapters {held_by(process)} where {desk.fleet.adapters} are served"
         if engine.is_paused or not engine.is_usable:
             yield f"{process.url} takes traffic, paused: {engine.is_paused}, usable: {engine.is_usable}"
     if known:
@@ -134,20 +136,24 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
 
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Tokens that their version would not have said there, and spans that do not tile what was sampled."""
-    known = world.history.pushed - NOISE | {0}
     accepted = world.ledger.accepted.items()
     demands = {(name, group.group_id): group.task.weight_version for name, groups in accepted for group in groups}
     for records in stored.values():
         for record in records:
             name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
+            own = record.group_id if record.rollout_id == "sessions" else record.rollout_id
+            if record.adapter != world.adapter_of(own):
+                yield f"{name} says that {record.adapter!r} sampled it"
             demand = demands.get((record.rollout_id, record.group_id))
             for path in record.paths:
-                yield from (f"{name}: {problem}" for problem in _path_problems(world.kv_policy, path, known))
+                known = world.known_versions(record.adapter)
+                problems = _path_problems(world.kv_policy, path, known, record.adapter)
+                yield from (f"{name}: {problem}" for problem in problems)
                 if demand and not all(demand.accepts(span.version) for span in path.weight_versions):
                     yield f"{name}: {demand} was answered by {path.weight_versions}"
 
 
-def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int]) -> Iterator[str]:
+def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int], adapter: str) -> Iterator[str]:
     turns = [index for turn in path.turns for index in range(turn.start, turn.end)]
     spanned = [index for span in path.weight_versions for index in range(span.start, span.end)]
     if spanned != turns:
@@ -161,11 +167,11 @@ def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int]) -> Ite
         own = [span for span in path.weight_versions if span.start < turn.end and span.end > turn.start]
         if [span.version for span in own] != sorted({span.version for span in own}):
             yield f"a turn's versions are {own}"
-        if kv_policy is not KVPolicy.RECOMPUTE and known != {0}:
+        if kv_policy is not KVPolicy.RECOMPUTE and known != {0} and not adapter:
             continue  # KV of several versions was mixed, as the policy allows
         for span in own:
             start, end = max(span.start, turn.start), min(span.end, turn.end)
-            expected = logprobs_of(ids, first + start, first + end, span.version)
+            expected = logprobs_of(ids, first + start, first + end, span.version, adapter)
             if path.logprobs[start:end].tolist() != expected:
                 yield f"[{start}, {end}) was not sampled under version {span.version} after what is recorded"
 

@@ -15,12 +15,15 @@ from agentloop.engine import ALL_MEMORY
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 from tests.faults import checker
+from tests.support.fleet.adapter_world import AdapterWorld
 from tests.support.fleet.live_run import write_checkpoint
 from tests.support.fleet.whole_world import WholeWorld, make_groups
 
 MAX_HEALING_S = 120.0
 FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125, 7459, 8919)
 """Schedules that found a fault once, before clients had words: they run without."""
+FIRST_OF_ADAPTERS = 1_000_000
+"""From here on schedules have adapters by name in place of updates."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
 MAX_THREAD_END_S = 10.0
@@ -36,8 +39,11 @@ def run_schedule(seed: int) -> Counter[str]:
     try:
         checkpoint = folder / "checkpoint"
         checkpoint.mkdir()
-        has_words = seed not in FOUND_SEEDS
-        world = WholeWorld(seed, clock, write_checkpoint(checkpoint), folder, has_words=has_words)
+        given = clock, write_checkpoint(checkpoint), folder
+        if seed >= FIRST_OF_ADAPTERS:
+            world: WholeWorld = AdapterWorld(seed, *given)
+        else:
+            world = WholeWorld(seed, *given, has_words=seed not in FOUND_SEEDS)
         counts = clock.run(_schedule(world))
         left = set(threading.enumerate()) - threads
         for thread in left:

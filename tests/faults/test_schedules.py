@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.faults.run import run_batch
-from tests.faults.schedules import FOUND_SEEDS, run_schedule
+from tests.faults.schedules import FIRST_OF_ADAPTERS, FOUND_SEEDS, run_schedule
 from tests.support.fleet.faulty_link import Fault
 
 pytestmark = pytest.mark.slow
@@ -32,6 +32,21 @@ HAPPENINGS = (
 def test_schedules() -> None:
     _, wrong = run_batch(list(range(NUM_SEEDS)))
     assert not wrong
+
+
+def test_schedules_with_adapters() -> None:
+    totals, wrong = run_batch([FIRST_OF_ADAPTERS + number for number in range(NUM_SEEDS)])
+    assert not wrong
+    for what in (
+        "adapter pushed",
+        "evicted",
+        "unloaded",
+        "replica failed",
+        "_kill",
+        "_crash",
+        "client: model_not_found",
+    ):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
 
 
 @pytest.mark.long

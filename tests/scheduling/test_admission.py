@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import ReplicaReport, TurnEnded
-from agentloop.errors import NoHealthyReplica
+from agentloop.capabilities import Needs
+from agentloop.errors import ModelNotFound, NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.kv_share import KVShare, ShareBounds
@@ -210,6 +211,28 @@ def test_equal_prefixes_go_together_until_their_replica_has_much_more():
     ]
     assert len(set(many)) == 3
     balancer.check()
+
+
+def test_equal_prefixes_under_other_adapters_or_versions_are_others():
+    fleet = fleet_of("a", "b", "c")
+    fleet.adapters = {"math": 1, "law": 1}
+    balancer = Balancer(fleet)
+
+    def placed(name, adapter):
+        asked = replace(session(name, 10.0), num_prompt_tokens=9000, prefixes=(("long", 8192),))
+        return balancer.acquire(replace(asked, needs=Needs(adapter=adapter)), 0.0).replica_id
+
+    first = placed("m1", "math")
+    assert placed("m2", "math") == first
+    law = placed("l1", "law")
+    base = placed("b1", "")
+    assert len({first, law, base}) == 3
+    assert (placed("l2", "law"), placed("b2", "")) == (law, base)
+    assert placed("m3", "math") == first
+    fleet.adapters = {"math": 2, "law": 1}
+    assert placed("m4", "math") != first
+    with pytest.raises(ModelNotFound):
+        placed("x", "gone")
 
 
 def test_the_share_grows_while_something_waits_and_the_engines_have_unused_kv():

@@ -141,12 +141,12 @@ def test_a_fleet_that_is_taken_back_goes_on_counting() -> None:
     budgets = StalenessBudgets()
     budget = budgets.join("r", StalenessLimit(0, trajectories_per_version=4))
     assert budget is not None
-    budgets.learn(940)
+    budgets.learn(FleetVersions(940))
     for _ in range(11 * 4):
         budget.begin(940)
-    budgets.learn(950)
+    budgets.learn(FleetVersions(950))
     assert budget.room(FleetVersions(950)) == 0
-    budgets.learn(900)
+    budgets.learn(FleetVersions(900))
     assert budget.room(FleetVersions(900)) == 0
     assert budget.room(FleetVersions(901)) == 4
 

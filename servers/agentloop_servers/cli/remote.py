@@ -53,14 +53,16 @@ def push_weights(
     url: Url = DEFAULT_URL,
     kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
+    name: Annotated[str | None, typer.Option(help="The adapter's name, where they have names.")] = None,
     force: Annotated[bool, typer.Option("--force", help="The version may be older, or noise.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
     """Bring every replica to new weights."""
 
     async def send(client: RolloutClient) -> UpdateReport:
-        if adapter:
-            return await client.update_adapter(directory, version=version, kv_policy=kv_policy, force=force)
+        if adapter or name is not None:
+            push = client.update_adapter(directory, version=version, name=name, kv_policy=kv_policy, force=force)
+            return await push
         return await client.update_weights(directory, version=version, kv_policy=kv_policy, force=force)
 
     report = asked(url, send, admin_key=admin_key)
@@ -221,6 +223,8 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         state_of = (replica.state, replica.engine, own, *map(str, numbers))
         replicas.add_row(replica.replica_id, *where, *state_of, tokens, hits)
     console.print(replicas)
+    for adapter in service.adapters:
+        console.print(f"adapter {adapter.name}, version {adapter.version}", highlight=False)
     if service.queue.reason:
         console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)
     said = "\n".join(service.degraded)

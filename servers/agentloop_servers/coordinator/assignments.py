@@ -9,6 +9,7 @@ from agentloop.api.coordinator import Prefix, group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import PendingRecord, Sample
+from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory, TrajectoryTimes
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
@@ -23,7 +24,7 @@ def demand(worker_id: str, sample: Sample) -> Demand:
         group_id=group_key(sample.assignment_id),
         num_prompt_tokens=_num_prompt_tokens(sample.group.task),
         group_size=sample.group.num_samples,
-        needs=needs_of_task(sample.group.task),
+        needs=replace(needs_of_task(sample.group.task), adapter=sample.rollout.terms.adapter),
         prefixes=_prefixes(sample.group.task),
     )
 
@@ -50,6 +51,7 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
         num_sampled_before=sample.num_sampled_before,
         traceparent=sample.rollout.terms.traceparent,
         trace_link=sample.rollout.terms.trace_link,
+        adapter=sample.rollout.terms.adapter,
     )
 
 
@@ -59,9 +61,13 @@ def needs_of_task(task: RolloutTask) -> Needs:
     return replace(needs, version=None) if needs.features else NO_NEEDS  # how long the prompt is, is a guess
 
 
-def is_awaiting_version(sample: Sample, served: int | None, now: float) -> bool:
-    """Tell if a sample stays in the queue: other weights are served than it accepts, and its wait is not over."""
-    wanted = sample.group.task.weight_version
+def is_awaiting_weights(sample: Sample, versions: FleetVersions, now: float) -> bool:
+    """Tell if a sample stays in the queue: its adapter is not served, or other versions than it accepts are and
+    its wait for them is not over."""
+    wanted, adapter = sample.group.task.weight_version, sample.rollout.terms.adapter
+    served = versions.of(adapter).served
+    if adapter and served is None:
+        return True
     if wanted is None or served is None or wanted.accepts(served):
         return False
     return now - sample.queued_at < wanted.wait_s
@@ -99,4 +105,5 @@ def owed_record(pending: PendingRecord) -> Trajectory:
         loop=sample.group.task.loop,
         traceparent=sample.rollout.terms.traceparent,
         trace_link=sample.rollout.terms.trace_link,
+        adapter=sample.rollout.terms.adapter,
     )

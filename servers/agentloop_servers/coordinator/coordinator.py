@@ -22,7 +22,14 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api.annotations import AnnotatedRecord
-from agentloop.api.coordinator import EndpointTable, HostDrain, ServiceStatus, StoreStatus, UpdateReport
+from agentloop.api.coordinator import (
+    EndpointTable,
+    HostDrain,
+    NamedAdapter,
+    ServiceStatus,
+    StoreStatus,
+    UpdateReport,
+)
 from agentloop.api.facts import FactsPage, FactsQuery
 from agentloop.api.findings import degraded
 from agentloop.api.flight import FlightPage
@@ -31,7 +38,7 @@ from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.clock import Clock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
-from agentloop.fleet.desired_state import TURN_REASON, FleetWeights, StandingOrders
+from agentloop.fleet.desired_state import TURN_REASON, FleetAdapters, FleetWeights, StandingOrders
 from agentloop.fleet.replica_steps import Connect
 from agentloop.fleet.store_follower import FollowedStore, StoreFollower
 from agentloop.images import Image
@@ -45,6 +52,7 @@ from agentloop_servers.coordinator.rollouts import Rollouts
 
 FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
+FLEET_ADAPTERS = "fleet_adapters"
 FOLLOWED_VERSION = "followed_version"
 ENDPOINT_PLACES = "endpoint_places"
 """The names under which the store keeps what the next coordinator goes on with."""
@@ -77,7 +85,9 @@ class Coordinator:
         changed = ChangeSignal()
         save_weights = partial(store.save_state, FLEET_WEIGHTS)
         save_orders = partial(store.save_state, STANDING_ORDERS)
-        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, save_weights, save_orders)
+        save_adapters = partial(store.save_state, FLEET_ADAPTERS)
+        saves = save_weights, save_orders, save_adapters
+        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, *saves)
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._background: list[asyncio.Task[None]] = []
         save_places = partial(store.save_state, ENDPOINT_PLACES)
@@ -105,6 +115,8 @@ class Coordinator:
             orders = StandingOrders().put_to_sleep(1, TURN_REASON, time.time())
         self._saved_reports = await self._store.saved_state(UPDATES, tuple[UpdateReport, ...]) or ()
         self.replicas.sync.restore(weights, orders, self._saved_reports)
+        if (adapters := await self._store.saved_state(FLEET_ADAPTERS, FleetAdapters)) is not None:
+            self.replicas.sync.adapters.restore(adapters)
         self._places.restore(await self._store.saved_state(ENDPOINT_PLACES, SavedPlaces))
         await self.rollouts.restore()
         self._metrics.restore(await self._store.saved_state(METRICS, SavedMetrics))
@@ -173,8 +185,13 @@ class Coordinator:
             drained=tuple(sorted(orders.drained)),
             unread=self.rollouts.unread(),
             store=None if self._follower is None else self._follower.status,
+            adapters=replicas.sync.adapters.served,
         )
         return replace(status, degraded=degraded(status))
+
+    async def adapters(self) -> tuple[NamedAdapter, ...]:
+        """Return the adapters that are served by name."""
+        return self.replicas.sync.adapters.served
 
     async def report_metrics(self, report: MetricsReport) -> None:
         """Take in what a process has counted."""

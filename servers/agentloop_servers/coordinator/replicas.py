@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api.coordinator import (
+    AdapterPush,
     LostReplica,
     ReplicaRegistration,
     ReplicaReport,
@@ -28,7 +29,7 @@ from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, InvalidRequest, InvariantBroken, ServiceUnavailable
-from agentloop.fleet.desired_state import FleetWeights, StandingOrders
+from agentloop.fleet.desired_state import FleetAdapters, FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, WeightConfig
@@ -104,6 +105,7 @@ class Replicas:
         tasks: OwnedTasks,
         on_weights: Callable[[FleetWeights], Awaitable[None]],
         on_orders: Callable[[StandingOrders], Awaitable[None]],
+        on_adapters: Callable[[FleetAdapters], Awaitable[None]],
     ) -> None:
         self.tasks = tasks
         self._config = config
@@ -123,6 +125,7 @@ class Replicas:
             initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
             on_weights=on_weights,
             on_orders=on_orders,
+            on_adapters=on_adapters,
             on_change=self._fleet_changed,
             log=log,
         )
@@ -148,8 +151,8 @@ class Replicas:
 
     @property
     def versions(self) -> FleetVersions:
-        """The version that the fleet serves, and that of the update under way."""
-        return FleetVersions(self.fleet.weight_version, max(self._coming, default=None))
+        """The versions that the fleet serves, and that of the update under way."""
+        return FleetVersions(self.fleet.weight_version, max(self._coming, default=None), self.fleet.adapters)
 
     # --- coming and going ---
 
@@ -228,6 +231,7 @@ class Replicas:
                 features=features_of(replica.registration.info.can.features),
                 max_context_tokens=replica.registration.info.max_context_tokens,
                 lora_rank=replica.registration.info.lora_rank,
+                max_loras=replica.registration.info.max_loras,
                 quantization=replica.registration.info.quantization,
                 is_noise=replica.report.is_noise,
                 host=replica.host,
@@ -303,6 +307,20 @@ class Replicas:
                     if replica.state is ReplicaState.QUARANTINED:
                         self.balancer.drop_replica(replica.replica_id)
                         self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
+
+    @to_its_end
+    async def push_adapter(self, push: AdapterPush) -> UpdateReport:
+        try:
+            return await self.sync.push_adapter(push)
+        except AgentLoopError:
+            self.tally.count("weight_updates_total", "failed", "")
+            raise
+        finally:
+            self.balancer.new_epoch(is_flushed=True, adapter=push.name)
+
+    @to_its_end
+    async def unload_adapter(self, name: str) -> None:
+        await self.sync.unload_adapter(name)
 
     @to_its_end
     async def pause(self, mode: PauseMode, reason: str = "") -> None:

@@ -42,7 +42,7 @@ from agentloop.api.coordinator import (
 )
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
-from agentloop.api.owners import own_id, owner_of, possible_ids
+from agentloop.api.owners import adapter_named, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
@@ -64,7 +64,7 @@ from agentloop.types import (
 from agentloop_servers.coordinator.assignments import (
     assignment,
     demand,
-    is_awaiting_version,
+    is_awaiting_weights,
     needs_of_task,
     owed_record,
 )
@@ -131,6 +131,7 @@ class Rollouts:
             missing_after_s=config.worker_timeout_s,
             users=replicas.users,
         )
+        replicas.sync.adapters.in_use = lambda: {one.terms.adapter for one in self.queue.live}
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
@@ -413,10 +414,14 @@ class Rollouts:
             raise ServiceUnavailable("the service is stopping")
         async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
             own_rollout_id, owner = await self._whole_id(rollout_id, terms.owner, user_names)
-            return await self._submit(own_rollout_id, groups, replace(terms, owner=owner))
+            return await self._submit(own_rollout_id, groups, replace(terms, owner=owner), user_names)
 
     async def _submit(
-        self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
+        self,
+        rollout_id: str,
+        groups: tuple[RolloutGroup, ...],
+        terms: RolloutTerms,
+        user_names: tuple[str, ...] | None,
     ) -> RolloutStatus:
         num_new, encoded = sum(group.num_samples for group in groups), encoded_groups(groups)
         try:
@@ -424,6 +429,10 @@ class Rollouts:
         except NotFound:
             for group in groups:
                 self._replicas.fleet.check_needs(needs_of_task(group.task))
+            if terms.adapter:
+                terms = replace(
+                    terms, adapter=adapter_named(terms.adapter, user_names, self._replicas.fleet.adapters)
+                )
             self.queue.reserve(rollout_id, groups, terms, tuple(map(len, encoded)))
         else:
             is_live = self.queue.status(rollout_id) is not None
@@ -603,11 +612,10 @@ class Rollouts:
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
-        waiting, now = self._replicas.waiting, self._clock.now()
-        served = self._replicas.weight_version
+        waiting, now, versions = self._replicas.waiting, self._clock.now(), self._replicas.versions
 
         def place(sample: Sample) -> Lease | NoPlace:
-            if is_awaiting_version(sample, served, now):
+            if is_awaiting_weights(sample, versions, now):
                 return NoPlace.LATER
             return waiting.try_to_place(demand(worker_id, sample))
 
@@ -618,7 +626,8 @@ class Rollouts:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
         judged it, and it is then told, not dropped. Tokens of weights that were taken back are as stale as these
         are far ahead."""
-        served, coming = self._replicas.weight_version, self._replicas.versions.coming
+        versions = self._replicas.versions.of(record.adapter)
+        served, coming = versions.served, versions.coming
         oldest, newest = record.oldest_version, record.newest_version
         if served is None or oldest is None or newest is None:
             return record

@@ -73,7 +73,7 @@ def calls_of(port: type) -> dict[str, CallType]:
 
 
 COMMANDS = frozenset(calls_of(FleetPort) | calls_of(TrainerPort))
-STAGES = frozenset({"update_weights", *calls_of(TrainerPort)})
+STAGES = frozenset({"update_weights", "push_adapter", "unload_adapter", *calls_of(TrainerPort)})
 
 
 class CoordinatorServer(PrivateServer):

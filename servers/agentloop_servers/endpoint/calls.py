@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, ModelNotFound
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
@@ -141,12 +141,14 @@ def event_stream(
 
 
 def demanding(request: Request, chat_call: ChatCall) -> ChatCall:
-    """Return the call in its caller's trace, with the weight versions that a header demands if its body does not.
+    """Return the call in its caller's trace and under the adapter that it names, with the weight versions that a
+    header demands if its body does not.
 
     `X-Weight-Version: min_version=7, wait_s=3` has the fields of `weight_version`, for clients whose bodies are
     fixed. Raises InvalidRequest.
     """
-    chat_call, text = replace(chat_call, traceparent=traceparent_of(request)), request.headers.get(VERSION_HEADER)
+    text = request.headers.get(VERSION_HEADER)
+    chat_call = replace(chat_call, traceparent=traceparent_of(request), adapter=adapter_of(request))
     if text is None or chat_call.sampling.weight_version is not None:
         return chat_call
     try:
@@ -198,7 +200,7 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
             finding = sessions.find(session_id, user_names)
         else:
             assert user_names is not None  # a session's key names its session
-            finding = sessions.find_or_create(session_id, user_names, traceparent_of(request))
+            finding = sessions.find_or_create(session_id, user_names, traceparent_of(request), adapter_of(request))
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
     request.scope["state"]["session_id"] = found.shown_id
     return found
@@ -209,13 +211,28 @@ async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -
     return await asyncio.to_thread(to_call) if num_messages > LONG_CONVERSATION else to_call()
 
 
-def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
+async def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
     """Check that a model is served; in a session any name but another model's is the session's.
 
-    Agents have model names of their own. Raises as `Endpoint.check_model`.
+    Agents have model names of their own. A session that a body or a header creates is under the adapter that its
+    first call names. Raises as `Endpoint.check_model`.
     """
-    if name in endpoint.others or (body_session_id is None and not names_session(request)):
-        endpoint.check_model(name)
+    is_named = body_session_id is not None or names_session(request)
+    if name in endpoint.others or not is_named:
+        await call_adapter(request, endpoint, name)
+    elif endpoint.by_name is not None and session_name(request, body_session_id)[1] is False:
+        with suppress(ModelNotFound):
+            await call_adapter(request, endpoint, name)
+
+
+async def call_adapter(request: Request, endpoint: Endpoint, name: str) -> None:
+    """Have a request's calls sampled under the adapter that it names. Raises as `Endpoint.check_model`."""
+    request.scope["state"]["adapter"] = await endpoint.adapter_of(name, caller_of(request).names)
+
+
+def adapter_of(request: Request) -> str:
+    adapter: str = request.scope["state"].get("adapter", "")
+    return adapter
 
 
 async def call_key(request: Request) -> CallKey:

@@ -6,10 +6,12 @@ Ownership: sessions belong to `registry.py`, conversations to `agentloop/session
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from agentloop.api.coordinator import NamedAdapter
+from agentloop.api.owners import adapter_named
 from agentloop.chat.call import ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers.base import Parser
@@ -68,6 +70,8 @@ class Endpoint:
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
+    by_name: Callable[[], Awaitable[tuple[NamedAdapter, ...]]] | None = None
+    """Asks the coordinator for the adapters that are served by name; None: none can be."""
     others: Mapping[str, Endpoint] = field(default_factory=dict)  # of the models beside this one, by name
     num_open_calls: int = field(default=0, init=False)
 
@@ -92,6 +96,10 @@ class Endpoint:
         except AgentLoopError:
             return None
 
+    def has_model(self, name: str) -> bool:
+        """Tell if a name is a model's: the policy's, or that of one beside it."""
+        return name in (self.model_name, DEFAULT_MODEL, *self.others)
+
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound for a name that is not served, and ServedBeside for another model's."""
         if name in self.others:
@@ -99,6 +107,26 @@ class Endpoint:
         if name not in (self.model_name, DEFAULT_MODEL) and name not in self.adapters:
             names = ", ".join(map(repr, (self.model_name, *self.adapters, *self.others)))
             raise ModelNotFound(f"the model {name[:200]!r} does not exist; there is {names}", param="model")
+
+    async def served_adapters(self) -> tuple[NamedAdapter, ...]:
+        """Return the adapters that are served by name. Raises what a coordinator's answer raises."""
+        if self.by_name is None:
+            return ()
+        return await in_time(
+            self.by_name(), self.limits.status_timeout_s, "the coordinator does not answer in time"
+        )
+
+    async def adapter_of(self, name: str, user_names: Sequence[str]) -> str:
+        """Return the adapter that a user names as a model; "" for the policy. Raises as `check_model`."""
+        if self.by_name is None or self.has_model(name):
+            self.check_model(name)
+            return ""
+        names = [one.name for one in await self.served_adapters()]
+        try:
+            return adapter_named(name, user_names, names)
+        except ModelNotFound as error:
+            models = ", ".join(map(repr, (self.model_name, *self.others)))
+            raise ModelNotFound(f"{error.message}; the models are {models}", param="model") from error
 
     def name_adapter(self, name: str) -> None:
         """Accept an adapter's name for the policy, too; beyond `MAX_ADAPTERS` the oldest is dropped."""

@@ -99,6 +99,7 @@ class NewSession:
     task_messages: tuple[Message, ...] = ()
     traceparent: str = ""  # the W3C trace context of its caller
     weight_version: VersionDemand | None = None  # of calls that say none
+    adapter: str = ""  # as `NamedAdapter` has its name; empty: the base weights
 
 
 class SessionCache:
@@ -334,9 +335,11 @@ class Sessions:
                     continue
         raise self._shards.lost(session_id) if self._shards.is_inherited(session_id) else _not_found(session_id)
 
-    async def find_or_create(self, session_id: str | None, names: Sequence[str], traceparent: str = "") -> Session:
+    async def find_or_create(
+        self, session_id: str | None, names: Sequence[str], traceparent: str = "", adapter: str = ""
+    ) -> Session:
         """Return a session, created at its first use; None: a one-off session. Raises as `find`, Overloaded."""
-        wanted = NewSession(session_id, traceparent=traceparent)
+        wanted = NewSession(session_id, traceparent=traceparent, adapter=adapter)
         if session_id is None:
             session = await self._create(self._new_record(wanted, names[0], is_one_off=True))
             if session is None:
@@ -417,6 +420,7 @@ class Sessions:
             task_messages=wanted.task_messages,
             traceparent=wanted.traceparent,
             weight_version=wanted.weight_version,
+            adapter=wanted.adapter,
         )
 
     async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
 from agentloop.aio import side_by_side
+from agentloop.api.coordinator import seen_adapters
 from agentloop.api.requests import TokenScoreBody
 from agentloop.chat import anthropic, openai_completions, responses, vllm_tokens
 from agentloop.chat import openai as openai_chat
@@ -41,10 +42,12 @@ from agentloop.rendering.renderer import off_loop
 from agentloop.types import Generation, SamplingParams, TokenScores
 from agentloop_servers.endpoint.calls import (
     MAX_AFFINITY_CHARS,
+    adapter_of,
     affinity_of,
     answer_call,
     answer_calls,
     bounded,
+    call_adapter,
     check_model,
     find_or_create_session,
     json_of_replies,
@@ -147,7 +150,7 @@ class TokenCount:
 
 def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter:
     """Return the routes, open to user keys and to the keys of sessions."""
-    routes = CallRoutes(endpoint, token_calls)
+    routes = CallRoutes(endpoint, token_calls, keys)
     is_authenticated, own = (
         Depends(authenticate(keys, endpoint.sessions.keys.opened_by)),
         [Depends(routes.check_session)],
@@ -198,8 +201,9 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
 class CallRoutes:
     """The handlers of one endpoint."""
 
-    def __init__(self, endpoint: Endpoint, token_calls: TokenCalls) -> None:
+    def __init__(self, endpoint: Endpoint, token_calls: TokenCalls, keys: Keys) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._token_calls = token_calls
         self._texts = TokenTexts(endpoint.renderer)
         self._read_chat = partial(
@@ -226,7 +230,7 @@ class CallRoutes:
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
         """Continue a raw prompt, or each of a list; those are sessions of their own."""
         endpoint = self._endpoint
-        check_model(request, endpoint, body.model, body.named_session)
+        await check_model(request, endpoint, body.model, body.named_session)
         if body.is_batch and names_session(request):
             raise UnsupportedParameter("one prompt a request in a session", param="prompt")
         reading = partial(openai_completions.prompts_of, body, endpoint.renderer)
@@ -273,6 +277,8 @@ class CallRoutes:
     async def score(self, request: Request, body: Scored) -> Response:
         """Score the sequences' own tokens under the served weights, each under one version; nothing is sampled."""
         require_user(request)
+        if body.model is not None:
+            await call_adapter(request, self._endpoint, body.model)
         model, demand = replace(self._endpoint.chat_model, timeout_s=body.timeout_s), body.weight_version
         asked = [
             score_call(tuple(one.token_ids), one.start, body.top_k, model, demand, param="prompts")
@@ -319,7 +325,7 @@ class CallRoutes:
 
     async def _to_call(self, request: Request, asked: openai_chat.ChatRequest) -> ChatCall:
         endpoint = self._endpoint
-        check_model(request, endpoint, asked.body.model, asked.body.named_session)
+        await check_model(request, endpoint, asked.body.model, asked.body.named_session)
         return await off_loop_if_long(partial(openai_chat.to_call, asked, endpoint.chat_model), len(asked.messages))
 
     async def _choices(self, request: Request, call: ChatCall, body: CallBase, writer: ChoiceWriter) -> Response:
@@ -333,7 +339,7 @@ class CallRoutes:
     async def create_response(self, request: Request, body: AskedResponse) -> Response:
         """One turn of the policy as a response object, or with `stream` as its events."""
         endpoint, name = self._endpoint, body.named_session
-        check_model(request, endpoint, body.model, name)
+        await check_model(request, endpoint, body.model, name)
         num_items = 1 if isinstance(body.input, str) else len(body.input)
         call = await off_loop_if_long(partial(responses.to_call, body, endpoint.chat_model), num_items)
         writer = responses.ResponseWriter(body, uuid.uuid4().hex, int(endpoint.unix_time()))
@@ -348,7 +354,7 @@ class CallRoutes:
     async def create_message(self, request: Request, body: AskedMessage) -> Response:
         """One turn of the policy as a message, or with `stream` as its events."""
         endpoint, name = self._endpoint, body.named_session
-        check_model(request, endpoint, body.model, name)
+        await check_model(request, endpoint, body.model, name)
         call = await off_loop_if_long(partial(anthropic.to_call, body, endpoint.chat_model), len(body.messages))
         writer = anthropic.MessageWriter(body, uuid.uuid4().hex)
         if not body.stream:
@@ -361,7 +367,7 @@ class CallRoutes:
 
     async def count_tokens(self, request: Request, body: Counted) -> Response:
         """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
-        check_model(request, self._endpoint, body.model)
+        await check_model(request, self._endpoint, body.model)
         messages, tools = anthropic.prompt(body)
         arguments = anthropic.template_arguments(body, self._endpoint.chat_model)
         if names_session(request):
@@ -396,7 +402,7 @@ class CallRoutes:
                 request, endpoint, call, None, lambda result: render([node.reply for node in result.choices], None)
             )
         if body.model is not None:
-            endpoint.check_model(body.model)
+            await call_adapter(request, endpoint, body.model)
         names = request.headers.getlist(SESSION_HEADER)
         affinity = affinity_of(request, endpoint, names, SESSION_HEADER)
         scores = await self._scored(request, [] if asked is None else [asked], affinity, param="token_ids")
@@ -418,24 +424,32 @@ class CallRoutes:
 
     # --- models and tokens ---
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """The models that are served: the policy under its name and those of adapters, and the others."""
         shown = []
         for endpoint in (self._endpoint, *self._endpoint.others.values()):
             version = await endpoint.weight_version()
             shown += [_shown_model(endpoint, name, version) for name in (endpoint.model_name, *endpoint.adapters)]
+            shown += [
+                _shown_model(endpoint, one.name, one.version, endpoint.model_name)
+                for one in seen_adapters(await endpoint.served_adapters(), self._keys.sees_as(caller_of(request)))
+            ]
         return json_response({"object": "list", "data": shown})
 
     async def model(self, request: Request, model: str) -> Response:
         """The model, by its name or as `default`; in a session by any name."""
-        check_model(request, self._endpoint, model)
-        return json_response(_shown_model(self._endpoint, model, await self._endpoint.weight_version()))
+        endpoint = self._endpoint
+        await check_model(request, endpoint, model)
+        if adapter := adapter_of(request):
+            version = next((one.version for one in await endpoint.served_adapters() if one.name == adapter), None)
+            return json_response(_shown_model(endpoint, model, version, endpoint.model_name))
+        return json_response(_shown_model(endpoint, model, await endpoint.weight_version()))
 
     async def tokenize(self, request: Request, body: Tokenize) -> Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
         endpoint = self._endpoint
         if body.model is not None:
-            check_model(request, endpoint, body.model)
+            await check_model(request, endpoint, body.model)
         ids = await asyncio.to_thread(self._ids_of, body)
         strings = [self._texts.of(token_id)[0] for token_id in ids] if body.return_token_strs else None
         return json_response(Tokenized(len(ids), endpoint.max_model_len, ids, strings))
@@ -443,7 +457,7 @@ class CallRoutes:
     async def detokenize(self, request: Request, body: Detokenize) -> Response:
         """The text of ids, control tokens included."""
         if body.model is not None:
-            check_model(request, self._endpoint, body.model)
+            await check_model(request, self._endpoint, body.model)
         renderer = self._endpoint.renderer
         if max(body.tokens, default=0) >= renderer.vocab_size:
             raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
@@ -458,7 +472,9 @@ class CallRoutes:
         return renderer.render(messages, tools, template_kwargs(body, self._endpoint.chat_model.template_arguments))
 
 
-def _shown_model(endpoint: Endpoint, name: str, weight_version: int | None) -> dict[str, Any]:
+def _shown_model(
+    endpoint: Endpoint, name: str, weight_version: int | None, parent: str | None = None
+) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -466,6 +482,7 @@ def _shown_model(endpoint: Endpoint, name: str, weight_version: int | None) -> d
         "owned_by": "agentloop",
         "max_model_len": endpoint.max_model_len,
         "weight_version": weight_version,
+        **({} if parent is None else {"parent": parent}),
     }
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from agentloop import codec
+from agentloop.api.coordinator import as_its_users
 from agentloop.api.owners import shown_id
 from agentloop.api.requests import ID_PATTERN, MAX_PAGE, GenerateBody
 from agentloop.api.sessions import (
@@ -112,6 +112,7 @@ class SessionRoutes:
             task_messages=tuple(Message(one.role, one.content) for one in body.task_messages),
             traceparent=traceparent_of(request),
             weight_version=None if body.weight_version is None else body.weight_version.to_demand(),
+            adapter="" if body.adapter is None else await endpoint.adapter_of(body.adapter, caller.names),
         )
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys
@@ -261,7 +262,7 @@ def _line(record: SessionRecord) -> SessionLine:
 
 
 async def _written(request: Request, trajectory: Trajectory) -> Response:
-    trajectory = replace(trajectory, rollout_id=shown_id(trajectory.rollout_id))
+    trajectory = as_its_users(trajectory)
     return await long_response(
         request, lambda: encode_trajectories([trajectory]), lambda: codec.to_builtins([trajectory])
     )

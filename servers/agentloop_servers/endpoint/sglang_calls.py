@@ -34,7 +34,7 @@ from agentloop.generation.turn_piece import TurnPiece
 from agentloop.rendering.renderer import off_loop
 from agentloop.trajectory.node import Reply
 from agentloop.types import Generation
-from agentloop_servers.endpoint.calls import affinity_of, bounded, event_stream, json_of_replies
+from agentloop_servers.endpoint.calls import affinity_of, bounded, call_adapter, event_stream, json_of_replies
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.token_calls import TokenCalls
 from agentloop_servers.http.auth import Keys, caller_of
@@ -99,7 +99,7 @@ class SglangCalls:
         if caller.session_id is not None:
             raise UnsupportedParameter("this form of the call is in no session's record", param="input_ids")
         if body.lora_path is not None:
-            endpoint.check_model(body.lora_path)
+            await call_adapter(request, endpoint, body.lora_path)
         affinity = affinity_of(request, endpoint, request.headers.getlist(ROUTING_HEADER), ROUTING_HEADER)
         num_chars = len(body.text) if isinstance(body.text, str) else sum(map(len, body.text or ()))
         prompts = await off_loop(num_chars, lambda: body.prompts(endpoint.renderer))

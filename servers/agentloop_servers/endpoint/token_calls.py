@@ -180,6 +180,7 @@ class TokenCalls:
             kv_version=shared.first_version if keeps_kv else None,
             keeps_kv=keeps_kv,
             traceparent=chat_call.traceparent,
+            adapter=chat_call.adapter,
         )
 
     @asynccontextmanager

@@ -47,6 +47,7 @@ class User:
     retired: tuple[bytes, ...] = ()
     is_admin: bool = False
     limits: UserLimits = NO_LIMITS
+    pushes_adapters: bool = False  # by name, for its own calls
 
     @classmethod
     def of_key(cls, key: str, *, is_admin: bool = False) -> User:
@@ -165,6 +166,17 @@ class Keys:
         """Route dependency: raises as `require_admin` does, unless the request carries the metrics' key."""
         credential = credential_of(request)
         if credential is None or key_digest(credential) != self.metrics_digest:
+            await self.require_admin(request)
+
+    def sees_as(self, caller: Caller) -> tuple[str, ...] | None:
+        """Return as `sees` whose adapters a caller sees, which may have a session's key."""
+        user = self.named(caller.owner)
+        is_admin = caller.key is None and user is not None and user.is_admin
+        return None if self.is_open or is_admin else caller.names if caller.key is None else (caller.owner,)
+
+    async def require_pusher(self, request: Request) -> None:
+        """Route dependency: raises as `require_admin` does, but for users that may push adapters of their own."""
+        if self.is_open or not self.user_of(request).pushes_adapters:
             await self.require_admin(request)
 
     def user_names_of(self, request: Request) -> tuple[str, ...]:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, HostDrain, ServiceStatus, StoreStatus, UpdateReport
-from agentloop.api.requests import DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
+from agentloop.api.coordinator import (
+    AdapterPush,
+    FrontPort,
+    HostDrain,
+    ServiceStatus,
+    StoreStatus,
+    UpdateReport,
+)
+from agentloop.api.owners import own_id
+from agentloop.api.requests import ID_PATTERN, DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import GroupInit, MemoryTag, PullVersion, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
@@ -26,6 +35,8 @@ from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
 T = TypeVar("T")
+
+_ADAPTER_NAME = re.compile(ID_PATTERN)
 
 Drain = Annotated[DrainBody, Depends(json_body(DrainBody))]
 Pause = Annotated[PauseBody, Depends(json_body(PauseBody))]
@@ -42,10 +53,24 @@ class ModeRules:
     allows_weights: bool = True  # new weights of any source
     allows_push: bool = True  # tensors from a trainer
     allows_adapters: bool = True
+    names_adapters: bool = False  # adapters have names, and the base weights stay
     can_sleep: bool = True
 
-    def check_source(self, update: WeightUpdate) -> None:
-        """Raises InvalidRequest for a source that the mode does not take."""
+    def check_source(self, update: WeightUpdate, name: str | None = None) -> None:
+        """Raises InvalidRequest for a source that the mode does not take, with or without an adapter's name."""
+        if self.names_adapters and name is None:
+            raise InvalidRequest(
+                "this service serves adapters by name (`max_loras`) over base weights that stay: push an adapter,"
+                " with a `name`",
+                param="name",
+            )
+        if name is not None:
+            if not self.names_adapters:
+                raise InvalidRequest(
+                    "this service serves no adapters by name: set its engines' `max_loras`, or push without a name",
+                    param="name",
+                )
+            return
         if not self.allows_weights:
             raise InvalidRequest(f"in mode {self.mode} weights never change", param="version")
         if (update.push is not None or update.transfer is not None) and not self.allows_push:
@@ -55,10 +80,12 @@ class ModeRules:
                 f"this service (mode {self.mode}) was not configured for adapters", param="adapter"
             )
 
-    def check_sleep(self) -> None:
-        """Raises InvalidRequest in a mode that never gives memory back."""
+    def check_sleep(self, level: int = 1) -> None:
+        """Raises InvalidRequest in a mode that never gives memory back, or not so much."""
         if not self.can_sleep:
             raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
+        if level == 2 and self.names_adapters:
+            raise InvalidRequest("level 2 would discard the adapters: sleep at level 1", param="level")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +123,7 @@ class AdminRoutes:
         model: Path = Path(),
     ) -> None:
         self._model = model
+        self._endpoint = endpoint
         self._users = None if endpoint is None else endpoint.users
         self._coordinator = coordinator
         self._weight_roots = weight_roots
@@ -104,12 +132,14 @@ class AdminRoutes:
         self._nodes_without = nodes_without
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, each behind the admin key."""
+        """Return the routes, each behind the admin key; some users push adapters of their own."""
+        self._keys, whole = keys, APIRouter()
+        pushed = APIRouter(dependencies=[Depends(keys.require_pusher)], responses=errors(), tags=["admin"])
+        add_route(pushed, "POST", "/admin/weights", self.weights, WeightsBody, responses=answered(UpdateReport))
         router = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors(), tags=["admin"])
         posts: list[tuple[str, Any, type[BaseModel] | None, Any, dict[int | str, dict[str, Any]]]] = [
             ("/admin/pause", self.pause, PauseBody, PauseState, {}),
             ("/admin/resume", self.resume, None, PauseState, {}),
-            ("/admin/weights", self.weights, WeightsBody, None, answered(UpdateReport)),
             ("/admin/weights/follow", self.follow, None, None, answered(StoreStatus)),
             ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
@@ -118,7 +148,9 @@ class AdminRoutes:
         ]
         for path, handler, body, answer, responses in posts:
             add_route(router, "POST", path, handler, body, answer, responses)
-        return router
+        whole.include_router(pushed)
+        whole.include_router(router)
+        return whole
 
     async def users(self) -> Response:
         """Read the users' file again, in this process at once and in all others within a second or two."""
@@ -137,9 +169,36 @@ class AdminRoutes:
         await self.ask(self._coordinator.resume())
         return json_response(PauseState(is_paused=False))
 
-    async def weights(self, body: Weights) -> Response:
-        """Bring every replica to a new weight version, from a directory, a listening process or an adapter."""
+    async def weights(self, request: Request, body: Weights) -> Response:
+        """Bring every replica to a new weight version, from a directory, a listening process or an adapter; or with
+        a name load an adapter beside all else, which users too may do that have the right."""
+        if body.name is not None:
+            push = body.to_push(body.name)
+            return json_response(codec.to_builtins(await self.push_adapter(request, push)))
+        await self._keys.require_admin(request)
         return json_response(await self._updated(body))
+
+    async def push_adapter(self, request: Request, push: AdapterPush) -> UpdateReport:
+        """Load an adapter by the caller's name for it. An admin's is all users'; any other is its user's own."""
+        self._rules.check_source(WeightUpdate(push.version or 0, adapter=push.directory), push.name)
+        if _ADAPTER_NAME.fullmatch(push.name) is None or (self._endpoint and self._endpoint.has_model(push.name)):
+            raise InvalidRequest(
+                "an adapter's name is 1 to 128 letters, digits, `.`, `_` or `-`, and no other model's", param="name"
+            )
+        directory = await asyncio.to_thread(self._found, push.directory, "adapter")
+        report = await self.ask(
+            self._coordinator.push_adapter(replace(push, name=self._own(request, push.name), directory=directory))
+        )
+        return replace(report, adapter=push.name)
+
+    async def unload_adapter(self, request: Request, name: str) -> None:
+        """Serve an adapter no more, by the caller's name for it; an admin names any. Raises ModelNotFound."""
+        self._rules.check_source(WeightUpdate(0, adapter=name), name)
+        await self.ask(self._coordinator.unload_adapter(self._own(request, name)))
+
+    def _own(self, request: Request, name: str) -> str:
+        names = self._keys.sees(request)
+        return name if names is None else own_id(names[0], name)
 
     async def update(self, version: int | None, names: Mapping[str, str], **source: Any) -> dict[str, Any]:
         """Do as `weights`, to the next version if none is given, for a dialect. Its fields have other `names`."""
@@ -182,7 +241,7 @@ class AdminRoutes:
 
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""
-        self._rules.check_sleep()
+        self._rules.check_sleep(body.level)
         await self.ask(self._coordinator.sleep(body.level, body.reason))
         return await self._memory()
 

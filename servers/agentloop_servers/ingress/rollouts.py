@@ -19,7 +19,15 @@ from fastapi import Path as PathParam
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, Page, RolloutStatus, ServiceStatus
+from agentloop.api.coordinator import (
+    FrontPort,
+    Page,
+    RolloutStatus,
+    ServiceStatus,
+    as_its_users,
+    seen_adapters,
+    seen_reports,
+)
 from agentloop.api.openapi import generation_answer, rollout_status
 from agentloop.api.owners import OWN_ID_PATTERN, own_id, owner_of, shown_id
 from agentloop.api.requests import (
@@ -198,7 +206,10 @@ class RolloutRoutes:
             if sees_all or one.owner in names
         ]
         users = [codec.to_builtins(one) for one in status.users if sees_all or one.name in names]
-        return json_response({**codec.to_builtins(status), "rollouts": rollouts, "users": users})
+        sees = None if sees_all else names
+        found = {"adapters": seen_adapters(status.adapters, sees), "updates": seen_reports(status.updates, sees)}
+        rest = {"rollouts": rollouts, "users": users, **codec.to_builtins(found)}
+        return json_response({**codec.to_builtins(status), **rest})
 
     async def generate(self, request: Request, either: Generate) -> Response:
         """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session.
@@ -218,7 +229,8 @@ class RolloutRoutes:
         try:
             owner = "" if self._endpoint is None else caller_of(request).owner
             asked = body.to_request(own_id(owner, f"direct-{uuid.uuid4().hex}"))
-            asked = replace(asked, traceparent=traceparent_of(request))
+            adapter = await self._adapter_of(request, body.model)
+            asked = replace(asked, traceparent=traceparent_of(request), adapter=adapter)
             generation = await unless_client_leaves(request, self._generate(asked))
         finally:
             self._num_direct_calls -= 1
@@ -343,6 +355,13 @@ class RolloutRoutes:
                     f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools"
                 )
 
+    async def _adapter_of(self, request: Request, model: str | None) -> str:
+        if model is None:
+            return ""
+        if self._endpoint is None:
+            raise UnsupportedParameter("this service has no endpoint for agents", param="model")
+        return await self._endpoint.adapter_of(model, caller_of(request).names)
+
     async def _generate(self, request: GenerateRequest) -> Generation:
         engine = self._leases.engine(request.request_id)
         users = None if self._endpoint is None else self._endpoint.users
@@ -376,7 +395,7 @@ class RolloutRoutes:
 
 
 def _page_json(page: Page) -> dict[str, Any]:
-    records = [replace(record, rollout_id=shown_id(record.rollout_id)) for record in page.trajectories]
+    records = map(as_its_users, page.trajectories)
     return {**codec.to_builtins(replace(page, trajectories=tuple(records))), "status": rollout_status(page.status)}
 
 

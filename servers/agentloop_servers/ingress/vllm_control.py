@@ -20,11 +20,11 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import Response
 
 from agentloop import codec
-from agentloop.api.coordinator import FrontPort, ServiceStatus
-from agentloop.api.requests import Body, Directory, PauseBody, SleepBody, Version, WakeBody
+from agentloop.api.coordinator import AdapterPush, FrontPort, ServiceStatus
+from agentloop.api.requests import Body, Directory, PauseBody, SleepBody, UnloadAdapterBody, Version, WakeBody
 from agentloop.chat.fields import Ignored
 from agentloop.engine import GroupBackend, GroupInit, Packing, TensorInfo, TransferPart
-from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.errors import InvalidRequest, ModelNotFound, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys
@@ -45,8 +45,6 @@ REFUSED = {
     "/init_broadcaster": _NO_BROADCAST,
     "/start_draft_weight_update": "there is no draft model whose weights are updated",
     "/update_weight_version": "a version is given with its weights: `/finish_weight_update` takes `weight_version`",
-    "/v1/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
-    "/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
     "/collective_rpc": "engines' workers are not called from outside",
 }
 """The verbs that are refused, and what to do instead."""
@@ -192,7 +190,8 @@ _READ_FINISH = json_body(FinishUpdateBody)
 class LoadAdapterBody(Body):
     """The body of `POST /load_lora_adapter`: a directory with an adapter in the PEFT format.
 
-    It becomes the policy that is served, as the next version; its name is a name of the model from then on.
+    Where adapters are served by name it is the next version of its own. Else it becomes the policy that is served,
+    as the next version, and its name is a name of the model from then on.
     """
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -205,6 +204,7 @@ Init = Annotated[InitBody, Depends(json_body(InitBody))]
 Finish = Annotated[FinishUpdateBody, Depends(_finish_body)]
 UpdateWeights = Annotated[UpdateWeightsBody, Depends(json_body(UpdateWeightsBody))]
 LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
+UnloadAdapter = Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
 
 
 class VllmControlRoutes:
@@ -216,10 +216,10 @@ class VllmControlRoutes:
         self._endpoint = endpoint
 
     def router(self, keys: Keys) -> APIRouter:
-        """Return the routes, each behind the admin key."""
-        router = APIRouter(
-            dependencies=[Depends(keys.require_admin)], responses={**errors(), **OBJECT}, tags=["vllm control"]
-        )
+        """Return the routes, each behind the admin key; adapters' also for users that may push their own."""
+        self._keys, whole = keys, APIRouter(responses={**errors(), **OBJECT}, tags=["vllm control"])
+        router = APIRouter(dependencies=[Depends(keys.require_admin)])
+        adapters = APIRouter(dependencies=[Depends(keys.require_pusher)])
         table: list[tuple[str, str, Any, type[Body] | None]] = [
             ("POST", "/pause", self.pause, None),
             ("POST", "/resume", self.resume, None),
@@ -230,8 +230,6 @@ class VllmControlRoutes:
             ("POST", "/finish_weight_update", self.finish_update, FinishUpdateBody),
             ("POST", "/shutdown_weight_transfer_engine", self.shutdown_transfer, None),
             ("GET", "/weight_info", self.weight_info, None),
-            ("POST", "/load_lora_adapter", self.load_adapter, LoadAdapterBody),
-            ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterBody),
             ("POST", "/sleep", self.sleep, None),
             ("POST", "/wake_up", self.wake_up, None),
             ("GET", "/is_sleeping", self.is_sleeping, None),
@@ -241,7 +239,12 @@ class VllmControlRoutes:
         for method, path, handler, body in table:
             add_route(router, method, path, handler, body)
         refuse(router, REFUSED)
-        return router
+        for prefix in ("", "/v1"):
+            add_route(adapters, "POST", f"{prefix}/load_lora_adapter", self.load_adapter, LoadAdapterBody)
+            add_route(adapters, "POST", f"{prefix}/unload_lora_adapter", self.unload_adapter, UnloadAdapterBody)
+        whole.include_router(router)
+        whole.include_router(adapters)
+        return whole
 
     async def pause(self, mode: Mode = "abort", clear_cache: Flag = True) -> Response:
         """Pause generation on every replica until `/resume`.
@@ -301,11 +304,31 @@ class VllmControlRoutes:
         """Return the version of the weights that are served, as text; null while there is none."""
         return json_response({"weight_version": version_text(await self._admin.status())})
 
-    async def load_adapter(self, body: LoadAdapter) -> Response:
-        """Serve the base weights with an adapter, as the next version, and know the model by the adapter's name."""
+    async def load_adapter(self, request: Request, body: LoadAdapter) -> Response:
+        """Serve an adapter by its name, as the next version of it; or, where there is but one, as the policy's next
+        version, and know the model by the adapter's name."""
+        if self._endpoint.by_name is not None:
+            pushed = await self._admin.push_adapter(request, AdapterPush(body.lora_name, body.lora_path))
+            answer = {"status": "ok", "message": f"Success: LoRA adapter '{body.lora_name}' added successfully."}
+            return json_response(
+                {**answer, "weight_version": str(pushed.version), "report": codec.to_builtins(pushed)}
+            )
+        await self._keys.require_admin(request)
         report = await self._admin.update(None, {"adapter": "lora_path"}, adapter=body.lora_path)
         self._endpoint.name_adapter(body.lora_name)
         return json_response({"status": "ok", "message": "Weights updated", **report})
+
+    async def unload_adapter(self, request: Request, body: UnloadAdapter) -> Response:
+        """Serve an adapter no more, where adapters are served by name."""
+        if self._endpoint.by_name is None:
+            raise ModelNotFound(
+                "this service has no adapters by name: its one is replaced by the next one, or by whole weights",
+                param="lora_name",
+            )
+        await self._admin.unload_adapter(request, body.lora_name)
+        return json_response(
+            {"status": "ok", "message": f"Success: LoRA adapter '{body.lora_name}' removed successfully."}
+        )
 
     async def sleep(self, level: SleepLevel = 1, mode: Mode = "abort") -> Response:
         """Freeze every replica and give its memory back; what runs goes on after `/wake_up`, whatever the mode."""
@@ -341,6 +364,7 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
     """
     dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
     ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
+    max_loras = max((one.max_loras or 1 for one in status.replicas), default=1)
     is_raw = endpoint.logprobs_mode is LogprobsMode.RAW
     return {
         "model_config": {
@@ -356,7 +380,7 @@ def config_of(status: ServiceStatus, endpoint: Endpoint) -> dict[str, Any]:
             "world_size_across_dp": num_workers(status),
             "data_parallel_size": len(_worlds(status)),
         },
-        "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
+        "lora_config": {"max_lora_rank": max(ranks), "max_loras": max_loras} if ranks else None,
         "weight_transfer_config": {"backend": "nccl"},
     }
 

@@ -180,7 +180,7 @@ async def serve(connection: socket.socket) -> None:
     while (frame := await next_frame(reader)) is not None:
         match frame:
             case Begin():
-                parts.newest.value = frame.newest_version
+                parts.newest[frame.assignment.adapter].value = frame.newest_version
                 run = TrajectoryRun(parts, frame.assignment)
                 bind_contextvars(assignment=frame.assignment.assignment_id)
                 running = asyncio.create_task(_hand_in(run, parts, link), name="run")

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from agentloop.errors import (
     NoHealthyReplica,
     error_line,
 )
-from agentloop.generation.leased_engine import Connect, NewestVersion
+from agentloop.generation.leased_engine import Connect, NewestVersion, NewestVersions
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
 from agentloop.metrics import MetricsTally, count_record
@@ -154,7 +155,7 @@ class IsolatedRuns:
         self.connect = connect
         self.reporter = reporter
         self.journal = journal
-        self.newest = NewestVersion()
+        self.newest: NewestVersions = defaultdict(NewestVersion)
         self.num_started = 0
         self._setup = setup
         self._idle: list[_Child] = []
@@ -299,7 +300,7 @@ class ProcessRun:
     async def _serve(self, child: _Child) -> HandIn:
         """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
         blank = replace(self._assignment, lease=_blank(self._assignment.lease))
-        child.send(Begin(blank, self._runs.newest.value))
+        child.send(Begin(blank, self._runs.newest[self._assignment.adapter].value))
         if self._cancelled_at is not None:
             child.send(Cancel())
         while True:
@@ -391,7 +392,8 @@ class ProcessRun:
         return self._lease.lease
 
     async def _generate(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
-        request = decode(ask.body, GenerateRequest)
+        adapter = self._assignment.adapter
+        request = replace(decode(ask.body, GenerateRequest), adapter=adapter)  # whatever the process says
         self._check(request.request_id)
         holder, lease = self._lease, None
         generation: Generation | None = None
@@ -402,7 +404,7 @@ class ProcessRun:
             generation = await self._engine.generate(request, tell)
         finally:
             holder.leave(lease, request, generation)
-        self._runs.newest.see(generation)
+        self._runs.newest[adapter].see(generation, is_adapters=bool(adapter))
         self.num_sampled_tokens += len(generation.token_ids)
         return encode(generation)
 
@@ -410,7 +412,8 @@ class ProcessRun:
         """Return the lease to call under. No room is raised as EnginePaused, on which the process asks again, and
         does not count the time."""
         try:
-            needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
+            has_images, num_tokens = bool(request.images), len(request.token_ids)
+            needs = needs_of(request.sampling, num_tokens, has_images=has_images, adapter=request.adapter)
             return await self._lease.ask((), needs)
         except NoHealthyReplica as error:
             raise EnginePaused(f"the turn waits for a place: {error.message}") from error
@@ -435,6 +438,7 @@ class ProcessRun:
             rollout_id=assignment.rollout_id,
             attempt=max(record.attempt, assignment.attempt),  # its journal knows of more than a new coordinator
             num_stale_attempts=assignment.num_stale_attempts,
+            adapter=assignment.adapter,
             times=None if record.times is None else record.times._replace(worker=self._runs.reporter.process_id),
         )
 

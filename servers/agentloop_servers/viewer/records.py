@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from agentloop import codec
 from agentloop.api.annotations import AnnotatedRecord
-from agentloop.api.coordinator import RecordsPort, UpdateReport
+from agentloop.api.coordinator import RecordsPort, UpdateReport, as_its_users, seen_reports
 from agentloop.api.facts import (
     MAX_LISTED,
     MAX_QUERY_CHARS,
@@ -152,10 +152,10 @@ class RecordRoutes:
         pages = {reason: await self._page(query, names) for reason, query in NOTABLE.items()}
         return json_response(codec.to_builtins(notable(pages)))
 
-    async def updates(self) -> Response:
+    async def updates(self, request: Request) -> Response:
         """The reports of the latest weight updates, oldest first."""
         found = await in_time(self._records.update_reports(), _STORE_TIMEOUT_S, "the store does not answer")
-        return json_response(codec.to_builtins(found))
+        return json_response(codec.to_builtins(seen_reports(found, self._sees(request))))
 
     async def phases(self) -> Response:
         """The seconds that trajectories and turns spent so far, by phase."""
@@ -187,7 +187,10 @@ R = TypeVar("R", RecordFacts, Trajectory)
 
 def _as_seen(record: R, names: tuple[str, ...] | None) -> R:
     """Return a record under the id by which its user knows the rollout; an admin reads whole ones."""
-    return record if names is None else replace(record, rollout_id=shown_id(record.rollout_id))
+    if names is None:
+        return record
+    own = as_its_users(record) if isinstance(record, Trajectory) else record
+    return replace(own, rollout_id=shown_id(record.rollout_id))
 
 
 class StoredRun:

@@ -153,10 +153,10 @@ class FakeRegistry:
         raise SessionNotFound("there is none", param="session_id")
 
     async def find_or_create(
-        self, session_id: str | None, names: Sequence[str], traceparent: str = ""
+        self, session_id: str | None, names: Sequence[str], traceparent: str = "", adapter: str = ""
     ) -> FakeSession:
         if session_id is None or own_id(names[0], session_id) not in self.sessions:
-            return await self.create(NewSession(session_id), names, has_control_key=False)
+            return await self.create(NewSession(session_id, adapter=adapter), names, has_control_key=False)
         return await self.find(session_id, names)
 
     async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:

@@ -11,10 +11,12 @@ import msgspec
 from agentloop import codec
 from agentloop.api.annotations import AnnotatedRecord, SampleAnnotation
 from agentloop.api.coordinator import (
+    AdapterPush,
     EncodedPage,
     HostDrain,
     LeaseOrders,
     LeaseReport,
+    NamedAdapter,
     Orders,
     Refusal,
     ReplicaStatus,
@@ -38,6 +40,7 @@ from agentloop.errors import (
     AgentLoopError,
     Conflict,
     InvalidRequest,
+    ModelNotFound,
     NoHealthyReplica,
     NotFound,
     Overloaded,
@@ -101,6 +104,7 @@ class FakeCoordinator:
         self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
         self.users = UserTurns()
         self.is_ready = True
+        self.by_name: dict[str, NamedAdapter] = {}
         self.num_status_calls = 0
         self.status_delay_s = 0.0
         self.is_holding = False
@@ -308,6 +312,22 @@ class FakeCoordinator:
         replica = ReplicaUpdate("replica-1", 10.0, 20.0)
         return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)
 
+    async def push_adapter(self, push: AdapterPush) -> UpdateReport:
+        self._raise_next()
+        known = self.by_name.pop(push.name, None)
+        before = None if known is None else known.version
+        version = (-1 if before is None else before) + 1 if push.version is None else push.version
+        self.by_name[push.name] = NamedAdapter(push.name, version, push.directory, 1.0)
+        replica = ReplicaUpdate("replica-1", 10.0, 0.0)
+        return UpdateReport(version, before, KVPolicy.FRESH, (replica,), 40.0, adapter=push.name)
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.by_name.pop(name, None) is None:
+            raise ModelNotFound(f"no adapter {name!r} is served", param="name")
+
+    async def adapters(self) -> tuple[NamedAdapter, ...]:
+        return tuple(self.by_name.values())
+
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
         self.paused = mode
 
@@ -415,6 +435,7 @@ class FakeCoordinator:
             rollouts,
             (),
             tuple(tag for tag in MemoryTag if tag in self.asleep),
+            adapters=tuple(self.by_name.values()),
         )
 
     def _records(self, group: RolloutGroup) -> list[Trajectory]:

@@ -19,6 +19,7 @@ from agentloop.clock import Clock
 from agentloop.codec import decode, encode
 from agentloop.engine import (
     ALL_MEMORY,
+    Adapter,
     CommitReport,
     Delta,
     MemoryTag,
@@ -234,6 +235,12 @@ class Caller:
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order(CommandKind.STAGE, lambda: self._engine.stage(update))
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        return await self._order(CommandKind.STAGE, lambda: self._engine.load_adapter(adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._order(CommandKind.STAGE, lambda: self._engine.unload_adapter(name))
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         await self._order(CommandKind.FREEZE, lambda: self._engine.pause(mode, kv_policy))

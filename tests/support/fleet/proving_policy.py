@@ -33,9 +33,9 @@ class ProvingPolicy:
         return _Stream(_reply(request.token_ids), _HASHES.open(request))
 
 
-def logprobs_of(token_ids: Sequence[int], start: int, end: int, version: int) -> list[float]:
+def logprobs_of(token_ids: Sequence[int], start: int, end: int, version: int, adapter: str = "") -> list[float]:
     """Return the logprobs of `token_ids[start:end]` where all before and in between was read under one version."""
-    stream = _HASHES.open(GenerateRequest("", (1,), SamplingParams(1), 1.0))
+    stream = _HASHES.open(GenerateRequest("", (1,), SamplingParams(1), 1.0, adapter=adapter))
     state = stream.advance(0, token_ids[:start], version)
     found = []
     for token_id in token_ids[start:end]:

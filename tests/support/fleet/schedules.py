@@ -122,6 +122,7 @@ class World:
     """All of one schedule. Construct, `await run()`, then check."""
 
     policy: TokenPolicy = POLICY
+    make_engine: type[SimulatedEngine] = SimulatedEngine
 
     def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path) -> None:
         self.rng = rng = random.Random(seed)
@@ -146,6 +147,8 @@ class World:
         self.num_processes = 0
         self.num_probes = 0
         self._num_coordinators = 0
+        self.sleep_levels = (1, 1, 2)
+        self.boot_versions: tuple[int | None, ...] = (0, None)  # of a process that takes another's place
         self.is_healed = False
         self._is_down = False
         self._calls: dict[asyncio.Task[Any], None] = {}
@@ -202,7 +205,7 @@ class World:
         self.num_processes += 1
         receiver, stall = self.wire.receiver(), Stall(self.clock)
         clock = StallingClock(self.clock, stall)
-        engine = SimulatedEngine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
+        engine = self.make_engine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
         receiver.engine = engine
         engine.faults.noise_versions, engine.faults.look_delay_s = NOISE, LOOK_S
         await engine.start()
@@ -362,7 +365,7 @@ class World:
             await self.resume()
 
     async def _sleep_and_wake(self) -> None:
-        level = self.rng.choice((1, 1, 2))
+        level = self.rng.choice(self.sleep_levels)
         try:
             await self.ask(lambda c: c.replicas.sleep(level))
             self.history.counts[f"slept {level}"] += 1
@@ -428,7 +431,7 @@ class World:
         process.is_heard = self.rng.random() < 0.3
         await self.clock.sleep(self.rng.choice((0.0, 0.3, 3.0)))
         if self.rng.random() < 0.8 or not any(other.is_alive for other in self.processes.values()):
-            await self.boot(process.replica_id, self.rng.choice((0, None)))
+            await self.boot(process.replica_id, self.rng.choice(self.boot_versions))
 
     async def _break_weights(self, process: Process) -> None:
         faults, rng = process.engine.faults, self.rng

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar, cast
 
-from agentloop.api.coordinator import FrontPort, WorkerPort
+from agentloop.api.coordinator import FrontPort, RolloutTerms, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import VirtualClock
 from agentloop.errors import (
@@ -60,7 +60,7 @@ from tests.support.fleet.disk import Disk, DiskThread
 from tests.support.fleet.faulty_link import FaultyPort, Stall
 from tests.support.fleet.poisons import POISONS, NoteTool
 from tests.support.fleet.proving_policy import ProvingPolicy
-from tests.support.fleet.schedules import LATENCY, Process, World
+from tests.support.fleet.schedules import LATENCY, NOISE, Process, World
 
 T = TypeVar("T")
 
@@ -281,10 +281,12 @@ class WholeWorld(World):
             groups = (*groups, replace(groups[0], group_id="big", task=big, num_samples=2, keep=None))
         demands = Random(f"demands of {rollout_id} {self.seed}")
         groups = tuple(
-            replace(group, task=replace(group.task, weight_version=self._demand(demands))) for group in groups
+            replace(group, task=replace(group.task, weight_version=self._demand(demands, rollout_id)))
+            for group in groups
         )
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
-        await self._insist(lambda: front.submit(rollout_id, groups))
+        terms = RolloutTerms(adapter=self.adapter_of(rollout_id))
+        await self._insist(lambda: front.submit(rollout_id, groups, terms))
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
         num_expected = sum(group.num_samples for group in groups)
@@ -324,9 +326,20 @@ class WholeWorld(World):
         if cancelling is not None:
             await cancelling
 
-    def _demand(self, rng: Random) -> VersionDemand | None:
+    def adapter_of(self, name: str) -> str:
+        """The adapter of a rollout or a session."""
+        return ""
+
+    def known_versions(self, adapter: str) -> set[int]:
+        """The versions that may have sampled."""
+        return self.history.pushed - NOISE | {0}
+
+    def served_version(self, adapter: str) -> int | None:
+        return self.coordinator.replicas.weight_version
+
+    def _demand(self, rng: Random, name: str) -> VersionDemand | None:
         """Weights that are served now, or soon, or no more; mostly none in particular."""
-        served = self.coordinator.replicas.weight_version or 0
+        served = self.served_version(self.adapter_of(name)) or 0
         if not self.has_words or rng.random() < 0.6:
             return None
         version, wait_s = max(0, served + rng.choice((-1, 0, 0, 1))), rng.choice((0.0, 1.0))
@@ -386,12 +399,13 @@ class WholeWorld(World):
     async def talk(self, session_id: str) -> None:
         """One agent in one session, which repeats what failed as an SDK does."""
         rng, ledger = Random(session_id), self.ledger
-        await self._insist(lambda: self.ask_ingress(lambda s: s.create(NewSession(session_id), OWNER)))
+        new = NewSession(session_id, adapter=self.adapter_of(session_id))
+        await self._insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
         history: tuple[Message, ...] = ()
         answers = ledger.answers.setdefault(session_id, [])
         for turn in range(rng.randint(1, 4)):
             history = (*history, Message("user", f"question {turn}"))
-            demand = self._demand(Random(f"demand of {session_id} {turn} {self.seed}"))
+            demand = self._demand(Random(f"demand of {session_id} {turn} {self.seed}"), session_id)
             try:
                 result = await self._said(session_id, history, rng, demand)
                 spans = [span for node in result.choices for span in node.reply.weight_versions]

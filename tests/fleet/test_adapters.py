@@ -1,0 +1,202 @@
+"""Adapters by name in a running service, in virtual time: pushes, places, versions, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentloop.api.coordinator import AdapterPush, RolloutTerms
+from agentloop.clock import VirtualClock
+from agentloop.errors import (
+    AdapterInUse,
+    AdaptersFull,
+    CheckpointUnreadable,
+    Conflict,
+    InvalidRequest,
+    ModelNotFound,
+)
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.types import OnStale, RolloutGroup, StalenessLimit, StopReason, Trajectory, VersionDemand
+from tests.support.fleet.live_run import SPEC, LiveRun, live_run, talk, write_checkpoint
+from tests.support.fleet.memory_store import MemoryStore
+from tests.support.fleet.proving_policy import ProvingPolicy, logprobs_of
+
+TENANTS = tuple(f"t{number}" for number in range(8))
+
+
+@asynccontextmanager
+async def running(clock: VirtualClock, folder: Path, num_places: int = 8, **options) -> AsyncIterator[LiveRun]:
+    def engine(clock: VirtualClock) -> SimulatedEngine:
+        spec = replace(SPEC, lora_rank=8, max_loras=num_places)
+        return SimulatedEngine(spec, clock=clock, policy=ProvingPolicy())
+
+    async with live_run(clock, write_checkpoint(folder), make_engine=engine, **options) as run:
+        yield run
+
+
+async def push(run: LiveRun, name: str, version: int | None = None, directory: str = "", **options):
+    order = AdapterPush(name, directory or run.checkpoint, version, **options)
+    return await run.coordinator.replicas.push_adapter(order)
+
+
+async def submit(run: LiveRun, rollout_id: str, task, num: int = 1, *, adapter: str, limit=None, owner: str = ""):
+    groups = (RolloutGroup("g", task, num, rollout_id, limit),)
+    names = (owner,) if owner else None
+    return await run.coordinator.rollouts.submit(rollout_id, groups, RolloutTerms(owner, adapter=adapter), names)
+
+
+def records(run: LiveRun, rollout_id: str) -> list[Trajectory]:
+    return [one for one in run.store.records.values() if one.rollout_id == rollout_id]
+
+
+def num_foreign_tokens(record: Trajectory) -> int:
+    """Tokens that the record's adapter would not have sampled there under the version that it says."""
+    num = 0
+    for path in record.paths:
+        ids, first = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids)
+        for span in path.weight_versions:
+            own = logprobs_of(ids, first + span.start, first + span.end, span.version, record.adapter)
+            said = path.logprobs[span.start : span.end].tolist()
+            num += sum(one != two for one, two in zip(said, own, strict=True))
+    return num
+
+
+def test_eight_tenants_push_beside_each_other_and_no_token_is_anothers(tmp_path: Path) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with running(clock, tmp_path, num_engines=2, num_workers=2, capacity=256) as run:
+            for tenant in TENANTS:
+                await push(run, f"{tenant}~math")
+            for tenant in TENANTS:
+                await submit(run, "r", talk(2), 250, adapter="math", owner=tenant)
+            for number in range(32):
+                report = await push(run, f"{TENANTS[number % 8]}~math")
+                assert (report.version, report.stall_ms) == (report.previous_version + 1, 0.0)
+                await clock.sleep(0.2)
+            for tenant in TENANTS:
+                await run.until_done(f"{tenant}~r", 10_000.0)
+            found = [record for tenant in TENANTS for record in records(run, f"{tenant}~r")]
+            assert Counter(one.adapter for one in found) == {f"{tenant}~math": 250 for tenant in TENANTS}
+            assert all(one.stop_reason is not StopReason.ENGINE_FAILED for one in found)
+            assert sum(map(num_foreign_tokens, found)) == 0
+            assert len({span.version for one in found for path in one.paths for span in path.weight_versions}) == 5
+            # No call is under two versions.
+            turns = sum(len(path.turns) for one in found for path in one.paths)
+            assert sum(len(path.weight_versions) for one in found for path in one.paths) <= turns
+
+    clock.run(main())
+
+
+def virtually(test):
+    def run(tmp_path: Path) -> None:
+        clock = VirtualClock()
+
+        async def main() -> None:
+            async with asyncio.timeout(1e5):
+                await test(clock, tmp_path)
+
+        clock.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@virtually
+async def test_a_push_is_refused_whole_and_says_why(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder) as run:
+        with pytest.raises(CheckpointUnreadable):
+            await push(run, "a", directory=str(folder / "missing"))
+        assert await run.coordinator.adapters() == ()
+        await push(run, "a", 3)
+        with pytest.raises(InvalidRequest, match="versions grow: 2 after 3"):
+            await push(run, "a", 2)
+        with pytest.raises(Conflict):
+            await push(run, "a", 3, str(write_checkpoint(_made(folder / "other"))))
+        [first] = await run.coordinator.adapters()
+        assert (await push(run, "a", 3)).version == 3  # a repeat
+        assert await run.coordinator.adapters() == (first,)
+        assert (await push(run, "a", 1, is_forced=True)).previous_version == 3
+        assert (await push(run, "a")).version == 2
+        assert [one.adapter for one in (await run.coordinator.status()).updates] == ["a"] * 4
+        with pytest.raises(ModelNotFound, match="there is 'a'"):
+            await submit(run, "r", talk(1), adapter="b")
+
+
+@virtually
+async def test_the_oldest_push_that_is_in_no_use_gives_its_place(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder, num_places=2) as run:
+        for name in ("a", "b", "a", "c"):
+            await push(run, name)
+        assert [one.name for one in await run.coordinator.adapters()] == ["a", "c"]
+        await submit(run, "r", talk(2, "TalkSlowly"), adapter="a")
+        await push(run, "d")
+        assert [one.name for one in await run.coordinator.adapters()] == ["a", "d"]
+        with pytest.raises(AdapterInUse):
+            await run.coordinator.replicas.unload_adapter("a")
+        await submit(run, "s", talk(2, "TalkSlowly"), adapter="d")
+        with pytest.raises(AdaptersFull, match="a, d"):
+            await push(run, "e")
+        for rollout_id in ("r", "s"):
+            await run.until_done(rollout_id)
+        with pytest.raises(CheckpointUnreadable):  # what it took the place of is there again
+            await push(run, "e", directory=str(folder / "missing"))
+        await submit(run, "t", talk(1), adapter="a")
+        await run.until_done("t")
+        await run.coordinator.replicas.unload_adapter("a")
+        assert [one.name for one in await run.coordinator.adapters()] == ["d"]
+        found = [one for name in "rst" for one in records(run, name)]
+        assert [(one.is_complete, num_foreign_tokens(one)) for one in found] == [(True, 0)] * 3
+
+
+@virtually
+async def test_a_rollout_lives_by_its_adapters_versions(clock: VirtualClock, folder: Path) -> None:
+    """By its staleness limit and its demands: of the base weights there is but version 0."""
+    async with running(clock, folder, num_workers=1) as run:
+        await push(run, "a", 5)
+        limit = StalenessLimit(0, OnStale.FINISH)
+        await submit(run, "r", talk(3, "TalkSlowly"), adapter="a", limit=limit)
+        wanted = replace(talk(1), weight_version=VersionDemand(min_version=6, wait_s=100.0))
+        await submit(run, "s", wanted, adapter="a")
+        await submit(run, "u", replace(talk(1), weight_version=VersionDemand(exact_version=4)), adapter="a")
+        await run.until_done("u")
+        await clock.sleep(3.0)
+        assert (await run.coordinator.rollouts.read("s", 0, 1, 0.0)).status.num_queued == 1
+        await push(run, "a", 6)
+        await run.until_done("s")
+        await run.until_done("r")
+        ends = {name: records(run, name)[0] for name in "rsu"}
+        assert (ends["s"].versions, ends["s"].staleness) == ((6,), 0)
+        assert (ends["r"].stop_reason, ends["r"].trained_versions, ends["r"].staleness) == (
+            StopReason.STALE,
+            {5},
+            1,
+        )
+        assert "version 4 is demanded, and version 5 served" in (ends["u"].error or "")
+
+
+@virtually
+async def test_replicas_that_join_and_a_restart_have_all_adapters(clock: VirtualClock, folder: Path) -> None:
+    store = MemoryStore()
+    async with running(clock, folder, num_engines=1, store=store) as run:
+        for name, version in (("a", 1), ("b", 7), ("a", 2)):
+            await push(run, name, version)
+    async with running(clock, folder, num_engines=2, store=store) as run:  # new processes, that hold nothing
+        assert [(one.name, one.version) for one in await run.coordinator.adapters()] == [("b", 7), ("a", 2)]
+        await submit(run, "r", talk(1), 20, adapter="a")
+        await submit(run, "s", talk(1), 20, adapter="b")
+        await asyncio.gather(*map(run.until_done, ("r", "s")))
+        found = [*records(run, "r"), *records(run, "s")]
+        assert {(one.adapter, one.versions) for one in found} == {("a", (2,)), ("b", (7,))}
+        assert not sum(map(num_foreign_tokens, found))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
