@@ -20,7 +20,7 @@ from tests.support.transfer.adapters import POLICY, merged_model, write_adapter
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(600)]
 
 SAME, DIFFERENT = 0.001, 0.03  # mean absolute difference of logprobs
-USERS, NUM_VERSIONS, NUM_SAMPLES = ("alice", "bob"), 3, 16
+USERS, NUM_VERSIONS, NUM_SAMPLES = ("alice", "bob"), 3, 8
 LIMITS = Limits(max_turns=1, max_tokens_per_turn=48)
 
 
