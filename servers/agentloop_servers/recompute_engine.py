@@ -23,12 +23,18 @@ CPU_CACHE_MIB = 512
 class EngineReference:
     """An engine that computes logprobs of given ids by a prefill, one sequence at a time; as a context."""
 
-    def __init__(self, folder: str | Path, *, device: str, dtype: str, quantization: str) -> None:
-        """Raises InvalidRequest for what no engine computes with."""
+    def __init__(self, folder: str | Path, quantization: str, num_tokens: int, *, device: str, dtype: str) -> None:
+        """Take sequences of at most `num_tokens`. Raises InvalidRequest for what no engine computes with."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         cache = {"kv_cache_mib": CPU_CACHE_MIB} if device == "cpu" else {}
-        engine = {"device": device, "dtype": dtype, "quantization": quantization or None, **cache}
+        engine = {
+            "device": device,
+            "dtype": dtype,
+            "quantization": quantization or None,
+            "max_context_tokens": num_tokens + 1,  # the model's own may need more KV than there is room for
+            **cache,
+        }
         try:
             config = ServiceConfig.model_validate({"model": str(folder), "mode": "debug", "engine": engine})
         except ValueError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from safetensors.torch import load_file
@@ -60,13 +62,16 @@ def test_the_record_says_how_the_engine_was_quantised(rolled: Rolled) -> None:
     assert rolled.greedy.quantization == QUANTIZATION
 
 
-def test_the_recorded_logprobs_are_those_of_an_engine_of_the_same_kind(rolled: Rolled) -> None:
+def test_the_recorded_logprobs_are_those_of_an_engine_of_the_same_kind(rolled: Rolled, tmp_path: Path) -> None:
+    model = copytree(POLICY, tmp_path / "model")  # of a context whose KV is larger than the engine's cache
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 10**6}))
     found = {}
     for name, references in (
         ("engine", engine_references("cpu", "bfloat16")),
         ("checkpoint", plain_references("cpu", "bfloat16")),
     ):
-        check = check_logprobs(rolled.run_dir / STORE_NAME, POLICY, {}, references, max_trajectories=100)
+        check = check_logprobs(rolled.run_dir / STORE_NAME, model, {}, references, max_trajectories=100)
         assert not check.left_out
         found[name] = check.rows[0].distance
     assert found["engine"].num_tokens > 100

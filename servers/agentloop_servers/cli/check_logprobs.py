@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol, cast
 
@@ -74,13 +75,13 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The way to references: `load` gets a checkpoint and the run's quantization.
+    """The way to references: `load` gets a checkpoint, and for an engine the quantization and longest sequence.
 
-    `has_temperature`: theirs is any softmax, not that at temperature 1 alone.
+    `by_engine`: theirs is the softmax at temperature 1 alone.
     """
 
-    load: Callable[[Path, str], AbstractContextManager[Reference]]
-    has_temperature: bool = True
+    load: Callable[[Path, str, int], AbstractContextManager[Reference]]
+    by_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +134,13 @@ class LogprobCheck:
 def plain_references(device: str, dtype: str) -> References:
     """Return the way into transformers. Raises InvalidRequest where torch or transformers lack."""
     make = cast(Callable[..., Reference], resolve(REFERENCE, param="model"))
-    return References(lambda folder, _: nullcontext(make(folder, device=device, dtype=dtype)))
+    return References(lambda folder, *_: nullcontext(make(folder, device=device, dtype=dtype)))
 
 
 def engine_references(device: str, dtype: str) -> References:
     """Return the way into vLLM engines. Raises InvalidRequest where vLLM's adapter lacks."""
     make = cast(Callable[..., AbstractContextManager[Reference]], resolve(ENGINE_REFERENCE, param="engine"))
-    return References(
-        lambda folder, quantization: make(folder, device=device, dtype=dtype, quantization=quantization),
-        has_temperature=False,
-    )
+    return References(partial(make, device=device, dtype=dtype), by_engine=True)
 
 
 def parse_versions(named: Sequence[str]) -> dict[int, Path]:
@@ -185,13 +183,14 @@ def check_logprobs(
     unnamed = sorted({version for record in records for version in record.versions} - set(by_version))
     checkpoints = {**dict.fromkeys(unnamed[:1], model), **by_version}
     left_out: Counter[str] = Counter()
-    is_plain = not references.has_temperature
-    paths = [path for record in records for path in _compared(record, checkpoints, left_out, is_plain)]
-    quantization = _quantization(records)
+    by_engine = references.by_engine
+    paths = [path for record in records for path in _compared(record, checkpoints, left_out, by_engine)]
+    quantization = _quantization(records) if by_engine else ""
     recomputed: list[dict[int, npt.NDArray[np.float32]]] = [{} for _ in paths]
     for version in sorted({version for path in paths for version in path.of_trajectory}):
         wanted = [place for place, path in enumerate(paths) if version in path.of_trajectory]
-        with references.load(checkpoints[version], quantization) as reference:
+        num_tokens = max(len(paths[place].ids) for place in wanted)
+        with references.load(checkpoints[version], quantization, num_tokens) as reference:
             for number, place in enumerate(wanted):
                 on_progress(f"version {version}: {number} of {len(wanted)} paths")
                 path = paths[place]
@@ -225,7 +224,7 @@ def _chosen(store: Path | Home, max_trajectories: int) -> tuple[list[Trajectory]
 
 
 def _quantization(records: Sequence[Trajectory]) -> str:
-    """Return that of the run's engines. Raises InvalidRequest for several."""
+    """Return the quantization of the run's engines. Raises InvalidRequest for several."""
     found = {turn.quantization for record in records for path in record.paths for turn in path.turns}
     if len(found) > 1:
         raise InvalidRequest(f"the run has turns of several quantizations: {sorted(found)}", param="run")
@@ -233,7 +232,7 @@ def _quantization(records: Sequence[Trajectory]) -> str:
 
 
 def _compared(
-    record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str], is_plain: bool
+    record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str], by_engine: bool
 ) -> Iterator[ComparedPath]:
     """Give a trajectory's paths, without what cannot be compared, which is counted."""
     missing = [version for version in record.versions if version not in checkpoints]
@@ -245,7 +244,7 @@ def _compared(
         return
     for path in record.paths:
         first_own = max(path.num_shared - len(path.prompt_ids), 0)
-        pieces = [piece for turn in path.own_turns for piece in _pieces(path, turn, first_own, left_out, is_plain)]
+        pieces = [piece for turn in path.own_turns for piece in _pieces(path, turn, first_own, left_out, by_engine)]
         if pieces:
             places, recorded, temperatures, versions = (
                 np.concatenate(column) for column in zip(*pieces, strict=True)
@@ -255,7 +254,7 @@ def _compared(
 
 
 def _pieces(
-    path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str], is_plain: bool
+    path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str], by_engine: bool
 ) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
     """Give places, logprobs, temperatures and versions of the comparable tokens of one turn, span by span."""
     sampling = turn.sampling or _PLAIN
@@ -267,7 +266,7 @@ def _pieces(
             left_out[reason] += turn.end - start
             return
         temperature = sampling.temperature or 1.0  # at 0 the logprob is that of the softmax at 1
-        if is_plain and temperature != 1:
+        if by_engine and temperature != 1:
             left_out["temperature, by an engine"] += turn.end - start
             return
         num_constrained = max(turn.start + sampling.num_constrained(turn.end - turn.start) - start, 0)

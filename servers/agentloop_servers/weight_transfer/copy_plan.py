@@ -37,6 +37,7 @@ from agentloop_servers.weight_transfer.verify import Read
 
 # How vLLM calls the methods whose layers compute with their parameters as loaded.
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+LOADED_HOOKS = ("post_load_weights", "process_weights_after_loading")  # of whole models: SGLang's and vLLM's
 PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 MAX_RUNS = 2**22  # of one parameter; beyond it the check of the coverage takes seconds and gigabytes
 SPOT_CHECK_ELEMENTS = 16
@@ -265,13 +266,15 @@ def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[s
 def _check_layers(model: torch.nn.Module, quantised: Sequence[QuantisedLayer]) -> None:
     """Refuse layers that compute with other tensors than their parameters, but for these."""
     known = {layer.name for layer in quantised}
-    if hasattr(model, "post_load_weights"):
+    if any(hasattr(model, hook) for hook in LOADED_HOOKS):
         raise PlanRefused("the model derives weights from those that it has loaded")
     if getattr(model, "_do_torchao_reload", False):
         raise PlanRefused("the model is quantised by torchao")
     for name, module in model.named_modules():
         if vars(module).get("cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
             raise PlanRefused(f"layer {name} computes with a packed copy of its weight")
+        if any(impl.sinks is not impl._sinks_source for impl in _with_sinks(module)):
+            raise PlanRefused(f"layer {name} computes with a cast copy of its sinks")
         method = getattr(module, "quant_method", None)
         method = getattr(method, "old_quant_method", method)  # vLLM wraps an expert layer's method
         if name in known or method is None or not any(True for _ in module.parameters(recurse=False)):
@@ -284,6 +287,13 @@ def _check_layers(model: torch.nn.Module, quantised: Sequence[QuantisedLayer]) -
         parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
         if getattr(parallel, "enable_eplb", False):
             raise PlanRefused(f"layer {name} moves its experts about while it serves")
+
+
+def _with_sinks(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield an attention layer's implementations in vLLM that may keep sinks in a type of their own."""
+    impl: Any = getattr(module, "impl", None)
+    variants = impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else (impl,)
+    return (one for one in variants if hasattr(one, "_sinks_source"))
 
 
 class _Targets:

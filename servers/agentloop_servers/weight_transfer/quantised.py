@@ -63,11 +63,6 @@ class QuantisedLoad:
             if not self._missing[layer.name]:
                 self._end(layer)
 
-    @property
-    def unfinished(self) -> str | None:
-        """The name of a layer of which only a part has come."""
-        return next(iter(self._missing), None)
-
     def _begin(self, layer: QuantisedLayer) -> None:
         self._missing[layer.name] = {one for one in self._plan.copies if one.parameter in layer.load_form}
         for name, form in layer.load_form.items():

@@ -99,10 +99,8 @@ class ShadowParameters:
     def finish_staging(self) -> None:
         """Compute the shadows' checksums. Call after all tensors' copies are done.
 
-        Raises CheckpointUnreadable for values that are not finite, and for a part of a quantised layer.
+        Raises CheckpointUnreadable for values that are not finite.
         """
-        if (layer := self._load.unfinished) is not None:
-            raise CheckpointUnreadable(f"not all tensors of layer {layer} have come", param="update_info")
         self._staged_sums.compute()
         _load_copy_kernels(self._from)
         _require_numbers(first_not_finite(self._shadows))

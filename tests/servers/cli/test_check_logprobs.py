@@ -161,26 +161,27 @@ def test_ids_that_a_tokenizer_would_write_otherwise_are_counted(tmp_path: Path) 
 
 
 def test_an_engine_gives_temperature_1_alone_and_is_quantised_as_the_run_was(tmp_path: Path) -> None:
-    made: list[tuple[Path, str]] = []
+    made: list[tuple[Path, str, int]] = []
 
-    def load(folder: Path, quantization: str) -> nullcontext[ReferenceModel]:
-        made.append((folder, quantization))
+    def load(folder: Path, quantization: str, num_tokens: int) -> nullcontext[ReferenceModel]:
+        made.append((folder, quantization, num_tokens))
         return nullcontext(ReferenceModel(folder, device="cpu"))
 
     def quantised(one: TokenPath, quantization: str = "fp8") -> TokenPath:
         return replace(one, turns=(replace(one.turns[0], quantization=quantization),))
 
-    engine = References(load, has_temperature=False)
+    engine = References(load, by_engine=True)
     warm = TurnSampling(temperature=0.5)
     store = store_of(tmp_path, quantised(path()), quantised(path(warm)))
     found = check_logprobs(store, V0, {}, engine, max_trajectories=10)
-    assert made == [(V0, "fp8")]
+    assert made == [(V0, "fp8", len(path().prompt_ids) + len(path().response_ids))]
     assert found.left_out == {"temperature, by an engine": NUM}
     assert found.rows[0].distance.num_tokens == NUM
     (tmp_path / "two").mkdir()
     store = store_of(tmp_path / "two", quantised(path()), path())
     with pytest.raises(InvalidRequest, match="several quantizations"):
         check_logprobs(store, V0, {}, engine, max_trajectories=10)
+    assert check(store).rows[0].distance.num_tokens == 2 * NUM  # transformers compute for engines of any kind
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +290,26 @@ def test_quantised_and_emptied_layers_are_refused() -> None:
     ):
         with pytest.raises(PlanRefused, match=reason):
             trace(model, infos(TENSORS))
+
+
+@pytest.mark.parametrize("hook", ["post_load_weights", "process_weights_after_loading"])
+def test_a_model_that_derives_weights_is_refused(hook: str) -> None:
+    model = Model(plain)
+    setattr(model, hook, lambda: None)
+    with pytest.raises(PlanRefused, match="derives weights from those that it has loaded"):
+        trace(model, infos(TENSORS))
+
+
+@pytest.mark.parametrize("has_variants", [False, True])
+def test_attention_that_keeps_its_sinks_in_another_type_is_refused(has_variants: bool) -> None:
+    model = Model(plain)
+    impl = SimpleNamespace(_sinks_source=model.layer.bias, sinks=model.layer.bias)
+    other = SimpleNamespace(sinks=model.layer.bias)  # of a backend that takes them as they are
+    model.layer.impl = SimpleNamespace(get_impl_variants=lambda: (other, impl)) if has_variants else impl
+    trace(model, infos(TENSORS))
+    impl.sinks = model.layer.bias.double()
+    with pytest.raises(PlanRefused, match="layer computes with a cast copy of its sinks"):
+        trace(model, infos(TENSORS))
 
 
 def test_tied_parameters_count_once_and_separate_ones_must_not_share_memory() -> None:

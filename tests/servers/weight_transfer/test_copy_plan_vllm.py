@@ -107,7 +107,6 @@ def test_quantised_layers_are_staged_as_vllm_quantises_them(ranks: dict[str, Any
     assert found["num_checked"] > 20
     assert found["num_parameters"] > 20
     assert found["differing"] == []
-    assert found["half"] == "not all tensors of layer model.layers.0.mlp.gate_up_proj have come"
 
 
 def test_a_load_of_quantised_layers_is_compared_through_their_scales(ranks: dict[str, Any]) -> None:
