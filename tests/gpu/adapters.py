@@ -33,7 +33,7 @@ from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.benchmarks.gpu_models import model_folder
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, Shape, random_prompts
 
 PROMPT_TOKENS, MAX_TOKENS = 64, 128
@@ -213,11 +213,6 @@ async def measured(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     finally:
         await plain.engine.close()
         await adapted.engine.close()
-
-
-def say(what: str) -> None:
-    """Show progress."""
-    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParam
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.local import running_service
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import service_config, write_policy
 
@@ -46,7 +46,6 @@ UPDATE_AT = 0.4  # of an undisturbed run's duration
 MIN_EQUAL = 0.5  # of prompts, where batches round differently; wrong weights make nearly all differ
 SPACING_S = 0.7  # between further updates
 CONTEXT_TOKENS = 1024
-STARTED_AT = time.monotonic()
 NCCL_SETTINGS = {
     "NCCL_COLLNET_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
@@ -57,11 +56,6 @@ NCCL_SETTINGS = {
     "NCCL_NTHREADS": "1",
 }
 """What batch-invariant vLLM 0.32 sets in its workers: the trainer's group with them needs the same."""
-
-
-def say(what: str) -> None:
-    """Progress on stderr, with the seconds since the script began."""
-    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

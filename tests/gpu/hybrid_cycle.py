@@ -37,7 +37,7 @@ from agentloop.api.coordinator import ReplicaUpdate
 from agentloop.client.client import RolloutClient
 from agentloop.types import Generation
 from agentloop_servers.local import running_service
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, Shape, random_prompts, set_version
 from tests.gpu.policy import service_config, write_policy
 
@@ -47,7 +47,6 @@ PROMPT_TOKENS = 128
 BATCH = (4, 512)  # sequences and tokens of a training step
 SLEEP_AFTER_S = 0.5  # of generation
 END_S = 30.0  # of another rank, and for its device to be idle after an update
-STARTED_AT = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +159,6 @@ def await_idle(ranks: Sequence[Connection]) -> None:
         if not rank.poll(END_S):
             raise TimeoutError(f"rank {number} is not through the update after {END_S:.0f} s")
         rank.recv()
-
-
-def say(what: str) -> None:
-    """Progress on stderr, with the seconds since the script began."""
-    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def _follow(options: argparse.Namespace, rank: int, pipe: Connection) -> None:

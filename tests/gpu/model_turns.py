@@ -27,7 +27,7 @@ from agentloop.types import Generation, Judge, Limits, Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.benchmarks.gpu_models import model_folder
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, random_prompts
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"
@@ -130,11 +130,6 @@ async def judged(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     # The tiny policies give no verdicts, and a record then says so.
     asked = sum(record.reward is not None or "no verdict" in (record.reward_error or "") for record in records)
     return {"trajectories": len(records), "judged": asked, "switches": len(switches(run_dir)), "seconds": took_s}
-
-
-def say(what: str) -> None:
-    """Show progress."""
-    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import tensor_info
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.continuation import Run, compare
 from tests.gpu.policy import write_policy
@@ -57,14 +57,6 @@ MAX_GAP = 1.5  # of the gap of bf16
 MAX_OWN_K3 = 0.5  # to the engine's own prefill, of that to the bf16 checkpoint
 SEND_TIMEOUT_S = 120.0
 UPDATE_AT = 0.4  # of an undisturbed run's duration
-STARTED_AT = time.monotonic()
-
-
-def say(what: str) -> None:
-    """Progress on stderr, with the seconds since the script began."""
-    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
-
-
 # --- in the engine's worker ----------------------------------------------------------------------------------
 
 

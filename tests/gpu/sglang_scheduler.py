@@ -40,16 +40,11 @@ from agentloop_servers.weight_transfer.worker_calls import (
     from_text,
     to_text,
 )
-from tests.benchmarks.report import finish, table
+from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import write_policy
 
-STARTED_AT = time.monotonic()
 CONTEXT_TOKENS = 2048
-
-
-def say(what: str) -> None:
-    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -611,8 +611,8 @@ class Rollouts:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
-        self.queue.set_versions(self._replicas.versions)
         waiting, now, versions = self._replicas.waiting, self._clock.now(), self._replicas.versions
+        self.queue.set_versions(versions)
 
         def place(sample: Sample) -> Lease | NoPlace:
             if is_awaiting_weights(sample, versions, now):

@@ -56,21 +56,22 @@ class ModeRules:
     names_adapters: bool = False  # adapters have names, and the base weights stay
     can_sleep: bool = True
 
-    def check_source(self, update: WeightUpdate, name: str | None = None) -> None:
-        """Raises InvalidRequest for a source that the mode does not take, with or without an adapter's name."""
-        if self.names_adapters and name is None:
+    def check_named(self) -> None:
+        """Raises InvalidRequest where adapters have no names."""
+        if not self.names_adapters:
+            raise InvalidRequest(
+                "this service serves no adapters by name: set its engines' `max_loras`, or push without a name",
+                param="name",
+            )
+
+    def check_source(self, update: WeightUpdate) -> None:
+        """Raises InvalidRequest for a source that the mode does not take."""
+        if self.names_adapters:
             raise InvalidRequest(
                 "this service serves adapters by name (`max_loras`) over base weights that stay: push an adapter,"
                 " with a `name`",
                 param="name",
             )
-        if name is not None:
-            if not self.names_adapters:
-                raise InvalidRequest(
-                    "this service serves no adapters by name: set its engines' `max_loras`, or push without a name",
-                    param="name",
-                )
-            return
         if not self.allows_weights:
             raise InvalidRequest(f"in mode {self.mode} weights never change", param="version")
         if (update.push is not None or update.transfer is not None) and not self.allows_push:
@@ -180,7 +181,7 @@ class AdminRoutes:
 
     async def push_adapter(self, request: Request, push: AdapterPush) -> UpdateReport:
         """Load an adapter by the caller's name for it. An admin's is all users'; any other is its user's own."""
-        self._rules.check_source(WeightUpdate(push.version or 0, adapter=push.directory), push.name)
+        self._rules.check_named()
         if _ADAPTER_NAME.fullmatch(push.name) is None or (self._endpoint and self._endpoint.has_model(push.name)):
             raise InvalidRequest(
                 "an adapter's name is 1 to 128 letters, digits, `.`, `_` or `-`, and no other model's", param="name"
@@ -193,7 +194,7 @@ class AdminRoutes:
 
     async def unload_adapter(self, request: Request, name: str) -> None:
         """Serve an adapter no more, by the caller's name for it; an admin names any. Raises ModelNotFound."""
-        self._rules.check_source(WeightUpdate(0, adapter=name), name)
+        self._rules.check_named()
         await self.ask(self._coordinator.unload_adapter(self._own(request, name)))
 
     def _own(self, request: Request, name: str) -> str:

@@ -149,11 +149,11 @@ def state(model: torch.nn.Module) -> list[Any]:
     return found
 
 
-def refusal(call: Any, *args: Any) -> str:
+def refusal(call: Any, *args: Any, kind: type[Exception] = PlanRefused) -> str:
     """The reason; empty if it was not refused."""
     try:
         call(*args)
-    except PlanRefused as error:
+    except kind as error:
         return str(error)
     return ""
 
@@ -273,21 +273,12 @@ def quantise(config: VllmConfig) -> dict[str, Any]:
     found["num_parameters"] = len(wanted)
     found["num_compared"] = compare_layers(fresh, new.keys(), new.__getitem__)
     one_old = {**new, "model.layers.1.mlp.down_proj.weight": old["model.layers.1.mlp.down_proj.weight"]}
-    found["one_old"] = complaint(compare_layers, fresh, one_old.keys(), one_old.__getitem__)
+    found["one_old"] = refusal(compare_layers, fresh, one_old.keys(), one_old.__getitem__, kind=RuntimeError)
     return found
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def complaint(call: Any, *args: Any) -> str:
-    """The message; empty without one."""
-    try:
-        call(*args)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
