@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     RootModel,
@@ -101,6 +102,8 @@ class SglangBody(Body):
 
     `extra_key` is accepted and not used: which KV a request may use is the weight update's to say (`kv_policy`).
     """
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input_ids"]}, {"required": ["text"]}]})
 
     input_ids: (
         Annotated[

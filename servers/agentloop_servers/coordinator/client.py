@@ -28,7 +28,6 @@ from agentloop_servers.private_http.server import Misdirected
 from agentloop_servers.private_http.trust import Trust
 
 CALL_TIMEOUT_S = 30.0
-_JOINED = frozenset({"update_weights", "push_adapter"})  # a repeat joins it, or changes nothing
 COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the steps of an update together
 
 
@@ -59,7 +58,9 @@ class CoordinatorClient:
     async def _call(self, call: CallType, *arguments: Any, **named: Any) -> Any:
         """Raises what the coordinator raises, and ServiceUnavailable if it fails or does not answer."""
         arguments += tuple((call.defaults | named)[name] for name in call.parameters[len(arguments) :])
-        is_repeatable = call.name not in COMMANDS or call.name in _JOINED
+        # A repeat of an update joins it, and one of a push changes nothing if it names its version.
+        is_numbered = call.name == "push_adapter" and arguments[0].version is not None
+        is_repeatable = call.name not in COMMANDS or call.name == "update_weights" or is_numbered
         timeout_s = self._command_timeout_s if call.name in COMMANDS else CALL_TIMEOUT_S
         if "wait_s" in call.parameters:
             timeout_s += arguments[call.parameters.index("wait_s")]

@@ -9,8 +9,10 @@ from dataclasses import replace
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from agentloop.api.coordinator import (
+    AdapterPush,
     FleetPort,
     FrontPort,
     HeldLease,
@@ -28,14 +30,14 @@ from agentloop.api.coordinator import (
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import RealClock
 from agentloop.codec import encode
-from agentloop.engine import WeightUpdate
-from agentloop.errors import Conflict, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.engine import Adapter, StageReport, WeightUpdate
+from agentloop.errors import AdaptersFull, Conflict, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, Load, PauseMode, Trajectory
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
-from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
+from agentloop_servers.coordinator.server import SERVER_NAME, CoordinatorServer, calls_of
 from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
@@ -233,6 +235,31 @@ async def test_another_server_at_its_port_is_not_taken_for_it(tmp_path):
             assert (await site.client.front.status()).is_ready
         finally:
             await replica.close()
+
+
+async def test_a_lost_answer_repeats_a_push_only_of_a_named_version(tmp_path):
+    async def cut(request: web.Request) -> web.Response:
+        request.transport.abort()
+        return web.Response()
+
+    pushed = []
+
+    async def refuse(adapter: Adapter) -> StageReport:
+        pushed.append(adapter.version)
+        raise AdaptersFull("all places are taken")
+
+    async with site_at(tmp_path) as site:
+        cutting = PrivateServer(SERVER_NAME, (web.post("/push_adapter", cut),), Trust("secret"))
+        await cutting.start()
+        site.engine.load_adapter = refuse
+        for version, seen in ((3, AdaptersFull), (None, ServiceUnavailable)):
+            site.old_urls.append(cutting.url)
+            client = CoordinatorClient(site.find, Trust("secret"))
+            with pytest.raises(seen):
+                await client.front.push_adapter(AdapterPush("math", "/adapter", version))
+            await client.close()
+        await cutting.close()
+    assert pushed == [3]
 
 
 async def test_a_hand_in_goes_on_when_its_caller_leaves(tmp_path):
