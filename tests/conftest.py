@@ -27,6 +27,7 @@ PLAIN = [
     structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
 ]
 structlog.configure(processors=PLAIN)
+LOGGING = structlog.get_config()
 
 gc.disable()
 
@@ -60,11 +61,10 @@ def _no_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_logging_of_other_tests() -> Iterator[None]:
-    """A command that a test runs in this process configures its logging."""
+    """A command that a test runs in this process configures its logging, or silences it."""
     level = logging.getLogger().level
     yield
-    if structlog.get_config()["processors"] is not PLAIN:
+    if structlog.get_config() != LOGGING:
         close_logging()
         logging.getLogger().setLevel(level)
-        structlog.reset_defaults()
-        structlog.configure(processors=PLAIN)
+        structlog.configure(**LOGGING)
