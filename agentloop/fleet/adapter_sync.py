@@ -6,13 +6,15 @@ Nothing pauses: calls in flight end under the version that they began with. A re
 succeeds joins anew. If all fail nothing has changed.
 
 Ownership: one object of the `ReplicaSync`, whose fleet-wide procedures call `push` and `unload`. It alone writes
-the adapters. Invariants: a replica that takes traffic holds all adapters that are served and no others; the store
-names whatever else a replica may hold, before it holds that.
+the adapters. Invariants: a replica that takes traffic holds all adapters that are served, but for those whose files
+it found gone as it joined, and no others; the store names whatever else a replica may hold, before it holds that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from structlog.typing import FilteringBoundLogger
 
 from agentloop.api.coordinator import AdapterPush, NamedAdapter, UpdateReport, seen_adapters
 from agentloop.api.owners import owner_of, shown_id
@@ -28,6 +30,7 @@ from agentloop.errors import (
     ModelNotFound,
     NoHealthyReplica,
     WeightUpdateFailed,
+    error_line,
 )
 from agentloop.fleet.desired_state import FleetAdapters, SavedValue
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed
@@ -54,6 +57,7 @@ class AdapterSync:
         takers: Callable[[], Sequence[ReplicaRecord]],
         fell_behind: Callable[[ReplicaProgress], None],
         wall_time: Callable[[], float],
+        log: FilteringBoundLogger,
     ) -> None:
         """`save` writes what is owed, and logs an error; `takers` returns the replicas in service that no procedure
         has; `fell_behind` makes one join anew."""
@@ -64,6 +68,7 @@ class AdapterSync:
         self._takers = takers
         self._fell_behind = fell_behind
         self._wall_time = wall_time
+        self._log = log
         self.saved = SavedValue(FleetAdapters(), on_adapters)
         self.in_use: Callable[[], Collection[str]] = tuple  # those of unfinished rollouts, which no push takes away
         self.served: tuple[NamedAdapter, ...] = ()  # the one pushed longest ago first
@@ -117,7 +122,8 @@ class AdapterSync:
     async def bring(self, replica: ReplicaRecord) -> None:
         """Have a replica hold what is served and nothing else, which may change meanwhile.
 
-        Raises what an engine raises; the replica's `error` then names the adapter.
+        An adapter whose files are gone costs no other's calls: the replica gets none under it, until it is pushed
+        again. Raises what else an engine raises.
         """
         held, loaded = self._held_by(replica), None
         while loaded != self.served:
@@ -130,8 +136,11 @@ class AdapterSync:
                 try:
                     await self._load(replica, one)
                 except Exception as error:
-                    self._fleet.note(replica, f"adapter {one.name}, version {one.version}: {error}")
-                    raise
+                    of = {"replica": replica.replica_id, "adapter": one.name, "version": one.version}
+                    self._log.warning("adapter_not_loaded", **of, error=error_line(error))
+                    if not isinstance(error, CheckpointUnreadable):
+                        raise
+                    self._fleet.note_adapter(replica, one.name, is_held=False)
             loaded = tuple(wanted.values())
 
     # --- inside ---
@@ -227,6 +236,7 @@ class AdapterSync:
         held[adapter.name] = None
         report = await self._steps.load_adapter(replica, adapter.name, adapter.version, adapter.directory)
         held[adapter.name] = adapter
+        self._fleet.note_adapter(replica, adapter.name, is_held=True)
         return report
 
     async def _unload_on_all(self, adapter: NamedAdapter) -> bool:

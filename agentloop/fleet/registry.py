@@ -94,6 +94,7 @@ class ReplicaRecord:
     needs_probe: bool = False  # it takes no traffic before it has answered a probe
     num_contradictions: int = 0
     is_held: bool = False  # it takes no traffic before the resume under way has ended
+    lacks: frozenset[str] = frozenset()  # adapters by name that are served, and that it could not read
 
     @property
     def replica_id(self) -> str:
@@ -395,6 +396,12 @@ class Fleet:
         if current is not None:
             self._put(replace(current, error=error))
 
+    def note_adapter(self, replica: ReplicaRecord, name: str, *, is_held: bool) -> None:
+        """Record whether a replica holds an adapter that is served: it gets no calls under those it lacks."""
+        current = self._same(replica)
+        if current is not None and (name in current.lacks) == is_held:
+            self._put(replace(current, lacks=current.lacks ^ {name}))
+
     def hold(self, replica: ReplicaRecord, is_held: bool) -> None:
         """Keep a replica out of traffic, or end that, without a change of its state."""
         current = self._same(replica)
@@ -494,8 +501,8 @@ class Fleet:
     def _put(self, replica: ReplicaRecord) -> ReplicaRecord:
         known = self._replicas.get(replica.replica_id)
         if known is None or (
-            (known.state, known.weight_version, known.registration, known.is_held)
-            != (replica.state, replica.weight_version, replica.registration, replica.is_held)
+            (known.state, known.weight_version, known.registration, known.is_held, known.lacks)
+            != (replica.state, replica.weight_version, replica.registration, replica.is_held, replica.lacks)
         ):
             self.num_placement_changes += 1
         self._replicas[replica.replica_id] = replica

@@ -111,6 +111,7 @@ class ReplicaSync:
             takers=lambda: self._unclaimed(ReplicaState.READY, ReplicaState.SUSPECT),
             fell_behind=self._fell_behind,
             wall_time=wall_time,
+            log=self._log,
         )
 
     @property

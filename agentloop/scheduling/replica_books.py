@@ -139,10 +139,14 @@ class ReplicaBooks:
         return self._placeable
 
     def suits(self, replica_id: str, needs: Needs) -> bool:
-        """Tell if a replica takes traffic and its engine can serve these needs."""
+        """Tell if a replica takes traffic and can serve these needs."""
         replica = self.placeable.get(replica_id)
         return replica is not None and (
-            needs is NO_NEEDS or replica.registration.info.can.suits(self._fleet.bounded(needs))
+            needs is NO_NEEDS
+            or (
+                needs.adapter not in replica.lacks
+                and replica.registration.info.can.suits(self._fleet.bounded(needs))
+            )
         )
 
     def takes_traffic(self, lease: Lease, needs: Needs = NO_NEEDS) -> bool:

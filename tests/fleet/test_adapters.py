@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.api.coordinator import AdapterPush, RolloutTerms
+from agentloop.api.coordinator import AdapterPush, ReplicaRegistration, RolloutTerms
 from agentloop.clock import VirtualClock
+from agentloop.engine import OnProgress
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,
@@ -22,7 +24,16 @@ from agentloop.errors import (
     ModelNotFound,
 )
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.types import OnStale, RolloutGroup, StalenessLimit, StopReason, Trajectory, VersionDemand
+from agentloop.types import (
+    GenerateRequest,
+    Generation,
+    OnStale,
+    RolloutGroup,
+    StalenessLimit,
+    StopReason,
+    Trajectory,
+    VersionDemand,
+)
 from tests.support.fleet.live_run import SPEC, LiveRun, live_run, talk, write_checkpoint
 from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.proving_policy import ProvingPolicy, logprobs_of
@@ -195,6 +206,47 @@ async def test_replicas_that_join_and_a_restart_have_all_adapters(clock: Virtual
         found = [*records(run, "r"), *records(run, "s")]
         assert {(one.adapter, one.versions) for one in found} == {("a", (2,)), ("b", (7,))}
         assert not sum(map(num_foreign_tokens, found))
+
+
+@virtually
+async def test_an_adapter_whose_files_are_gone_keeps_no_replica_from_the_others(
+    clock: VirtualClock, folder: Path
+) -> None:
+    async with running(clock, folder, num_engines=1) as run:
+        gone = write_checkpoint(_made(folder / "gone"))
+        await push(run, "a")
+        await push(run, "b", directory=str(gone))
+        shutil.rmtree(gone)
+        spec = replace(SPEC, lora_rank=8, max_loras=8)
+        late = run.engines["sim://late"] = ToldEngine(spec, clock=clock, policy=ProvingPolicy())
+        await late.start()
+        await run.coordinator.replicas.register(
+            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
+        )
+        while len(run.coordinator.replicas.fleet.placeable()) < 2:
+            await clock.sleep(0.1)
+
+        async def are_sampled(rollout_id: str, adapter: str) -> None:
+            await submit(run, rollout_id, talk(1), 20, adapter=adapter)
+            await run.until_done(rollout_id)
+            assert [one.failure for one in records(run, rollout_id)] == [None] * 20
+
+        await are_sampled("r", "a")
+        await are_sampled("s", "b")
+        assert late.adapters == {"a"}
+        await push(run, "b")
+        await are_sampled("t", "b")
+        assert late.adapters == {"a", "b"}
+
+
+class ToldEngine(SimulatedEngine):
+    """Keeps the names of the adapters that calls came under."""
+
+    adapters: frozenset[str] = frozenset()
+
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        self.adapters |= {request.adapter}
+        return await super().generate(request, on_progress)
 
 
 def _made(folder: Path) -> Path:
