@@ -66,6 +66,7 @@ def main() -> None:
 
 
 def _be_quiet() -> None:
+    """Log nothing: what a schedule fills is the disk of the log too, where that goes to a file."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 

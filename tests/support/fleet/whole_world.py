@@ -299,6 +299,8 @@ class WholeWorld(World):
             await self._repeat_with_other_work(front, rollout_id, groups)
         skipped = self.ledger.skipped.setdefault(rollout_id, set())
         while len({*map(_key, delivered)} | skipped) < num_expected:
+            if word is Word.DAMAGE:
+                await self.clock.sleep(1.0)  # for records to come that it has not read
             if word is Word.DAMAGE and self._damage(rollout_id, cursor):
                 self.history.counts["damaged a record"] += 1
                 self.ledger.damaged.add(rollout_id)
