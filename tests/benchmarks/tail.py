@@ -43,7 +43,7 @@ COLUMNS = (
 )
 
 _COLUMNS = (
-    f"Means over the seeds of {NUM_STEPS} steps. Offered: unfinished groups as a step begins, by those that it takes. "
+    f"Means over the seeds of {NUM_STEPS} steps. Offered: unfinished groups as a step begins, by those it takes. "
     "Ratios are of one seed's runs, with their 95 % interval. Carried: the share of groups that earlier steps have "
     "left; oldest: the steps that one was left over. Turns: of the groups that counted, to those of all."
 )
