@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 # Where it is set, every process of a test, Ray's too, compiles all of our modules again: half of a collection's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-contracts test-sglang test-faults test-hosts test-mutations soak learn see check house bench bench-endpoint bench-balancer bench-tail lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -121,6 +121,10 @@ bench-endpoint: $(VENV)/.dev
 # A simulated fleet in virtual time, about 25 minutes on two cores: a part by ARGS="--regimes 3x --arms ours,sticky".
 bench-balancer: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.balancer $(ARGS)
+
+# The same fleet under a trainer's steps, about 12 minutes on two cores.
+bench-tail: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.tail $(ARGS)
 
 $(VENV)/.cpu: requirements/cpu.txt pyproject.toml
 	@echo "installing the CPU lane into $(VENV) (once, some minutes; then seconds)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentloop.client.batches import Batch, Carry
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.client.rollout import Rollout, load_tasks
@@ -9,6 +10,8 @@ from agentloop.client.session import AgentSession, SessionEnd, describe
 
 __all__ = [
     "AgentSession",
+    "Batch",
+    "Carry",
     "NamedTensors",
     "PushOptions",
     "PushTarget",

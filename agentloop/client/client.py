@@ -16,7 +16,7 @@ import asyncio
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ from agentloop.api.requests import (
     task_fields,
 )
 from agentloop.api.sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody, OnMalformedCall, OnOverflow
+from agentloop.client.batches import Batch, BatchRule, Carry, batches_of
 from agentloop.client.publish import PublishOptions, PublishReport, open_publisher, tensor_bytes
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
@@ -285,6 +286,41 @@ class RolloutClient:
             await self._forget(rollout)
             raise
         return rollout
+
+    async def batches(
+        self,
+        tasks: Iterable[RolloutTask],
+        *,
+        num_groups: int,
+        num_samples: int,
+        over_provision: float = 1.0,
+        carry: Carry | str = Carry.NEXT,
+        acknowledge: bool = False,
+        **options: Any,
+    ) -> AsyncGenerator[Batch, None]:
+        """Yield batches of the `num_groups` groups that are whole first, until all `tasks` have ended.
+
+        Each batch begins with `num_groups * over_provision` groups unfinished: those that the one before has left,
+        which go first, and new ones. With `carry` "next" the unfinished ones run on while the caller trains; with
+        "cancel" they end, and are in no batch. `tasks` may be endless: no more are read than are offered. Short
+        groups are whole first: watch `Batch.ages` and `carried_share`. `options` are those of `submit`, whose
+        `max_staleness` and `on_stale` bound what runs on; with `num_samples` 1, trajectories are counted.
+
+        With `acknowledge` the service may delete a batch's records once the next one is asked for. What is
+        unfinished when the iteration is closed is cancelled. Raises as `submit`, and RecordsDamaged.
+        """
+        rule = BatchRule(num_groups, over_provision, Carry(carry))
+        options = {"num_samples": num_samples, "run_id": _new_id(), **options}  # one run: an older group goes first
+
+        async def submit(part: Sequence[RolloutTask]) -> Rollout:
+            return await self.submit(part, **options)
+
+        rollout = Rollout(self)
+        try:
+            async for batch in batches_of(rollout, tasks, rule, submit, acknowledge=acknowledge):
+                yield batch
+        finally:
+            await self._forget(rollout)
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
         """A rollout's counts. Raises NotFound."""
@@ -552,7 +588,7 @@ class RolloutClient:
             part = _next_part(tasks, num_sent, size)
             rollout_id = _new_id()
             checked = check_body({"tasks": part, "rollout_id": rollout_id, **options}, SubmitBody)
-            rollout.expect(rollout_id, len(part) * checked.num_samples)
+            rollout.expect(rollout_id, len(part), checked.num_samples)
             try:
                 await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)
             except Retryable as full:

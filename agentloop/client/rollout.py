@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -42,13 +43,23 @@ class Service(Protocol):
 
 
 @dataclass(slots=True)
+class _ReadPage:
+    """The find of one read: it may be acknowledged once all of it was given to the caller."""
+
+    cursor: int
+    num_left: int
+
+
+@dataclass(slots=True)
 class _Part:
     """A part of a rollout: a rollout of its own to the service, and how far it was read."""
 
     rollout_id: str
+    num_samples: int  # of each group
     num_trajectories: int
+    batch: int = 0  # that it was submitted for, of `RolloutClient.batches`
     cursor: int = 0
-    given: int = 0  # the cursor of the last page that was iterated to its end
+    pages: deque[_ReadPage] = field(default_factory=deque)  # those not acknowledged, in order
     num_read: int = 0
     is_over: bool = False
     num_damaged: int = 0  # records that the service cannot read
@@ -65,7 +76,8 @@ class Rollout:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._parts: dict[str, _Part] = {}
-        self._ready: deque[Trajectory] = deque()  # at most one page
+        self._ready: deque[tuple[Trajectory, _ReadPage]] = deque()  # at most one page
+        self._begun: dict[tuple[str, str], list[tuple[Trajectory, _ReadPage]]] = {}  # of groups that are not whole
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -79,20 +91,33 @@ class Rollout:
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         while self._ready or await self._read_page():
-            trajectory = self._ready.popleft()
-            if not self._ready:
-                for part in self._parts.values():
-                    part.given = part.cursor
+            trajectory, page = self._ready.popleft()
+            page.num_left -= 1
             yield trajectory
-        if damaged := [part for part in self._parts.values() if part.num_damaged]:
-            told = ", ".join(f"{part.num_damaged} of {part.rollout_id}" for part in damaged)
-            raise RecordsDamaged(f"records cannot be read: {told}; `resubmit_damaged` has them run again")
+        self._check_damage()
+
+    async def groups(self) -> AsyncIterator[Sequence[Trajectory]]:
+        """Yield each group once all its samples have ended. It may be left and continued, and ends as iterating the
+        rollout itself does, which gives nothing of what this has read."""
+        while self._ready or await self._read_page():
+            trajectory, page = self._ready.popleft()
+            key = trajectory.rollout_id, trajectory.group_id
+            group = self._begun.setdefault(key, [])
+            group.append((trajectory, page))
+            if len(group) == self._parts[trajectory.rollout_id].num_samples:
+                for _, page in self._begun.pop(key):
+                    page.num_left -= 1
+                yield [trajectory for trajectory, _ in group]
+        self._check_damage()
 
     async def acknowledge(self) -> None:
         """Let the service delete what was iterated so far, page by page: it is kept elsewhere."""
         for part in self._parts.values():
-            if part.given > 0:
-                await self._service.acknowledge(part.rollout_id, part.given)
+            given = list(takewhile(lambda page: page.num_left == 0, part.pages))
+            if given:
+                await self._service.acknowledge(part.rollout_id, given[-1].cursor)
+                for _ in given:
+                    part.pages.popleft()
 
     async def status(self) -> RolloutStatus:
         """The counts at this moment, under the first of `rollout_ids`."""
@@ -110,13 +135,33 @@ class Rollout:
         """End what is queued or running; the iteration then delivers those records too."""
         return _sum([await self._service.cancel(name) for name in self.rollout_ids])
 
-    def expect(self, rollout_id: str, num_trajectories: int) -> None:
+    def expect(self, rollout_id: str, num_groups: int, num_samples: int) -> None:
         """Add a part that is about to be sent."""
-        self._parts[rollout_id] = _Part(rollout_id, num_trajectories)
+        self._parts[rollout_id] = _Part(rollout_id, num_samples, num_groups * num_samples)
 
     def drop(self, rollout_id: str) -> None:
         """Take out a part that was refused."""
         del self._parts[rollout_id]
+
+    def join(self, other: Rollout, batch: int) -> None:
+        """Take over the parts of a rollout of which nothing was read; they are a batch's."""
+        for part in other._parts.values():
+            self._parts[part.rollout_id] = replace(part, batch=batch)
+
+    def batch_of(self, trajectory: Trajectory) -> int:
+        """Return the batch that a trajectory's part was submitted for."""
+        return self._parts[trajectory.rollout_id].batch
+
+    def forget(self) -> None:
+        """Take out the parts of which all was given to the caller."""
+        for part in list(self._parts.values()):
+            if part.is_over and not part.num_damaged and all(page.num_left == 0 for page in part.pages):
+                del self._parts[part.rollout_id]
+
+    def _check_damage(self) -> None:
+        if damaged := [part for part in self._parts.values() if part.num_damaged]:
+            told = ", ".join(f"{part.num_damaged} of {part.rollout_id}" for part in damaged)
+            raise RecordsDamaged(f"records cannot be read: {told}; `resubmit_damaged` has them run again")
 
     async def _read_page(self) -> bool:
         """Wait for trajectories; False if there are no more. Parts take turns, so that none waits for another."""
@@ -138,7 +183,9 @@ class Rollout:
         part.cursor = page.cursor
         part.num_read += len(page.trajectories)
         part.num_damaged = max(part.num_damaged, page.status.num_damaged)
-        self._ready.extend(page.trajectories)
+        if page.trajectories:
+            part.pages.append(read := _ReadPage(page.cursor, len(page.trajectories)))
+            self._ready.extend((trajectory, read) for trajectory in page.trajectories)
         # A damaged record is never delivered: an empty page then is the end.
         is_empty_end = page.status.is_done and not page.trajectories
         part.is_over = is_empty_end or part.num_read >= part.num_trajectories

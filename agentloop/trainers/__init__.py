@@ -7,7 +7,7 @@ weights: that is the service's.
 
 from __future__ import annotations
 
-from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
+from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
 from agentloop.trainers.mismatch import CLIP_RANGE, MAX_K3, PERCENTILES, Mismatch, MismatchMonitor, mismatch
 from agentloop.trainers.teacher import teacher_logprobs
 
@@ -21,7 +21,6 @@ __all__ = [
     "TrainingRow",
     "count_group",
     "group_rows",
-    "groups_of",
     "is_scored",
     "mismatch",
     "teacher_logprobs",

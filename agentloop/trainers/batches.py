@@ -7,8 +7,7 @@ client cancelled it) gives no row and no part of the baseline: it says nothing o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,19 +75,6 @@ class GroupCounts:
 def is_scored(trajectory: Trajectory) -> bool:
     """Tell if a trajectory may be trained on: it ended as the policy or a limit had it, and has a reward."""
     return trajectory.is_complete and trajectory.reward is not None
-
-
-async def groups_of(
-    trajectories: AsyncIterable[Trajectory], num_samples: int
-) -> AsyncIterator[Sequence[Trajectory]]:
-    """Yield each group of a rollout once all its samples have ended; at the end those whose records are lost."""
-    begun: dict[str, list[Trajectory]] = defaultdict(list)
-    async for trajectory in trajectories:
-        begun[trajectory.group_id].append(trajectory)
-        if len(begun[trajectory.group_id]) == num_samples:
-            yield begun.pop(trajectory.group_id)
-    for group in begun.values():
-        yield group
 
 
 def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = False) -> list[TrainingRow]:

@@ -37,7 +37,7 @@ import structlog
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
-from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
+from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
 from agentloop.trainers.service_link import ServiceLink
 from agentloop.types import FloatArray, Message, OnStale, RolloutTask, Trajectory
 
@@ -235,7 +235,7 @@ class AsyncRollouts:
             tasks = [next(self._order) for _ in range(self._num_in_lane)]
             rollout = await client.submit(tasks, **self._submit_options)
             self._rollouts[lane] = rollout
-            async for group in groups_of(rollout, self._num_generations):
+            async for group in rollout.groups():
                 await self._emit(group)
             await rollout.acknowledge()
             del self._rollouts[lane]
@@ -408,7 +408,7 @@ class SyncRollouts:
             by_task = {self._tasks[key].task_id: key for key in keys}
             rollout = await client.submit([self._tasks[key] for key in keys], num_samples=num_samples)
             try:
-                async for group in groups_of(rollout, num_samples):
+                async for group in rollout.groups():
                     yield by_task[group[0].task_id], group
             except BaseException:
                 with contextlib.suppress(AgentLoopError, TimeoutError):

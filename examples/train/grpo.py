@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -21,8 +22,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from agentloop.api.coordinator import UpdateReport
-from agentloop.client import Rollout, RolloutClient
-from agentloop.trainers import TrainingRow, group_rows, groups_of, teacher_logprobs
+from agentloop.client import RolloutClient
+from agentloop.trainers import TrainingRow, group_rows, teacher_logprobs
 from agentloop.trainers.mismatch import Mismatch, mismatch
 from agentloop.types import FloatArray, OnStale, RolloutTask, Trajectory
 
@@ -35,6 +36,8 @@ class Recipe:
     num_groups: int = 16
     group_size: int = 8
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
+    over_provision: float = 0.0  # groups unfinished as a step begins, for each that it takes; 0: as many as may be
+    carry: str = "next"  # with it: what becomes of groups that are not whole when a step is, as `Carry` says
     loss: str = "ppo"  # or "cispo", or "distill": PPO's, with a teacher's advantages in place of the rewards'
     learning_rate: float = 1e-4
     num_warmup_steps: int = 5  # at least 1
@@ -98,15 +101,7 @@ async def train(
     version = await push_next(client, model)
     started_at = ready_at = time.monotonic()
     steps: list[Step] = []
-    # All tasks of the run at once: the service holds back what would be too old when it is its turn.
-    rollout = await client.submit(
-        list(islice(tasks, recipe.num_steps * recipe.num_groups)),
-        num_samples=recipe.group_size,
-        max_staleness=recipe.max_staleness,
-        on_stale=OnStale.MASK,
-        trajectories_per_version=recipe.batch_size,
-    )
-    async for batch in batches(rollout, recipe):
+    async for batch in batches(client, tasks, recipe):
         got_at = time.monotonic()
         # One row for each token path. Advantage: the reward minus its group's mean. What failed is in neither.
         rows = [row for group in batch for row in group_rows(group)]
@@ -146,10 +141,29 @@ async def push_next(client: RolloutClient, model: torch.nn.Module) -> int:
     return report.version
 
 
-async def batches(rollout: Rollout, recipe: Recipe) -> AsyncIterator[list[Sequence[Trajectory]]]:
+async def batches(
+    client: RolloutClient, tasks: Iterable[RolloutTask], recipe: Recipe
+) -> AsyncIterator[Sequence[Sequence[Trajectory]]]:
     """Whole groups as they become whole, `num_groups` at a time."""
+    limit: dict[str, Any] = {"max_staleness": recipe.max_staleness, "on_stale": OnStale.MASK}
+    if recipe.over_provision:
+        sizes: dict[str, Any] = {"num_groups": recipe.num_groups, "num_samples": recipe.group_size}
+        offer: dict[str, Any] = {"over_provision": recipe.over_provision, "carry": recipe.carry}
+        async with aclosing(client.batches(tasks, **sizes, **offer, **limit)) as steps:
+            async for step in steps:
+                yield step.groups
+                if step.number + 1 == recipe.num_steps:
+                    return  # what is unfinished ends
+        return
+    # All tasks of the run at once: the service holds back what would be too old when it is its turn.
+    rollout = await client.submit(
+        list(islice(tasks, recipe.num_steps * recipe.num_groups)),
+        num_samples=recipe.group_size,
+        trajectories_per_version=recipe.batch_size,
+        **limit,
+    )
     batch: list[Sequence[Trajectory]] = []
-    async for group in groups_of(rollout, recipe.group_size):
+    async for group in rollout.groups():
         if len(group) == recipe.group_size:
             batch.append(group)
         if len(batch) == recipe.num_groups:

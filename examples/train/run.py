@@ -138,6 +138,8 @@ def parser_of_runs() -> argparse.ArgumentParser:
     parser.add_argument("--family", choices=(*FAMILIES, "all"), default="recovery")
     parser.add_argument("--steps", type=int, default=recipe.num_steps)
     parser.add_argument("--groups", type=int, default=recipe.num_groups, help="tasks a step, of 8 samples each")
+    parser.add_argument("--over-provision", type=float, default=0.0, help="groups offered for each of a step's")
+    parser.add_argument("--carry", choices=("next", "cancel"), default=recipe.carry, help="of those left over")
     parser.add_argument("--loss", choices=("ppo", "cispo", "distill"), default=recipe.loss)
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate)
     parser.add_argument("--held-out", type=int, default=48, help="tasks of the evaluation")
@@ -161,4 +163,5 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 def recipe_of(arguments: argparse.Namespace, **chosen: Any) -> Recipe:
     """The recipe that the options name, but for what is chosen."""
     named = {"num_steps": arguments.steps, "num_groups": arguments.groups, "loss": arguments.loss}
+    named |= {"over_provision": arguments.over_provision, "carry": arguments.carry}
     return Recipe(**named, learning_rate=arguments.learning_rate, **chosen)

@@ -69,9 +69,15 @@ async def service(tmp_path_factory):
 async def groups(service):
     """Two groups of four recorded trajectories."""
     async with RolloutClient(service) as client:
-        rollout = await client.submit(short_tasks(2), num_samples=4)
-        [batch] = [batch async for batch in batches(rollout, SMALL)]
+        [batch] = [batch async for batch in batches(client, short_tasks(2), SMALL)]
     return batch
+
+
+async def test_steps_that_are_offered_more_are_as_many_and_as_large(service):
+    recipe = replace(SMALL, num_steps=2, over_provision=1.5)
+    async with RolloutClient(service) as client:
+        sizes = [[len(group) for group in batch] async for batch in batches(client, short_tasks(9), recipe)]
+    assert sizes == [[4, 4], [4, 4]]
 
 
 def cut(row: TrainingRow, num_tokens: int) -> TrainingRow:

@@ -84,7 +84,7 @@ def run(
     make: ArmMaker, shape: FleetShape, workload: Workload, disturbance: Disturbance, seed: int = 0
 ) -> Recording:
     """Run a workload to its end. Raises RuntimeError if the policy lets a turn wait for ever."""
-    return _Run(make(shape, workload, seed), shape, workload, disturbance).run()
+    return Run(make(shape, workload, seed), shape, workload, disturbance).run()
 
 
 class _Names:
@@ -108,7 +108,7 @@ class _Names:
         return self._runs.setdefault((kind, number, epoch), len(self._runs))
 
 
-class _Run:
+class Run:
     """The state of one run."""
 
     def __init__(self, policy: Policy, shape: FleetShape, workload: Workload, disturbance: Disturbance) -> None:
@@ -138,14 +138,16 @@ class _Run:
         self._is_half = False
         self._is_updating = False
         self._record = Recording()
+        self.is_over = False
 
     def run(self) -> Recording:
         for live in self._live:
-            self._at(live.trajectory.arrives_at, self._on_arrival, live.trajectory.number)
+            if live.trajectory.arrives_at < INFINITY:
+                self._at(live.trajectory.arrives_at, self._on_arrival, live.trajectory.number)
         self._at(0.0, self._on_look, 0)
         if self._disturbance.update_every_s is not None:
             self._at(self._disturbance.first_update_s, self._on_update, 0)
-        while self._num_left:
+        while self._num_left and not self.is_over:
             now, _, action, argument = heapq.heappop(self._events)
             action(now, argument)
             if self._touched:
@@ -153,6 +155,15 @@ class _Run:
                 for engine in touched:
                     self._schedule(engine, now)
         return self._finish(now)
+
+    def group_ended(self, group: int, now: float) -> None:
+        """Be told of a group whose trajectories have all ended."""
+
+    def arrive(self, group: int, when: float) -> None:
+        """Have a group come that the workload gives no time (infinity)."""
+        for live in self._live:
+            if live.trajectory.group == group:
+                self._at(when, self._on_arrival, live.trajectory.number)
 
     # --- events ---
 
@@ -358,6 +369,7 @@ class _Run:
         self._num_siblings[group] -= 1
         if not self._num_siblings[group]:
             record.group_ended_at.append(now)
+            self.group_ended(group, now)
         self._timed(self._policy.finished, live.trajectory.number, now)
 
     def _bound(self, live: _Live) -> int:

@@ -1,0 +1,97 @@
+"""Batches of a real service: the groups that are whole first make one, and what is left counts next, or ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentloop.client import Batch, RolloutClient
+from agentloop.errors import InvalidRequest
+from agentloop.rollout.context import LoopContext
+from agentloop.types import Message, RolloutTask, StopReason
+from tests.support.service.whole_service import simulated_config, whole_service
+
+RELEASED: set[str] = set()
+
+
+class WaitsIfLong:
+    """A turn; before it, a task that is called long waits to be released."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        while rollout_task.task_id.startswith("long") and rollout_task.task_id not in RELEASED:
+            await asyncio.sleep(0.01)
+        await ctx.sample(max_tokens=4)
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[RolloutClient]:
+    RELEASED.clear()
+    config = simulated_config(mode="standalone", workers={"allowed_imports": [__name__]})
+    async with whole_service(config, tmp_path) as url, RolloutClient(url) as client, asyncio.timeout(60):
+        yield client
+
+
+def tasks_of(*names: str) -> list[RolloutTask]:
+    return [RolloutTask(name, (Message("user", "Hi"),), loop=f"{__name__}:WaitsIfLong") for name in names]
+
+
+async def num_live(client: RolloutClient) -> int:
+    return sum(one.num_running + one.num_queued for one in (await client.status()).rollouts)
+
+
+def names_of(batch: Batch) -> list[str]:
+    assert all(len({one.sample_index for one in group}) == 2 for group in batch.groups)
+    return [group[0].task_id for group in batch.groups]
+
+
+async def test_what_is_unfinished_is_the_next_batchs_head_start(client: RolloutClient) -> None:
+    tasks = tasks_of("long-0", "a", "b", "c", "d", "e", "f")
+    batches = client.batches(tasks, num_groups=2, num_samples=2, over_provision=1.5)
+    first = await anext(batches)
+    assert set(names_of(first)) == {"a", "b"}
+    assert (first.ages, first.num_unfinished, first.carried_share) == ((0, 0), 1, 0.0)
+    RELEASED.add("long-0")
+    while await num_live(client):  # it ends while the caller trains
+        await asyncio.sleep(0.01)
+    second = await anext(batches)
+    assert names_of(second)[0] == "long-0"
+    assert (second.number, second.ages[0], second.carried_share) == (1, 1, 0.5)
+    rest = [batch async for batch in batches]
+    assert [len(batch.groups) for batch in rest] == [2, 1]
+    names = [name for batch in (first, second, *rest) for name in names_of(batch)]
+    assert sorted(names) == sorted(task.task_id for task in tasks)
+
+
+async def test_what_is_unfinished_ends_if_it_is_not_carried(client: RolloutClient) -> None:
+    tasks = tasks_of("long-0", "a", "b", "long-1", "c", "d")
+    batches = client.batches(
+        tasks, num_groups=2, num_samples=2, over_provision=1.5, carry="cancel", acknowledge=True
+    )
+    found = [(names_of(batch), batch.ages, batch.num_unfinished) async for batch in batches]
+    assert [(set(names), ages, num) for names, ages, num in found] == [
+        ({"a", "b"}, (0, 0), 1),
+        ({"c", "d"}, (0, 0), 1),
+    ]
+    page = await client.list_records()
+    ended = {(one.task_id, one.stop_reason) for one in page.records}
+    assert {("long-0", StopReason.CANCELLED), ("long-1", StopReason.CANCELLED)} <= ended
+
+
+async def test_to_leave_the_batches_ends_what_runs(client: RolloutClient) -> None:
+    batches = client.batches(tasks_of("a", "long-0"), num_groups=1, num_samples=2, over_provision=2)
+    assert names_of(await anext(batches)) == ["a"]
+    await batches.aclose()
+    while await num_live(client):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_rule_that_cannot_be_is_refused(client: RolloutClient) -> None:
+    for options, named in (({"num_groups": 0}, "num_groups"), ({"over_provision": 0.5}, "over_provision")):
+        with pytest.raises(InvalidRequest) as refused:
+            await anext(client.batches(tasks_of("a"), **{"num_groups": 1, "num_samples": 1, **options}))
+        assert refused.value.param == named
+    with pytest.raises(ValueError, match="carry"):
+        await anext(client.batches(tasks_of("a"), num_groups=1, num_samples=1, carry="carry"))
