@@ -33,14 +33,7 @@ TITLE = "Steps of 64 groups that are offered more"
 NUM_GROUPS, NUM_STEPS = 64, 5
 OFFERS = (1.0, 1.25, 1.5, 2.0)
 REGIMES_OF_TAILS = ("base", "short-tools", "heavy-tools", "heavy-lengths", "reasoning-3", "3x")
-COLUMNS = (
-    "groups offered",
-    "s a step",
-    "against 1x",
-    "carried",
-    "oldest, steps",
-    "turns in the first step, of all",
-)
+COLUMNS = ("offered", "s a step", "against 1x", "carried", "oldest", "turns, first step", "turns, all steps")
 
 _COLUMNS = (
     f"Means over the seeds of {NUM_STEPS} steps. Offered: unfinished groups as a step begins, by those it takes. "
