@@ -606,13 +606,13 @@ class RolloutClient:
         return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
 
     async def _forget(self, rollout: Rollout) -> None:
-        """Cancel what was accepted of a submit that failed. Best effort: that failure is what the caller gets."""
+        """Cancel what was accepted, of a submit that failed or batches that were left. Best effort."""
         try:
             async with asyncio.timeout(_FORGET_TIMEOUT_S):
                 for rollout_id in rollout.rollout_ids:
                     await self._transport.exchange("POST", f"/rollouts/{rollout_id}/cancel")
         except (AgentLoopError, Retryable, TimeoutError) as error:
-            _log.info("failed_submit_not_cancelled", rollouts=rollout.rollout_ids, reason=str(error))
+            _log.info("rollouts_not_cancelled", rollouts=rollout.rollout_ids, reason=str(error))
 
     async def _get(self, path: str, kind: type[T], *, is_admin: bool = False) -> T:
         return codec.from_builtins(_loads(await self._transport.call("GET", path, is_admin=is_admin)), kind)

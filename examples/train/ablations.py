@@ -148,6 +148,7 @@ class Arm:
     max_staleness: int
     prepare: Callable[[Setting], Prepare] | None = None  # one for each run
     loss: str | None = None  # None: as the command line says
+    over_provision: float = 0.0  # of steps that are asked for one by one
 
 
 def _retokenised_ids(setting: Setting) -> Prepare:
@@ -165,6 +166,9 @@ ARMS: dict[str, Arm] = {
     "stale8-first-version": Arm(8, lambda setting: RecomputedLogprobs(by_first)),
     "stale8-last-version": Arm(8, lambda setting: RecomputedLogprobs(by_last)),
     "stale4-retokenised": Arm(4, _retokenised_ids),
+    "steps-1x": Arm(4, over_provision=1.0),
+    "steps-1.25x": Arm(4, over_provision=1.25),
+    "steps-2x": Arm(4, over_provision=2.0),
 }
 
 
@@ -186,7 +190,8 @@ async def train_arms(
                 continue
             arm = ARMS[name]
             prepare = arm.prepare(setting) if arm.prepare else unchanged
-            chosen = replace(recipe, max_staleness=arm.max_staleness, loss=arm.loss or recipe.loss, seed=seed)
+            own = {"max_staleness": arm.max_staleness, "over_provision": arm.over_provision}
+            chosen = replace(recipe, **own, loss=arm.loss or recipe.loss, seed=seed)
             with Progress(console, recipe.num_steps, f"{name}-seed{seed} ") as progress:
                 found, _ = await learn(client, setting, chosen, progress, prepare, before)
             _write(file, found)

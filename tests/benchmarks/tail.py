@@ -35,7 +35,7 @@ OFFERS = (1.0, 1.25, 1.5, 2.0)
 REGIMES_OF_TAILS = ("base", "short-tools", "heavy-tools", "heavy-lengths", "reasoning-3", "3x")
 COLUMNS = ("offered", "s a step", "against 1x", "carried", "oldest", "turns, first step", "turns, all steps")
 
-_COLUMNS = (
+EXPLAINED = (
     f"Means over the seeds of {NUM_STEPS} steps. Offered: unfinished groups as a step begins, by those it takes. "
     "Ratios are of one seed's runs, with their 95 % interval. Carried: the share of groups that earlier steps have "
     "left; oldest: the steps that one was left over. Turns: of the groups that counted, to those of all."
