@@ -100,10 +100,11 @@ class Needs:
 
     def joined(self, other: Needs) -> Needs:
         """Return what engines must be able to do for both."""
-        if other.features | self.features == self.features and other.context_tokens <= self.context_tokens:
-            return self
         features, context_tokens = self.features | other.features, max(self.context_tokens, other.context_tokens)
-        return Needs(features, context_tokens, adapter=self.adapter)
+        adapter = other.adapter or self.adapter
+        if (features, context_tokens, adapter) == (self.features, self.context_tokens, self.adapter):
+            return self
+        return Needs(features, context_tokens, adapter=adapter)
 
 
 NO_NEEDS = Needs()

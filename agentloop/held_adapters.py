@@ -2,7 +2,7 @@
 
 Every engine uses this table. Invariants: a call has one version from its admission to its end; a version that was
 replaced or unloaded is held until its last call has ended; there are at most `max_loras` names, and in all twice as
-many versions.
+many versions. Errors name no other adapter: other users read them in reports and in the status.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class HeldAdapters:
         """Make a version that is not served yet. Raises AdaptersFull. Call `take_unused` before."""
         served, older = self._served, self._older
         if adapter.name not in served and len(served) >= self._max_loras:
-            raise AdaptersFull(f"all {self._max_loras} places have adapters: {', '.join(served)}", param="name")
+            raise AdaptersFull(f"all {self._max_loras} places have adapters", param="name")
         if len(served) + len(older) >= 2 * self._max_loras:
-            names = sorted({held.adapter.name for held in older})
-            raise AdaptersFull(f"calls in flight pin older versions of {', '.join(names)}", param="name")
+            raise AdaptersFull(f"calls in flight pin {len(older)} older versions", param="name")
         return HeldAdapter(adapter, next(self._numbers))
 
     def serve(self, held: HeldAdapter) -> None:
@@ -58,7 +57,7 @@ class HeldAdapters:
         of_name = [held for held in (*self._served.values(), *self._older) if held.adapter.name == name]
         num_calls = sum(held.num_calls for held in of_name)
         if num_calls:
-            raise AdapterInUse(f"{num_calls} calls are in flight under adapter {name}", param="name")
+            raise AdapterInUse(f"{num_calls} calls are in flight under the adapter", param="name")
         self._set_aside(name)
 
     def take_unused(self) -> list[HeldAdapter]:

@@ -200,7 +200,7 @@ class AdapterSync:
     async def _load_on_all(self, adapter: NamedAdapter) -> list[ReplicaProgress]:
         """Load a version on all replicas in service, also on those that come meanwhile."""
         done: list[ReplicaProgress] = []
-        while new := [one for one in self._takers() if one.url not in {other.replica.url for other in done}]:
+        while new := self._others(done):
             done += await self._load_at_once(new, adapter)
         failed = [one for one in done if one.error is not None]
         is_refused = len(failed) == len(done)
@@ -210,6 +210,10 @@ class AdapterSync:
         if is_refused:
             raise _refusal(failed)
         return done
+
+    def _others(self, done: Sequence[ReplicaProgress]) -> list[ReplicaRecord]:
+        """Return the replicas in service that a step has not reached: they came while it went on."""
+        return [one for one in self._takers() if one.url not in {other.replica.url for other in done}]
 
     async def _load_again(self, replicas: Sequence[ReplicaRecord], adapter: NamedAdapter) -> None:
         """Load an adapter that was unloaded and is served on."""
@@ -241,12 +245,14 @@ class AdapterSync:
 
     async def _unload_on_all(self, adapter: NamedAdapter) -> bool:
         """Unload an adapter on all replicas in service, or on none: False while calls are in flight under it."""
-        progress = [ReplicaProgress(one) for one in self._takers()]
+        progress: list[ReplicaProgress] = []
 
         async def unload(one: ReplicaProgress) -> None:
             await self._unload(one.replica, adapter.name)
 
-        await on_all(progress, "unload", unload)
+        while new := [ReplicaProgress(one) for one in self._others(progress)]:
+            progress += new
+            await on_all(new, "unload", unload)
         is_in_use = any(isinstance(one.failure, AdapterInUse) for one in progress)
         for one in progress:
             if one.error is not None and not isinstance(one.failure, AdapterInUse):

@@ -14,7 +14,7 @@ import pytest
 
 from agentloop.api.coordinator import AdapterPush, ReplicaRegistration, RolloutTerms
 from agentloop.clock import VirtualClock
-from agentloop.engine import OnProgress
+from agentloop.engine import Adapter, OnProgress, StageReport
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,
@@ -29,6 +29,7 @@ from agentloop.types import (
     Generation,
     OnStale,
     RolloutGroup,
+    SamplingParams,
     StalenessLimit,
     StopReason,
     Trajectory,
@@ -42,10 +43,12 @@ TENANTS = tuple(f"t{number}" for number in range(8))
 
 
 @asynccontextmanager
-async def running(clock: VirtualClock, folder: Path, num_places: int = 8, **options) -> AsyncIterator[LiveRun]:
+async def running(
+    clock: VirtualClock, folder: Path, num_places: int = 8, kind: type[SimulatedEngine] = SimulatedEngine, **options
+) -> AsyncIterator[LiveRun]:
     def engine(clock: VirtualClock) -> SimulatedEngine:
         spec = replace(SPEC, lora_rank=8, max_loras=num_places)
-        return SimulatedEngine(spec, clock=clock, policy=ProvingPolicy())
+        return kind(spec, clock=clock, policy=ProvingPolicy())
 
     async with live_run(clock, write_checkpoint(folder), make_engine=engine, **options) as run:
         yield run
@@ -237,6 +240,87 @@ async def test_an_adapter_whose_files_are_gone_keeps_no_replica_from_the_others(
         await push(run, "b")
         await are_sampled("t", "b")
         assert late.adapters == {"a", "b"}
+
+
+@virtually
+async def test_an_adapter_that_is_unloaded_while_a_replica_joins_is_held_nowhere(
+    clock: VirtualClock, folder: Path
+) -> None:
+    """Else the replica would keep its weights for the next push of that name and version."""
+    async with running(clock, folder, num_engines=1, kind=SlowEngine) as run:
+        for name in "ab":
+            await push(run, name)
+        run.engines["sim://a"].unload_s, spec = 4.0, replace(SPEC, lora_rank=8, max_loras=8)
+        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        late.load_s = 1.0
+        await late.start()
+        await run.coordinator.replicas.register(
+            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
+        )
+        await clock.sleep(0.5)
+        await run.coordinator.replicas.unload_adapter("a")
+        await clock.sleep(0.5)
+        assert len(run.coordinator.replicas.fleet.placeable()) == 2
+        with pytest.raises(ModelNotFound):
+            await late.generate(GenerateRequest("c", (5, 6), SamplingParams(max_tokens=1), 5.0, adapter="a"))
+
+
+@virtually
+async def test_no_report_names_the_adapters_of_others(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder, num_places=2) as run, asyncio.TaskGroup() as group:
+        await push(run, "alice~math")
+        await push(run, "bob~secret")
+        for number in range(2):  # on one replica these pin two older versions
+            sampling = SamplingParams(max_tokens=1500)
+            call = GenerateRequest(f"c{number}", (5, 6), sampling, 500.0, adapter="bob~secret")
+            group.create_task(run.engines["sim://a"].generate(call))
+            await clock.sleep(0.1)
+            await push(run, "bob~secret")
+        report = await push(run, "alice~math")
+        assert [one.error is None for one in report.replicas] == [False, True]
+        assert "bob" not in repr((report, (await run.coordinator.status()).replicas))
+
+
+@virtually
+async def test_a_push_that_changes_nothing_takes_no_kv(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder, num_engines=1) as run:
+        await push(run, "a", 3)
+        await submit(run, "r", talk(8, "TalkSlowly"), 20, adapter="a")
+        share = run.coordinator.replicas.balancer.share
+        before = share.value
+        for _ in range(8):
+            await clock.sleep(4.0)
+            await push(run, "a", 3)
+            with pytest.raises(InvalidRequest):
+                await push(run, "a", 2)
+        await run.until_done("r")
+        assert share.value == before
+
+
+@virtually
+async def test_a_rollout_is_not_repeated_under_another_adapter(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder) as run:
+        for name in ("t~a", "t~b"):
+            await push(run, name)
+        for _ in range(2):
+            await submit(run, "r", talk(1), adapter="a", owner="t")
+        with pytest.raises(Conflict, match="other work"):
+            await submit(run, "r", talk(1), adapter="b", owner="t")
+        await run.until_done("t~r")
+
+
+class SlowEngine(SimulatedEngine):
+    """Takes time for its adapters."""
+
+    load_s = unload_s = 0.0
+
+    async def load_adapter(self, adapter: Adapter) -> StageReport:
+        await asyncio.sleep(self.load_s)
+        return await super().load_adapter(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.sleep(self.unload_s)
+        await super().unload_adapter(name)
 
 
 class ToldEngine(SimulatedEngine):

@@ -162,6 +162,19 @@ def test_a_kind_that_has_not_joined_or_is_away_is_waited_for():
         balancer.drop_replica(name)
 
 
+def test_a_holder_that_comes_to_an_adapter_goes_where_that_is_held():
+    fleet = fleet_of("all", "all")
+    fleet.adapters = {"math": 0}
+    balancer, under = Balancer(fleet), Needs(context_tokens=100, adapter="math")
+    lease = balancer.acquire(needing("a", Needs(context_tokens=100)), NOW)
+    here = fleet.get(lease.replica_id)
+    assert here is not None
+    fleet.note_adapter(here, "math", is_held=False)
+    moved = balancer.move(lease, False, under)
+    assert moved.replica_id != lease.replica_id
+    assert balancer.move(moved, True).replica_id == moved.replica_id
+
+
 class CapabilityMachine(RuleBasedStateMachine):
     """Replicas come and go, trajectories begin, need more, fail and are moved by the balancer itself."""
 

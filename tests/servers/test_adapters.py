@@ -197,8 +197,12 @@ async def test_who_may_push_what_and_the_verbs_of_vllm(tmp_path: Path) -> None:
             assert (status, answer["report"]["adapter"]) == (200, "math"), answer
             versions.append(answer["weight_version"])
         assert versions == ["0", "1"]
+        for field, value in (("lora_path", "/etc"), ("lora_name", "default")):
+            status, answer = await service.ask("alice", "/v1/load_lora_adapter", {**load, field: value})
+            assert (status, answer["error"]["param"]) == (400, field), answer
         assert (await service.ask("carol", "/v1/load_lora_adapter", load))[0] == 403
-        assert (await service.ask("bob", "/v1/unload_lora_adapter", {"lora_name": "math"}))[0] == 404
+        status, answer = await service.ask("bob", "/v1/unload_lora_adapter", {"lora_name": "math"})
+        assert (status, answer["error"]["param"]) == (404, "lora_name"), answer
         async with service.client("alice") as client, service.client("root") as root:
             task = RolloutTask("t", (Message("user", "Hi"),))
             await root.pause()

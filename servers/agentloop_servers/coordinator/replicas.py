@@ -311,12 +311,13 @@ class Replicas:
     @to_its_end
     async def push_adapter(self, push: AdapterPush) -> UpdateReport:
         try:
-            return await self.sync.push_adapter(push)
+            report = await self.sync.push_adapter(push)
         except AgentLoopError:
             self.tally.count("weight_updates_total", "failed", "")
             raise
-        finally:
+        if report.version != report.previous_version:  # else a repeat, which lost no KV
             self.balancer.new_epoch(is_flushed=True, adapter=push.name)
+        return report
 
     @to_its_end
     async def unload_adapter(self, name: str) -> None:

@@ -42,7 +42,7 @@ from agentloop.api.coordinator import (
 )
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow, doing_of
-from agentloop.api.owners import adapter_named, own_id, owner_of, possible_ids
+from agentloop.api.owners import adapter_named, own_id, owner_of, possible_ids, shown_id
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
@@ -438,8 +438,10 @@ class Rollouts:
             is_live = self.queue.status(rollout_id) is not None
             if not is_live and await self._store.holds_sessions(rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
-            accepted = (await self._store.terms(rollout_id)).groups_digest  # none in a store of before
+            stored = await self._store.terms(rollout_id)
+            accepted = stored.groups_digest  # none in a store of before
             is_same = accepted == groups_digest(encoded) if accepted else known.num_accepted == num_new
+            is_same &= shown_id(stored.adapter) == shown_id(terms.adapter)
             if is_same and known.owner == terms.owner:
                 return known  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")

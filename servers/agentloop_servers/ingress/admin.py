@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -26,7 +27,7 @@ from agentloop.api.coordinator import (
 from agentloop.api.owners import own_id
 from agentloop.api.requests import ID_PATTERN, DrainBody, PauseBody, SleepBody, WakeBody, WeightsBody
 from agentloop.engine import GroupInit, MemoryTag, PullVersion, WeightUpdate
-from agentloop.errors import Conflict, InvalidRequest
+from agentloop.errors import AgentLoopError, Conflict, InvalidRequest
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http.auth import Keys
@@ -206,10 +207,8 @@ class AdminRoutes:
         if version is None:
             served = (await self.status()).weight_version
             version = 0 if served is None else served + 1
-        try:
+        with fields_called(names):
             report = await self._updated(WeightsBody(version=version, **source))
-        except InvalidRequest as error:
-            raise type(error)(error.message, param=names.get(error.param or "", error.param)) from error
         return {"weight_version": str(version), "report": report}
 
     async def _updated(self, body: WeightsBody) -> Any:
@@ -283,6 +282,16 @@ class AdminRoutes:
         """Await an answer of the fleet, for as long as an update may take."""
         message = "the fleet did not answer in time; ask for its status"
         return await in_time(question, self._limits.update_timeout_s, message)
+
+
+@contextmanager
+def fields_called(names: Mapping[str, str]) -> Iterator[None]:
+    """Within this context errors name a body's fields as a dialect does."""
+    try:
+        yield
+    except AgentLoopError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:

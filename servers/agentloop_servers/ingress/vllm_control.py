@@ -31,7 +31,7 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import json_body
 from agentloop_servers.http.openapi import OBJECT, add_route, errors
 from agentloop_servers.http.responses import json_response
-from agentloop_servers.ingress.admin import AdminRoutes
+from agentloop_servers.ingress.admin import AdminRoutes, fields_called
 
 GROUP = "vllm"
 """The name of the one group that vLLM's verbs speak of."""
@@ -49,6 +49,7 @@ REFUSED = {
 }
 """The verbs that are refused, and what to do instead."""
 
+_ADAPTER_FIELDS = {"name": "lora_name", "adapter": "lora_path"}
 _SAMPLED_MODE = "processed_logprobs"
 _RAW_MODE = "raw_logprobs"
 
@@ -308,13 +309,14 @@ class VllmControlRoutes:
         """Serve an adapter by its name, as the next version of it; or, where there is but one, as the policy's next
         version, and know the model by the adapter's name."""
         if self._endpoint.by_name is not None:
-            pushed = await self._admin.push_adapter(request, AdapterPush(body.lora_name, body.lora_path))
+            with fields_called(_ADAPTER_FIELDS):
+                pushed = await self._admin.push_adapter(request, AdapterPush(body.lora_name, body.lora_path))
             answer = {"status": "ok", "message": f"Success: LoRA adapter '{body.lora_name}' added successfully."}
             return json_response(
                 {**answer, "weight_version": str(pushed.version), "report": codec.to_builtins(pushed)}
             )
         await self._keys.require_admin(request)
-        report = await self._admin.update(None, {"adapter": "lora_path"}, adapter=body.lora_path)
+        report = await self._admin.update(None, _ADAPTER_FIELDS, adapter=body.lora_path)
         self._endpoint.name_adapter(body.lora_name)
         return json_response({"status": "ok", "message": "Weights updated", **report})
 
@@ -325,7 +327,8 @@ class VllmControlRoutes:
                 "this service has no adapters by name: its one is replaced by the next one, or by whole weights",
                 param="lora_name",
             )
-        await self._admin.unload_adapter(request, body.lora_name)
+        with fields_called(_ADAPTER_FIELDS):
+            await self._admin.unload_adapter(request, body.lora_name)
         return json_response(
             {"status": "ok", "message": f"Success: LoRA adapter '{body.lora_name}' removed successfully."}
         )
