@@ -125,10 +125,10 @@ class AdapterSync:
         An adapter whose files are gone costs no other's calls: the replica gets none under it, until it is pushed
         again. Raises what else an engine raises.
         """
-        held, loaded = self._held_by(replica), None
+        loaded = None
         while loaded != self.served:
             wanted = {one.name: one for one in self.served}
-            for name, known in tuple(held.items()):
+            for name, known in tuple(self._held_by(replica).items()):
                 new = wanted.get(name)
                 if new is None or (known != new and (known is None or known.version == new.version)):
                     await self._unload(replica, name)
@@ -237,14 +237,19 @@ class AdapterSync:
 
     async def _load(self, replica: ReplicaRecord, adapter: NamedAdapter) -> StageReport:
         held = self._held_by(replica)
+        before = dict(held)
         held[adapter.name] = None
-        report = await self._steps.load_adapter(replica, adapter.name, adapter.version, adapter.directory)
+        try:
+            report = await self._steps.load_adapter(replica, adapter.name, adapter.version, adapter.directory)
+        except _CLEAR:
+            self._held[replica.url] = before
+            raise
         held[adapter.name] = adapter
         self._fleet.note_adapter(replica, adapter.name, is_held=True)
         return report
 
     async def _unload_on_all(self, adapter: NamedAdapter) -> bool:
-        """Unload an adapter on all replicas in service, or on none: False while calls are in flight under it."""
+        """Unload an adapter on all replicas in service, or on none: False while calls or rollouts are under it."""
         progress: list[ReplicaProgress] = []
 
         async def unload(one: ReplicaProgress) -> None:
@@ -253,7 +258,7 @@ class AdapterSync:
         while new := [ReplicaProgress(one) for one in self._others(progress)]:
             progress += new
             await on_all(new, "unload", unload)
-        is_in_use = any(isinstance(one.failure, AdapterInUse) for one in progress)
+        is_in_use = any(isinstance(one.failure, AdapterInUse) for one in progress) or adapter.name in self.in_use()
         for one in progress:
             if one.error is not None and not isinstance(one.failure, AdapterInUse):
                 self._fell_behind(one)

@@ -471,6 +471,11 @@ class RolloutQueue:
         """The rollouts that lack records. Only the queue changes them."""
         return tuple(self._rollouts.values())
 
+    def adapters(self) -> set[str]:
+        """Return the adapters of the rollouts that lack records, and of those that are not durable yet."""
+        coming = {one.terms.adapter for one in self._reserved.values()}
+        return coming | {one.terms.adapter for one in self._rollouts.values()}
+
     @property
     def rollouts(self) -> tuple[RolloutStatus, ...]:
         """The latest done ones, then the live ones; oldest first."""

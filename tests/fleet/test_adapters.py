@@ -23,6 +23,7 @@ from agentloop.errors import (
     InvalidRequest,
     ModelNotFound,
 )
+from agentloop.fleet.desired_state import FleetAdapters
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import (
     GenerateRequest,
@@ -35,6 +36,7 @@ from agentloop.types import (
     Trajectory,
     VersionDemand,
 )
+from agentloop_servers.coordinator.coordinator import FLEET_ADAPTERS
 from tests.support.fleet.live_run import SPEC, LiveRun, live_run, talk, write_checkpoint
 from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.proving_policy import ProvingPolicy, logprobs_of
@@ -266,6 +268,44 @@ async def test_an_adapter_that_is_unloaded_while_a_replica_joins_is_held_nowhere
 
 
 @virtually
+async def test_a_rollout_that_is_not_durable_yet_keeps_its_adapter(clock: VirtualClock, folder: Path) -> None:
+    store = SlowStore()
+    async with running(clock, folder, num_places=1, store=store) as run, asyncio.TaskGroup() as group:
+        await push(run, "a")
+        group.create_task(submit(run, "r", talk(1), adapter="a"))
+        await clock.sleep(1.0)
+        with pytest.raises(AdaptersFull):
+            await push(run, "b")
+        await clock.sleep(2.0)
+        await run.until_done("r")
+
+
+@virtually
+async def test_a_refused_push_leaves_what_is_held_to_its_calls(clock: VirtualClock, folder: Path) -> None:
+    """A replica that joins anew unloads nothing then, so it waits for no call."""
+    async with running(clock, folder) as run, asyncio.TaskGroup() as group:
+        await push(run, "a")
+        for name in ("a", "typo"):
+            with pytest.raises(CheckpointUnreadable):
+                await push(run, name, directory=str(folder / "missing"))
+        sampling = SamplingParams(max_tokens=1500)
+        request = GenerateRequest("c", (5, 6), sampling, 500.0, adapter="a")
+        call = group.create_task(run.engines["sim://a"].generate(request))
+        await clock.sleep(0.1)
+        fleet = run.coordinator.replicas.fleet
+        replica = fleet.get("a")
+        assert replica is not None
+        fleet.rejoin(replica, "it did not follow an order")
+        while len(fleet.placeable()) < 2:
+            await clock.sleep(0.1)
+        assert not call.done()
+        await push(run, "b")
+        saved = await run.store.saved_state(FLEET_ADAPTERS, FleetAdapters)
+        assert saved is not None
+        assert saved.strays == frozenset()
+
+
+@virtually
 async def test_no_report_names_the_adapters_of_others(clock: VirtualClock, folder: Path) -> None:
     async with running(clock, folder, num_places=2) as run, asyncio.TaskGroup() as group:
         await push(run, "alice~math")
@@ -307,6 +347,12 @@ async def test_a_rollout_is_not_repeated_under_another_adapter(clock: VirtualClo
         with pytest.raises(Conflict, match="other work"):
             await submit(run, "r", talk(1), adapter="b", owner="t")
         await run.until_done("t~r")
+
+
+class SlowStore(MemoryStore):
+    async def accept(self, *args, **options) -> None:
+        await asyncio.sleep(2.0)
+        await super().accept(*args, **options)
 
 
 class SlowEngine(SimulatedEngine):

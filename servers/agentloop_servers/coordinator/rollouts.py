@@ -131,7 +131,7 @@ class Rollouts:
             missing_after_s=config.worker_timeout_s,
             users=replicas.users,
         )
-        replicas.sync.adapters.in_use = lambda: {one.terms.adapter for one in self.queue.live}
+        replicas.sync.adapters.in_use = self.queue.adapters
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
