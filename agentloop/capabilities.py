@@ -112,7 +112,7 @@ NO_NEEDS = Needs()
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """An engine's abilities."""
+    """The optional features of an engine, as bits, and the longest context it takes."""
 
     features: int = -1
     max_context_tokens: int = UNBOUNDED_TOKENS

@@ -44,7 +44,7 @@ class Service(Protocol):
 
 @dataclass(slots=True)
 class _ReadPage:
-    """The find of one read: it may be acknowledged once all of it was given to the caller."""
+    """The count of one read's records that the caller has not got; without any the page may be acknowledged."""
 
     cursor: int
     num_left: int
@@ -52,7 +52,7 @@ class _ReadPage:
 
 @dataclass(slots=True)
 class _Part:
-    """A part of a rollout: a rollout of its own to the service, and how far it was read."""
+    """One submit of a rollout, which is a rollout of its own to the service, and how far it was read."""
 
     rollout_id: str
     num_samples: int  # of each group

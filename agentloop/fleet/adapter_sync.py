@@ -125,10 +125,10 @@ class AdapterSync:
         An adapter whose files are gone costs no other's calls: the replica gets none under it, until it is pushed
         again. Raises what else an engine raises.
         """
-        loaded = None
+        held, loaded = self._held_by(replica), None
         while loaded != self.served:
             wanted = {one.name: one for one in self.served}
-            for name, known in tuple(self._held_by(replica).items()):
+            for name, known in tuple(held.items()):
                 new = wanted.get(name)
                 if new is None or (known != new and (known is None or known.version == new.version)):
                     await self._unload(replica, name)
@@ -136,8 +136,13 @@ class AdapterSync:
                 try:
                     await self._load(replica, one)
                 except Exception as error:
-                    of = {"replica": replica.replica_id, "adapter": one.name, "version": one.version}
-                    self._log.warning("adapter_not_loaded", **of, error=error_line(error))
+                    self._log.warning(
+                        "adapter_not_loaded",
+                        replica=replica.replica_id,
+                        adapter=one.name,
+                        version=one.version,
+                        error=error_line(error),
+                    )
                     if not isinstance(error, CheckpointUnreadable):
                         raise
                     self._fleet.note_adapter(replica, one.name, is_held=False)
@@ -172,7 +177,8 @@ class AdapterSync:
         self._fleet.adapters = {one.name: one.version for one in served}
 
     def _stored(self, coming: str = "") -> FleetAdapters:
-        """Return the adapters as they are stored, `coming` among those that replicas may hold."""
+        """Return what the next coordinator needs: what is served, and other names that replicas may hold, with
+        `coming`."""
         present = {one.url for one in self._fleet.replicas}
         for url in [url for url in self._held if url not in present][:-_MAX_ABSENT]:
             del self._held[url]
@@ -237,12 +243,13 @@ class AdapterSync:
 
     async def _load(self, replica: ReplicaRecord, adapter: NamedAdapter) -> StageReport:
         held = self._held_by(replica)
-        before = dict(held)
+        before = {name: known for name, known in held.items() if name == adapter.name}
         held[adapter.name] = None
         try:
             report = await self._steps.load_adapter(replica, adapter.name, adapter.version, adapter.directory)
         except _CLEAR:
-            self._held[replica.url] = before
+            held.pop(adapter.name, None)
+            held.update(before)
             raise
         held[adapter.name] = adapter
         self._fleet.note_adapter(replica, adapter.name, is_held=True)

@@ -123,7 +123,7 @@ class ReplicaBooks:
         self.promise = Promise(usual_growth_tokens)
 
     def book(self, replica_id: str) -> ReplicaBook:
-        """Return a replica's book, made at the first use."""
+        """Return the leases and KV that are counted on a replica; made at the first use."""
         return self._books.setdefault(replica_id, ReplicaBook())
 
     def forget(self, replica_id: str) -> None:

@@ -573,7 +573,8 @@ class RolloutQueue:
             self._order.add_again(sample)
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
-        """Take a sample from its worker: the caller queues it, unless it is owed its record then."""
+        """End a sample's attempt at its worker. The caller queues it again, unless it is cancelled or out of
+        attempts: the coordinator then owes it a record."""
         sample.count_begun(False, self._versions)
         sample.num_sampled_before = 0 if reason is StopReason.STALE else sample.num_sampled
         sample.lost_tokens[LossCause.KILL] += sample.num_sampled_before

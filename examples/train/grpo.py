@@ -164,8 +164,7 @@ async def batches(
     )
     batch: list[Sequence[Trajectory]] = []
     async for group in rollout.groups():
-        if len(group) == recipe.group_size:
-            batch.append(group)
+        batch.append(group)
         if len(batch) == recipe.num_groups:
             yield batch
             batch = []

@@ -109,10 +109,9 @@ def main() -> None:
     jobs = list(itertools.product(options.regimes, range(options.seeds), OFFERS, [options.train_s]))
     with multiprocessing.Pool(options.processes) as pool:
         found = dict(zip(jobs, pool.imap(run_job, jobs), strict=True))
-    tables = {
-        REGIMES[key].name: _table({job: one for job, one in found.items() if job[0] == key})
-        for key in options.regimes
-    }
+    tables = {"": EXPLAINED}
+    for key in options.regimes:
+        tables[REGIMES[key].name] = _table({job: one for job, one in found.items() if job[0] == key})
     report.finish(TITLE, tables, [[*job, one] for job, one in found.items()], options.out)
     if options.results is not None:
         report.replace_section(options.results, TITLE, tables)

@@ -394,7 +394,7 @@ def version_text(status: ServiceStatus) -> str | None:
 
 
 def num_workers(status: ServiceStatus) -> int:
-    """Count the processes that can join a trainer's group."""
+    """Count the engine workers that a trainer's weight-transfer group can have, over all replicas."""
     return sum(_worlds(status))
 
 

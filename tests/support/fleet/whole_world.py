@@ -301,9 +301,9 @@ class WholeWorld(World):
         while len({*map(_key, delivered)} | skipped) < num_expected:
             if word is Word.DAMAGE:
                 await self.clock.sleep(1.0)  # for records to come that it has not read
-            if word is Word.DAMAGE and self._damage(rollout_id, cursor):
-                self.history.counts["damaged a record"] += 1
-                self.ledger.damaged.add(rollout_id)
+                if self._damage(rollout_id, cursor):
+                    self.history.counts["damaged a record"] += 1
+                    self.ledger.damaged.add(rollout_id)
             try:
                 page = (await self._insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
             except Gone:  # all of it was acknowledged
