@@ -122,7 +122,7 @@ bench-endpoint: $(VENV)/.dev
 bench-balancer: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.balancer $(ARGS)
 
-# The same fleet under a trainer's steps, about 12 minutes on two cores.
+# The same fleet under a trainer's steps, three hours of CPU: a part by ARGS="--regimes base --arms 1x,1.25x".
 bench-tail: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.tail $(ARGS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from agentloop.api.coordinator import Page, RolloutStatus
 from agentloop.api.requests import TaskBody, parse_body
-from agentloop.errors import InvalidRequest, NotFound, RecordsDamaged
+from agentloop.errors import Gone, InvalidRequest, NotFound, RecordsDamaged
 from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
@@ -115,7 +116,8 @@ class Rollout:
         for part in self._parts.values():
             given = list(takewhile(lambda page: page.num_left == 0, part.pages))
             if given:
-                await self._service.acknowledge(part.rollout_id, given[-1].cursor)
+                with suppress(Gone):  # an earlier try came through, and all was deleted
+                    await self._service.acknowledge(part.rollout_id, given[-1].cursor)
                 for _ in given:
                     part.pages.popleft()
 
@@ -229,7 +231,8 @@ async def follow(
             for trajectory in page.trajectories:
                 yield trajectory
             if acknowledge:
-                await service.acknowledge(rollout_id, after)
+                with suppress(Gone):
+                    await service.acknowledge(rollout_id, after)
             last_at = loop.time()
         elif left_s <= 0:
             return

@@ -1,54 +1,85 @@
 """The time of a trainer's steps when each is offered more groups than it takes, on the balancer's simulated fleet.
 
     make bench-tail                                        # 6 regimes, 20 seeds
-    make bench-tail ARGS="--regimes base --seeds 2 --train-s 60"
+    make bench-tail ARGS="--regimes base --arms 1x,1.25x --seeds 2 --train-s 60"
 
 A step takes the 64 groups that are whole first; what is unfinished then counts in the next one, as
-`RolloutClient.batches` does with `carry` "next". New groups come when the trainer asks for the next step. Times are
-virtual; the ratios are of runs of one seed, whose groups are the same and come in the same order.
+`RolloutClient.batches` does with `carry` "next", but where an arm says otherwise. New groups come when the trainer
+asks for the next step. Times are virtual; the ratios are of runs of one seed, whose groups are the same and come in
+the same order.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import itertools
 import math
 import multiprocessing
 import os
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from tests.benchmarks import report
-from tests.benchmarks.balancer.arms.ours import ours
+from tests.benchmarks.balancer.arms.oracle import seconds_of
+from tests.benchmarks.balancer.arms.ours import OursPolicy, ours
 from tests.benchmarks.balancer.compare import ratio
 from tests.benchmarks.balancer.engine import INFINITY
+from tests.benchmarks.balancer.policy import FleetShape
 from tests.benchmarks.balancer.regimes import REGIMES, fleet
-from tests.benchmarks.balancer.simulate import Disturbance, Run
+from tests.benchmarks.balancer.simulate import Disturbance, Live, Run
 from tests.benchmarks.balancer.workload import Workload, generate
 
 TITLE = "Steps of 64 groups that are offered more"
-NUM_GROUPS, NUM_STEPS = 64, 5
-OFFERS = (1.0, 1.25, 1.5, 2.0)
+NUM_GROUPS, NUM_STEPS = 64, 10
+SHORT_STEPS = 4  # before one that takes what they have left, which is as many groups
 REGIMES_OF_TAILS = ("base", "short-tools", "heavy-tools", "heavy-lengths", "reasoning-3", "3x")
-COLUMNS = ("offered", "s a step", "against 1x", "carried", "oldest", "turns, first step", "turns, all steps")
+COLUMNS = ("arm", "s a step", "against 1x", "carried", "oldest", "turns, first step", "turns, all steps")
 
 EXPLAINED = (
-    f"Means over the seeds of {NUM_STEPS} steps. Offered: unfinished groups as a step begins, by those it takes. "
+    f"Means over the seeds of {NUM_STEPS} steps. 1.25x: unfinished groups as a step begins, by those it takes. "
+    "8 of 10: a group of ten is whole with its first eight, and the other two end with their turn. Known lengths: "
+    "among groups that have not begun, those of the longest mean go first, as a perfect memory of tasks would have "
+    f"it. Long rounds: what {SHORT_STEPS} steps have left is parked, its KV given up, and makes a step of its own. "
     "Ratios are of one seed's runs, with their 95 % interval. Carried: the share of groups that earlier steps have "
     "left; oldest: the steps that one was left over. Turns: of the groups that counted, to those of all."
 )
 
-Job = tuple[str, int, float, float]  # regime, seed, offer, seconds of training
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What a step is offered, and in which order."""
+
+    offer: float
+    num_redundant: int = 0  # samples of a group beside the eight that count
+    knows_lengths: bool = False
+    has_long_rounds: bool = False
+
+
+ARMS = {
+    "1x": Arm(1.0),
+    "1.25x": Arm(1.25),
+    "1.5x": Arm(1.5),
+    "2x": Arm(2.0),
+    "8 of 10": Arm(1.0, num_redundant=2),
+    "1.25x, 8 of 10": Arm(1.25, num_redundant=2),
+    "1x, known lengths": Arm(1.0, knows_lengths=True),
+    "1.25x, known lengths": Arm(1.25, knows_lengths=True),
+    "1.25x, long rounds": Arm(1.25, has_long_rounds=True),
+}
+
+Job = tuple[str, int, str, float]  # regime, seed, arm, seconds of training
 
 
 class Steps(Run):
     """A run whose groups come step by step."""
 
-    def __init__(self, workload: Workload, regime: str, seed: int, offer: float, train_s: float) -> None:
-        shape, self._num_come = fleet(REGIMES[regime]), math.ceil(NUM_GROUPS * offer)
+    def __init__(self, workload: Workload, regime: str, seed: int, arm: Arm, train_s: float) -> None:
+        shape, self._num_come = fleet(REGIMES[regime]), math.ceil(NUM_GROUPS * arm.offer)
+        self._num_spare = self._num_come - NUM_GROUPS
         self._turns = Counter[int]()  # by group
         for one in workload.trajectories:
             self._turns[one.group] += one.num_turns
@@ -57,9 +88,14 @@ class Steps(Run):
             for one in workload.trajectories
         )
         workload = Workload(tuple(trajectories))
-        super().__init__(ours(shape, workload, seed), shape, workload, Disturbance())
-        self._train_s = train_s
+        policy = (_longest_first if arm.knows_lengths else ours)(shape, workload, seed)
+        super().__init__(policy, shape, workload, Disturbance())
+        self._num_siblings = {group: num - arm.num_redundant for group, num in self._num_siblings.items()}
+        self._arm, self._train_s = arm, train_s
         self._made_for = dict.fromkeys(range(self._num_come), 0)
+        self._open = set(self._made_for)
+        self._stopped = set[int]()  # groups of which no turn begins: they are whole, or parked
+        self._parked: list[Live] = []
         self._ended: list[tuple[int, int]] = []  # groups and their ages, in steps
         self._step_ended_at: list[float] = []
 
@@ -77,36 +113,87 @@ class Steps(Run):
 
     def group_ended(self, group: int, now: float) -> None:
         """Count a group for the step under way, and begin the next step after the last one."""
+        self._open.remove(group)
+        self._stop({group})
         self._ended.append((group, len(self._step_ended_at) - self._made_for[group]))
         if len(self._ended) % NUM_GROUPS:
             return
         self._step_ended_at.append(now)
         self.is_over = len(self._step_ended_at) == NUM_STEPS
-        for new in () if self.is_over else range(self._num_come, self._num_come + NUM_GROUPS):
-            self._made_for[new] = len(self._step_ended_at)
-            self.arrive(new, now + self._train_s)
-        self._num_come += NUM_GROUPS
+        if not self.is_over:
+            self._begin_step(now + self._train_s)
+
+    def _begin_step(self, when: float) -> None:
+        number, num_new = len(self._step_ended_at), NUM_GROUPS
+        if self._arm.has_long_rounds and number % (SHORT_STEPS + 1) == SHORT_STEPS:
+            num_new = 0
+            self._stopped -= self._open
+            for live in self._parked:
+                self._go_on(live, when)
+            self._parked = []
+        elif self._arm.has_long_rounds:
+            num_new += self._num_spare
+            self._stop(self._open)
+        for new in range(self._num_come, self._num_come + num_new):
+            self._made_for[new] = number
+            self._open.add(new)
+            self.arrive(new, when)
+        self._num_come += num_new
+
+    def _stop(self, groups: set[int]) -> None:
+        self._stopped |= groups
+        waiting = [entry for entry in self._first_turns if entry[2].trajectory.group in groups]
+        self._parked += [live for _, _, live in waiting]
+        self._first_turns = [entry for entry in self._first_turns if entry[2].trajectory.group not in groups]
+        heapq.heapify(self._first_turns)
+
+    def _on_ready(self, now: float, number: int) -> None:
+        live = self._live[number]
+        if live.trajectory.group not in self._stopped:
+            super()._on_ready(now, number)
+            return
+        self._num_timers -= 1
+        self._num_begun -= 1
+        self._policy.finished(number, now)
+        self._parked.append(live)
+
+    def _go_on(self, live: Live, when: float) -> None:
+        self._num_timers += 1
+        self._num_begun += bool(live.path)
+        self._at(when, self._on_ready if live.path else self._on_arrival, live.trajectory.number)
+
+
+def _longest_first(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
+    """Ours, but for the order of first turns."""
+    policy, seconds = ours(shape, workload, seed), defaultdict[int, list[float]](list)
+    for one in workload.trajectories:
+        seconds[one.group].append(seconds_of(one, shape))
+    policy.rank = lambda turn, now: 0.0 if turn.turn else -fmean(seconds[turn.group])  # type: ignore[method-assign]
+    return policy
 
 
 def run_job(job: Job) -> dict[str, float]:
     """Do one run."""
-    regime, seed, offer, train_s = job
-    num_groups = math.ceil(NUM_GROUPS * offer) + NUM_GROUPS * (NUM_STEPS - 1)
-    workload = generate(replace(REGIMES[regime].workload, num_groups=num_groups), seed)
-    return Steps(workload, regime, seed, offer, train_s).steps()
+    regime, seed, name, train_s = job
+    arm, parameters = ARMS[name], REGIMES[regime].workload
+    num_groups = math.ceil(NUM_GROUPS * arm.offer) + NUM_GROUPS * (NUM_STEPS - 1)
+    num_samples = parameters.num_samples + arm.num_redundant
+    workload = generate(replace(parameters, num_groups=num_groups, num_samples=num_samples), seed)
+    return Steps(workload, regime, seed, arm, train_s).steps()
 
 
 def main() -> None:
     """Do all runs and print a table a regime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regimes", type=partial(str.split, sep=","), default=REGIMES_OF_TAILS)
+    parser.add_argument("--arms", type=partial(str.split, sep=","), default=[*ARMS], help="1x first")
     parser.add_argument("--seeds", type=int, default=20, help="how many")
     parser.add_argument("--train-s", type=float, default=0.0, help="from a step's end until new groups come")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the figures as JSON too")
     parser.add_argument("--results", type=Path, help="replace the section of this page")
     options = parser.parse_args()
-    jobs = list(itertools.product(options.regimes, range(options.seeds), OFFERS, [options.train_s]))
+    jobs = list(itertools.product(options.regimes, range(options.seeds), options.arms, [options.train_s]))
     with multiprocessing.Pool(options.processes) as pool:
         found = dict(zip(jobs, pool.imap(run_job, jobs), strict=True))
     tables = {"": EXPLAINED}
@@ -118,16 +205,15 @@ def main() -> None:
 
 
 def _table(found: dict[Job, dict[str, float]]) -> str:
-    seconds = {offer: {job[1]: one["step_s"] for job, one in found.items() if job[2] == offer} for offer in OFFERS}
     rows: list[list[object]] = []
-    for offer in OFFERS:
-        of = [one for job, one in found.items() if job[2] == offer]
-        mean, least, most = ratio(seconds[offer], seconds[1.0])
-        against = f"{mean:.3f} ({least:.3f} to {most:.3f})" if offer > 1.0 else ""
-        shares = [fmean(one[name] for one in of) for name in ("carried", "oldest", "first_turns", "all_turns")]
-        rows.append(
-            [f"{offer:g}x", f"{fmean(seconds[offer].values()):.0f}", against, *(f"{one:.2f}" for one in shares)]
-        )
+    names = list(dict.fromkeys(name for _, _, name, _ in found))
+    seconds = {arm: {job[1]: one["step_s"] for job, one in found.items() if job[2] == arm} for arm in names}
+    for name in names:
+        of = [one for job, one in found.items() if job[2] == name]
+        mean, least, most = ratio(seconds[name], seconds[names[0]])
+        against = f"{mean:.3f} ({least:.3f} to {most:.3f})" if name != names[0] else ""
+        shares = [fmean(one[key] for one in of) for key in ("carried", "oldest", "first_turns", "all_turns")]
+        rows.append([name, f"{fmean(seconds[name].values()):.0f}", against, *(f"{one:.2f}" for one in shares)])
     return report.table(COLUMNS, rows)
 
 

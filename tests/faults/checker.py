@@ -153,6 +153,20 @@ def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> It
                     yield f"{name}: {demand} was answered by {path.weight_versions}"
 
 
+def staleness_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
+    """Tokens in a mask that are older than another of the same path allows."""
+    for name, groups in world.ledger.accepted.items():
+        limits = {group.group_id: group.staleness for group in groups}
+        for record in stored.get(name, []):
+            limit = limits[record.group_id]
+            for path in record.paths if limit is not None and record.is_sound else ():
+                trained = [
+                    one.version for one in path.weight_versions if path.response_mask[one.start : one.end].any()
+                ]
+                if limit is not None and trained and max(trained) - min(trained) > limit.max_staleness:
+                    yield f"{name}/{record.group_id}/{record.sample_index}: {limit} and {trained} are trained on"
+
+
 def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int], adapter: str) -> Iterator[str]:
     turns = [index for turn in path.turns for index in range(turn.start, turn.end)]
     spanned = [index for span in path.weight_versions for index in range(span.start, span.end)]

@@ -16,6 +16,7 @@ from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
 from tests.faults import checker
 from tests.support.fleet.adapter_world import AdapterWorld
+from tests.support.fleet.batch_world import BatchWorld
 from tests.support.fleet.live_run import write_checkpoint
 from tests.support.fleet.whole_world import WholeWorld, make_groups
 
@@ -24,6 +25,8 @@ FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125,
 """Schedules that found a fault once, before clients had words: they run without."""
 FIRST_OF_ADAPTERS = 1_000_000
 """From here on schedules have adapters by name in place of updates."""
+FIRST_OF_BATCHES = 2_000_000
+"""From here on clients are trainers that take batches, and carry what is unfinished or end it."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
 MAX_THREAD_END_S = 10.0
@@ -40,8 +43,10 @@ def run_schedule(seed: int) -> Counter[str]:
         checkpoint = folder / "checkpoint"
         checkpoint.mkdir()
         given = clock, write_checkpoint(checkpoint), folder
-        if seed >= FIRST_OF_ADAPTERS:
-            world: WholeWorld = AdapterWorld(seed, *given)
+        if seed >= FIRST_OF_BATCHES:
+            world: WholeWorld = BatchWorld(seed, *given, has_words=True)
+        elif seed >= FIRST_OF_ADAPTERS:
+            world = AdapterWorld(seed, *given)
         else:
             world = WholeWorld(seed, *given, has_words=seed not in FOUND_SEEDS)
         counts = clock.run(_schedule(world))
@@ -85,6 +90,7 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             *checker.record_problems(world, stored),
             *checker.keep_problems(world, stored),
             *checker.token_problems(world, stored),
+            *checker.staleness_problems(world, stored),
             *checker.tool_problems(world),
         ]
         assert not problems, "; ".join(problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.run import run_batch
-from tests.faults.schedules import FIRST_OF_ADAPTERS, FOUND_SEEDS
+from tests.faults.schedules import FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FOUND_SEEDS
 from tests.support.fleet.faulty_link import Fault
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,22 @@ def test_schedules_with_adapters() -> None:
         "_kill",
         "_crash",
         "client: model_not_found",
+    ):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
+
+
+def test_schedules_with_batches() -> None:
+    totals, wrong = run_batch(
+        [FIRST_OF_BATCHES + number for number in (*range(NUM_SEEDS), 34)]
+    )  # 34 found something
+    assert not wrong
+    for what in (
+        "carried groups",
+        "groups that ended with their batch",
+        "ended: stale",
+        "update",
+        "_kill",
+        "_crash",
     ):
         assert totals[what] > 0, f"{what} never happened in {totals}"
 

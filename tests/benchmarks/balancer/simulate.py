@@ -60,7 +60,7 @@ class Recording:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class Live:
     """A trajectory and where it stands."""
 
     trajectory: Trajectory
@@ -117,7 +117,7 @@ class Run:
         self._disturbance = disturbance
         self._engines = [Engine(number, shape) for number in range(shape.num_replicas)]
         self._lost: dict[int, float] = {}  # replica -> when
-        self._live = [_Live(one, one.num_group_tokens, num_outputs=one.outputs[0]) for one in workload.trajectories]
+        self._live = [Live(one, one.num_group_tokens, num_outputs=one.outputs[0]) for one in workload.trajectories]
         self._num_siblings: dict[int, int] = {}
         for one in workload.trajectories:
             self._num_siblings[one.group] = self._num_siblings.get(one.group, 0) + 1
@@ -127,8 +127,8 @@ class Run:
         self._events: list[tuple[float, int, Callable[[float, int], None], int]] = []
         self._num_events = 0
         self._versions = [-1] * len(self._engines)
-        self._first_turns: list[tuple[float, int, _Live]] = []
-        self._later_turns: list[tuple[float, int, _Live]] = []
+        self._first_turns: list[tuple[float, int, Live]] = []
+        self._later_turns: list[tuple[float, int, Live]] = []
         self._epoch = 0
         self._names = _Names()
         self._touched: dict[Engine, None] = {}  # engines that got something during this event
@@ -290,10 +290,10 @@ class Run:
 
     # --- turns ---
 
-    def _rename(self, live: _Live) -> None:
+    def _rename(self, live: Live) -> None:
         live.path = self._names.path(live.trajectory, self._epoch, self._shape.block_size)
 
-    def _wait(self, live: _Live, now: float) -> None:
+    def _wait(self, live: Live, now: float) -> None:
         self._num_events += 1
         rank = self._timed(self._policy.rank, live.ask, now)
         heapq.heappush(self._later_turns if live.path else self._first_turns, (rank, self._num_events, live))
@@ -301,7 +301,7 @@ class Run:
     def _round(self, now: float, max_refusals: int) -> None:
         """Ask for turns that wait, later turns first."""
         for turns in (self._later_turns, self._first_turns):
-            refused: list[tuple[float, int, _Live]] = []
+            refused: list[tuple[float, int, Live]] = []
             while turns and len(refused) < max_refusals:
                 if turns is self._first_turns and self._num_begun >= self._shape.max_live:
                     break
@@ -311,7 +311,7 @@ class Run:
             for entry in refused:
                 heapq.heappush(turns, entry)
 
-    def _try(self, live: _Live, now: float) -> bool:
+    def _try(self, live: Live, now: float) -> bool:
         """Ask the policy for a replica, and send the turn there. Returns False if it has to wait."""
         ask, record = live.ask, self._record
         number = self._timed(self._policy.place, ask, now)
@@ -337,7 +337,7 @@ class Run:
         self._timed(self._policy.began, ask, number, now)
         return True
 
-    def _turn_ended(self, live: _Live, request: Request, replica: int, now: float) -> None:
+    def _turn_ended(self, live: Live, request: Request, replica: int, now: float) -> None:
         one, record = live.trajectory, self._record
         assert request.num_cached_tokens is not None
         if live.num_cached_tokens is None:  # a turn counts by its first attempt
@@ -360,7 +360,7 @@ class Run:
         self._num_timers += 1
         self._at(now + tool_s, self._on_ready, one.number)
 
-    def _trajectory_ended(self, live: _Live, now: float) -> None:
+    def _trajectory_ended(self, live: Live, now: float) -> None:
         record, group = self._record, live.trajectory.group
         live.has_ended = True
         self._num_left -= 1
@@ -372,7 +372,7 @@ class Run:
             self.group_ended(group, now)
         self._timed(self._policy.finished, live.trajectory.number, now)
 
-    def _bound(self, live: _Live) -> int:
+    def _bound(self, live: Live) -> int:
         """Count tokens of a prompt that its replica would have had it never evicted, and note that it has them."""
         size, replica = self._shape.block_size, live.replica
         assert replica is not None

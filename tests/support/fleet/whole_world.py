@@ -286,7 +286,7 @@ class WholeWorld(World):
         )
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
         terms = RolloutTerms(adapter=self.adapter_of(rollout_id))
-        await self._insist(lambda: front.submit(rollout_id, groups, terms))
+        await self.insist(lambda: front.submit(rollout_id, groups, terms))
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
         num_expected = sum(group.num_samples for group in groups)
@@ -305,7 +305,7 @@ class WholeWorld(World):
                     self.history.counts["damaged a record"] += 1
                     self.ledger.damaged.add(rollout_id)
             try:
-                page = (await self._insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
+                page = (await self.insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
             except Gone:  # all of it was acknowledged
                 break
             delivered += page.trajectories
@@ -322,7 +322,7 @@ class WholeWorld(World):
             if not num_damaged or num_found + num_damaged != num_expected:
                 found = f"{num_found} of {num_expected} records were delivered, {num_damaged} are damaged"
                 raise AssertionError(f"{rollout_id} is done and a record is lost: {found}")
-            await self._insist(lambda: front.resubmit_damaged(rollout_id))
+            await self.insist(lambda: front.resubmit_damaged(rollout_id))
             self.history.counts["ran damaged ones again"] += num_damaged
             num_damaged, word = 0, Word.NONE
         if cancelling is not None:
@@ -350,7 +350,7 @@ class WholeWorld(World):
     async def _cancel(self, front: FrontPort, rollout_id: str) -> None:
         """Nothing of it may begin once the answer is there."""
         await self.clock.sleep(self.say.uniform(0.0, 4.0))
-        await self._insist(lambda: front.cancel(rollout_id))
+        await self.insist(lambda: front.cancel(rollout_id))
         self.ledger.cancelled.add(rollout_id)
         self.history.counts["cancelled"] += 1
 
@@ -361,7 +361,7 @@ class WholeWorld(World):
         messages = (Message("user", "Something else."),)
         others = (replace(groups[0], task=replace(groups[0].task, messages=messages)), *groups[1:])
         try:
-            await self._insist(lambda: front.submit(rollout_id, others))
+            await self.insist(lambda: front.submit(rollout_id, others))
         except Conflict:
             self.history.counts["refused other work"] += 1
         else:
@@ -371,7 +371,7 @@ class WholeWorld(World):
         """What was read, or beyond what exists: what there is by then counts as read, and nothing later."""
         try:
             if self.say.random() < 0.7:
-                await self._insist(lambda: front.acknowledge(rollout_id, cursor))
+                await self.insist(lambda: front.acknowledge(rollout_id, cursor))
                 return
             self.history.counts["acknowledged beyond"] += 1
             await self.ask(lambda c: c.rollouts.acknowledge(rollout_id, cursor + 1000))
@@ -402,7 +402,7 @@ class WholeWorld(World):
         """One agent in one session, which repeats what failed as an SDK does."""
         rng, ledger = Random(session_id), self.ledger
         new = NewSession(session_id, adapter=self.adapter_of(session_id))
-        await self._insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
+        await self.insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
         history: tuple[Message, ...] = ()
         answers = ledger.answers.setdefault(session_id, [])
         for turn in range(rng.randint(1, 4)):
@@ -428,7 +428,7 @@ class WholeWorld(World):
                 *(Message("tool", "ok", tool_call_id=one.id) for one in message.tool_calls),
             )
             await self.clock.sleep(rng.uniform(0.0, 1.0))
-        ledger.finished[session_id] = await self._insist(
+        ledger.finished[session_id] = await self.insist(
             lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
         )
 
@@ -462,9 +462,9 @@ class WholeWorld(World):
                 raise ServiceUnavailable("injected: the answer was lost")
             return result
 
-        return await self._insist(once)
+        return await self.insist(once)
 
-    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat what can succeed later."""
         for _ in range(MAX_TRIES):
             try:

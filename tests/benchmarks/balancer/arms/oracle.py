@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tests.benchmarks.balancer.arms.peers import Counting
-from tests.benchmarks.balancer.policy import FleetShape, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import FleetShape, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Trajectory, Workload
 
 
@@ -18,8 +18,7 @@ class LongestFirst(Counting):
 
     def __init__(self, shape: FleetShape, workload: Workload, seed: int) -> None:
         super().__init__(shape, seed)
-        num_decoding = max(1.0, shape.max_live / shape.num_replicas)
-        self._known = {one.number: _Known(one, shape.step_times, num_decoding) for one in workload.trajectories}
+        self._known = {one.number: _Known(one, shape) for one in workload.trajectories}
         self._siblings: defaultdict[int, list[int]] = defaultdict(list)
         for one in workload.trajectories:
             self._siblings[one.group].append(one.number)
@@ -52,10 +51,16 @@ class LongestFirst(Counting):
         self._work_s[replica] = 0.0
 
 
+def seconds_of(one: Trajectory, shape: FleetShape) -> float:
+    """Return how long a trajectory takes on a full fleet, its tools included."""
+    return _Known(one, shape).left_s
+
+
 class _Known:
     """What is left of a trajectory: seconds until its end, and the seconds of an engine that it takes."""
 
-    def __init__(self, one: Trajectory, times: StepTimes, num_decoding: float) -> None:
+    def __init__(self, one: Trajectory, shape: FleetShape) -> None:
+        times, num_decoding = shape.step_times, max(1.0, shape.max_live / shape.num_replicas)
         self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and of the engine
         num_cached = 0
         tools = (*one.tools, 0.0)

@@ -1,0 +1,92 @@
+"""The whole service in virtual time. Its clients are trainers that take batches: `RolloutClient.batches`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import cast
+
+from agentloop.api.coordinator import FrontPort, Page, RolloutStatus, RolloutTerms
+from agentloop.client.batches import BatchRule, Carry, batches_of
+from agentloop.client.rollout import Rollout
+from agentloop.types import RolloutGroup, RolloutTask
+from tests.support.fleet.faulty_link import FaultyPort, Stall
+from tests.support.fleet.whole_world import CALLS, WholeWorld, make_groups
+
+TRAINING_S = 3.0  # at most, between two batches
+
+
+class BatchWorld(WholeWorld):
+    """All of one schedule."""
+
+    async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
+        """Take all batches of some tasks; each is whole, and no group is in two or, where none ends, in none."""
+        rng = Random(f"batches of {rollout_id} {self.seed}")
+        front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
+        service, num_samples, limit = _Insisting(self, front), rng.randint(1, 3), groups[0].staleness
+        lots = (groups, make_groups(rng, f"{rollout_id}b", 0.0), make_groups(rng, f"{rollout_id}c", 0.0))
+        tasks = [replace(one.task, task_id=f"t{number}") for number, one in enumerate(sum(lots, ()))]
+        rule = BatchRule(rng.randint(1, 3), rng.choice((1.0, 1.5, 2.5)), rng.choice(tuple(Carry)))
+        acknowledge, taken, num_parts = rng.random() < 0.5, list[str](), 0
+
+        async def submit(new: Sequence[RolloutTask]) -> Rollout:
+            nonlocal num_parts
+            num_parts += 1
+            name, rollout = f"{rollout_id}-{num_parts}", Rollout(service)
+            rollout.expect(name, len(new), num_samples)
+            self.ledger.acknowledging |= {name} if acknowledge else set()
+            await service.submit(
+                name, tuple(RolloutGroup(one.task_id, one, num_samples, name, limit) for one in new)
+            )
+            return rollout
+
+        rollout = Rollout(service)
+        async for batch in batches_of(rollout, tasks, rule, submit, acknowledge=acknowledge):
+            for group in batch.groups:
+                assert {one.sample_index for one in group} == set(range(num_samples)), f"{group} is not whole"
+                assert len({(one.rollout_id, one.group_id) for one in group}) == 1, f"{group} are of several"
+            taken += [group[0].task_id for group in batch.groups]
+            self.history.counts["batches"] += 1
+            self.history.counts["carried groups"] += sum(age > 0 for age in batch.ages)
+            if rule.carry is Carry.CANCEL:
+                self.history.counts["groups that ended with their batch"] += batch.num_unfinished
+            await self.clock.sleep(rng.uniform(0.0, TRAINING_S))
+        assert len(set(taken)) == len(taken), f"{rollout_id} has groups in two batches: {taken}"
+        missing = {one.task_id for one in tasks} - {*taken}
+        assert rule.carry is Carry.CANCEL or not missing, f"{rollout_id} has {missing} in no batch"
+
+
+class _Insisting:
+    """The client's side of a rollout: it repeats what can succeed later, and notes what it is told."""
+
+    def __init__(self, world: BatchWorld, front: FrontPort) -> None:
+        self._world = world
+        self._front = front
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
+        ledger = self._world.ledger
+        await self._world.insist(lambda: self._front.submit(rollout_id, groups, RolloutTerms()))
+        ledger.accepted[rollout_id] = groups
+        ledger.delivered[rollout_id], ledger.skipped[rollout_id] = [], set()
+
+    async def rollout_status(self, rollout_id: str) -> RolloutStatus:
+        return (await self.read(rollout_id, after=1 << 40)).status
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        self._world.ledger.cancelling.add(rollout_id)
+        status = await self._world.insist(lambda: self._front.cancel(rollout_id))
+        self._world.ledger.cancelled.add(rollout_id)
+        return status
+
+    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
+        return await self._world.insist(lambda: self._front.resubmit_damaged(rollout_id))
+
+    async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
+        return await self._world.insist(lambda: self._front.acknowledge(rollout_id, cursor))
+
+    async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
+        read = await self._world.insist(lambda: self._front.read(rollout_id, after, limit, wait_s))
+        page = read.decoded()
+        self._world.ledger.delivered[rollout_id] += page.trajectories
+        return page
