@@ -26,6 +26,15 @@ class WaitsIfLong:
         await ctx.sample(max_tokens=4)
 
 
+class LastSampleWaits:
+    """A turn of the first two samples; the third one never ends by itself."""
+
+    async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
+        while ctx.trajectory_id.endswith("/2"):
+            await asyncio.sleep(0.01)
+        await ctx.sample(max_tokens=4)
+
+
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[RolloutClient]:
     RELEASED.clear()
@@ -78,6 +87,13 @@ async def test_what_is_unfinished_ends_if_it_is_not_carried(client: RolloutClien
     page = await client.list_records()
     ended = {(one.task_id, one.stop_reason) for one in page.records}
     assert {("long-0", StopReason.CANCELLED), ("long-1", StopReason.CANCELLED)} <= ended
+
+
+async def test_a_group_that_keeps_some_is_whole_with_them(client: RolloutClient) -> None:
+    task = RolloutTask("a", (Message("user", "Hi"),), loop=f"{__name__}:LastSampleWaits")
+    batches = client.batches([task], num_groups=1, num_samples=3, keep=2)
+    (group,) = (await anext(batches)).groups
+    assert [one.is_complete for one in sorted(group, key=lambda one: one.sample_index)] == [True, True, False]
 
 
 async def test_to_leave_the_batches_ends_what_runs(client: RolloutClient) -> None:
