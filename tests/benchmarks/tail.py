@@ -1,6 +1,7 @@
 """The time of a trainer's steps when each is offered more groups than it takes, on the balancer's simulated fleet.
 
     make bench-tail                                        # 6 regimes, 20 seeds
+    make bench-tail ARGS="--service servers/cpu.yaml"      # on a real service and the shipped tasks, 3 rounds
     make bench-tail ARGS="--regimes base --arms 1x,1.25x --seeds 2 --train-s 60"
 
 A step takes the 64 groups that are whole first; what is unfinished then counts in the next one, as
@@ -12,17 +13,26 @@ the same order.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
 import itertools
 import math
 import multiprocessing
 import os
+import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from agentloop.client import RolloutClient
+from agentloop.client.rollout import load_tasks
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop_servers.config import ServiceConfig, new_run_dir
+from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.balancer.arms.oracle import seconds_of
 from tests.benchmarks.balancer.arms.ours import OursPolicy, ours
@@ -37,6 +47,10 @@ TITLE = "Steps of 64 groups that are offered more"
 NUM_GROUPS, NUM_STEPS = 64, 10
 SHORT_STEPS = 4  # before one that takes what they have left, which is as many groups
 REGIMES_OF_TAILS = ("base", "short-tools", "heavy-tools", "heavy-lengths", "reasoning-3", "3x")
+NUM_SAMPLES, NUM_LIVE_STEPS = 8, 4
+TASKS = "examples/data/tasks.jsonl"
+LIVE_TITLE = "Steps of 64 groups that are offered more, on a real service"
+LIVE_EXPLAINED = f"{NUM_LIVE_STEPS} steps an arm and round of the shipped tasks; ratios are of one round's runs."
 COLUMNS = ("arm", "s a step", "against 1x", "carried", "oldest", "turns, first step", "turns, all steps")
 
 EXPLAINED = (
@@ -182,17 +196,60 @@ def run_job(job: Job) -> dict[str, float]:
     return Steps(workload, regime, seed, arm, train_s).steps()
 
 
+async def run_service(config: ServiceConfig, names: Sequence[str], num_rounds: int) -> dict[Job, dict[str, float]]:
+    """Do the arms in turn on one service, round by round."""
+    run_dir = new_run_dir(Path("runs"))
+    configure_logging(run_dir / LOG_NAME)
+    private, found = config.model_copy(update={"port": 0, "run_dir": None}), dict[Job, dict[str, float]]()
+    async with running_service(private, run_dir) as url, RolloutClient(url) as client:
+        await _live_steps(client, ARMS["1x"], 1)  # a first step is slower
+        for number, name in itertools.product(range(num_rounds), names):
+            found["service", number, name, 0.0] = await _live_steps(client, ARMS[name], NUM_LIVE_STEPS)
+            report.say(f"round {number}, {name}: {found['service', number, name, 0.0]['step_s']:.1f} s a step")
+    return found
+
+
+async def _live_steps(client: RolloutClient, arm: Arm, num_steps: int) -> dict[str, float]:
+    keep = NUM_SAMPLES if arm.num_redundant else None
+    asked = {"num_groups": NUM_GROUPS, "num_samples": NUM_SAMPLES + arm.num_redundant, "keep": keep}
+    turns, ages, began_at = list[float](), list[int](), time.monotonic()
+    async with aclosing(
+        client.batches(itertools.cycle(load_tasks(TASKS)), over_provision=arm.offer, **asked)
+    ) as batches:
+        while len(ages) < num_steps * NUM_GROUPS:
+            batch = await anext(batches)
+            turns += [
+                sum(len(path.own_turns) for one in group for path in one.paths if one.is_complete)
+                for group in batch.groups
+            ]
+            ages += batch.ages
+        step_s = (time.monotonic() - began_at) / num_steps
+    while any(not one.is_done for one in (await client.status()).rollouts):
+        await asyncio.sleep(0.2)
+    shares = {"carried": fmean(age > 0 for age in ages), "oldest": max(ages)}
+    return {"step_s": step_s, **shares, "first_turns": fmean(turns[:NUM_GROUPS]) / fmean(turns), "all_turns": 1.0}
+
+
 def main() -> None:
     """Do all runs and print a table a regime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regimes", type=partial(str.split, sep=","), default=REGIMES_OF_TAILS)
     parser.add_argument("--arms", type=partial(str.split, sep=","), default=[*ARMS], help="1x first")
     parser.add_argument("--seeds", type=int, default=20, help="how many")
+    parser.add_argument("--service", type=Path, help="a Serve config file, in place of the simulated fleet")
+    parser.add_argument("--rounds", type=int, default=3, help="of a service")
     parser.add_argument("--train-s", type=float, default=0.0, help="from a step's end until new groups come")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the figures as JSON too")
     parser.add_argument("--results", type=Path, help="replace the section of this page")
     options = parser.parse_args()
+    if options.service is not None:
+        names = [name for name in options.arms if not ARMS[name].has_long_rounds and not ARMS[name].knows_lengths]
+        live = asyncio.run(run_service(ServiceConfig.load(options.service), names, options.rounds))
+        report.finish(
+            LIVE_TITLE, {"": LIVE_EXPLAINED, f"{options.service}": _table(live)}, [*live.items()], options.out
+        )
+        return
     jobs = list(itertools.product(options.regimes, range(options.seeds), options.arms, [options.train_s]))
     with multiprocessing.Pool(options.processes) as pool:
         found = dict(zip(jobs, pool.imap(run_job, jobs), strict=True))
