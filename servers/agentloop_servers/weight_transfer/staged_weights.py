@@ -82,11 +82,9 @@ class ShadowParameters:
         self.held_in = held_in
         self.loaded: Mapping[str, torch.Tensor] = {}
         self._shadows = shadows
-        self._names = list(shadows)
-        self._from = [_bits(shadow) for shadow in shadows.values()]
-        self._into = [_bits(parameters[name]) for name in self._names]
-        self._staged_sums = RowChecksums(shadows)
-        self._served_sums = RowChecksums({name: parameters[name] for name in self._names})
+        self._into = {name: parameters[name] for name in shadows}
+        self._staged_sums = RowChecksums(shadows, self._into)
+        self._served_sums = RowChecksums(self._into)
         self._load = QuantisedLoad(
             plan, shadows, lambda name, tensor: shadows[name].copy_(tensor, non_blocking=True)
         )
@@ -102,25 +100,25 @@ class ShadowParameters:
         Raises CheckpointUnreadable for values that are not finite.
         """
         self._staged_sums.compute()
-        _load_copy_kernels(self._from)
+        self._staged_sums.load_kernels()
         _require_numbers(first_not_finite(self._shadows))
 
     def commit(self, model: ServedModel) -> CommitReport:
-        device = self._into[0].device
+        device = next(iter(self._into.values())).device
         started = _Mark(device)
         with torch.no_grad():
-            torch._foreach_copy_(self._into, self._from, non_blocking=True)
+            self._staged_sums.copy()
         swapped = _Mark(device)
-        served = model.parameters
-        for name, tensor in zip(self._names, self._into, strict=True):
+        served = model.parameters  # all that follows runs beside the copies, without a wait
+        for name, tensor in self._into.items():
             if served[name].data_ptr() != tensor.data_ptr():
                 raise RuntimeError(f"parameter {name} was replaced after the update was staged")
-        self._served_sums.compute()  # without a wait: these are launched while the copies run
+        self._served_sums.compute()
         verified = _Mark(device)
         wrong = self._served_sums.first_difference(self._staged_sums)
         if wrong is not None:
             raise RuntimeError(f"parameter {wrong} does not hold what was sent")
-        return CommitReport(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
+        return CommitReport(started.ms_to(swapped), swapped.ms_to(verified), len(self._into))
 
 
 class StagedCheckpoint:
@@ -281,17 +279,6 @@ class _Mark:
         if self._event is None or later._event is None:
             return _ms(self._at, later._at)
         return float(self._event.elapsed_time(later._event))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View FP8 as bytes, which every kernel copies."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _load_copy_kernels(tensors: Sequence[torch.Tensor]) -> None:
-    """Launch the commit's copy once for each dtype: CUDA takes 12 ms to load a kernel at its first launch."""
-    small = [one.new_zeros(1) for one in {one.dtype: one for one in tensors}.values()]
-    torch._foreach_copy_(small, [one.clone() for one in small])
 
 
 def _compare_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:

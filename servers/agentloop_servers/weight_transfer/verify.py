@@ -2,9 +2,9 @@
 
 Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
 They find the silent errors of weight transfers: zeros, stale or shifted memory, tensors or rows that changed
-places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all
-of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
-to do while generation stands still.
+places. They are no defence against forged weights. `RowChecksums` has one sum a row, for all of a model's tensors
+at once, and copies them too. All lists are made beforehand, so that only launches are left to do while generation
+stands still: on a GPU one for the copies and one for the sums.
 
 Finiteness is checked apart from the sums, which hold for NaN as well: in staged tensors before any pause, and in
 parameters after a load. One reduction a tensor, on its own device.
@@ -19,20 +19,25 @@ scales, and may differ by what the type rounds.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from agentloop_servers.weight_transfer.layout import ROW_BYTES
+
+if TYPE_CHECKING:
+    from agentloop_servers.weight_transfer.row_kernels import RowKernels
 
 PROBE_COLUMNS = 16
 RELATIVE_TOLERANCE = 2.0**-7  # one unit in the last place of bfloat16
 FP8_TOLERANCE = 2.0**-4  # half a unit of e4m3, with three bits of fraction
 FP8_LEAST = 2.0**-9  # its least value above zero, in scales
 # By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
+_PART_WORDS = 4096  # of a longer row: an expert's whole matrix is one
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
@@ -73,25 +78,43 @@ def to_host(sums: list[torch.Tensor]) -> list[int]:
 class RowChecksums:
     """The checksums of every row of some tensors, as of the last `compute`; the tensors must stay in place.
 
-    A row is an index of the first dimension.
+    A row is an index of the first dimension, or a part of one if that is long.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError for a tensor that is not contiguous."""
-        for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"tensor {name} is not contiguous")
+    def __init__(self, tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None) -> None:
+        """`into`: tensors of the same names and shapes, for `copy`. Raises ValueError for a tensor that is not
+        contiguous."""
         self._names = list(tensors)
-        self._rows = [words(tensor) for tensor in tensors.values()]
+        self._rows = [_rows(name, tensor) for name, tensor in tensors.items()]
+        self._into = self._rows if into is None else [_rows(name, into[name]) for name in self._names]
         self._lengths = [len(rows) for rows in self._rows]
         device = self._rows[0].device
         self._sums = torch.empty(sum(self._lengths), dtype=torch.int64, device=device)
-        self._parts = self._sums.split(self._lengths)
+        self._kernels: RowKernels | None = None
+        if device.type == "cuda" and self._into[0].device == device:
+            from agentloop_servers.weight_transfer.row_kernels import RowKernels  # noqa: PLC0415 - needs Triton
+
+            self._kernels = RowKernels(self._rows, self._into, self._sums)
 
     def compute(self) -> None:
         """Compute the sums anew. No sync."""
-        for rows, part in zip(self._rows, self._parts, strict=True):
+        if self._kernels is not None:
+            self._kernels.sum()
+            return
+        for rows, part in zip(self._rows, self._sums.split(self._lengths), strict=True):
             torch.sum(rows, dim=1, dtype=torch.int64, out=part)
+
+    def copy(self) -> None:
+        """Copy all tensors to their places in `into`. No sync."""
+        if self._kernels is not None:
+            self._kernels.copy()
+        else:
+            torch._foreach_copy_(self._into, self._rows, non_blocking=True)
+
+    def load_kernels(self) -> None:
+        """Launch the kernels of `copy` on a few words: CUDA takes 12 ms to load a kernel at its first launch."""
+        small = {str(rows.dtype): rows.new_zeros(1, 1) for rows in self._rows}
+        RowChecksums(small, {name: one.to(self._into[0].device) for name, one in small.items()}).copy()
 
     def first_difference(self, other: RowChecksums) -> str | None:
         """Return the name of the first tensor whose sums differ from `other`'s; None if all are equal.
@@ -107,6 +130,15 @@ class RowChecksums:
             if first < end:
                 return name
         raise AssertionError("the lengths are those of the sums")
+
+
+def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's words in place, long rows in parts. Raises ValueError if that cannot be."""
+    rows = words(tensor)
+    if tensor.numel() > 0 and rows.data_ptr() != tensor.data_ptr():
+        raise ValueError(f"tensor {name} is not contiguous")
+    part = math.gcd(rows.shape[1], _PART_WORDS)
+    return rows.view(-1, part) if rows.shape[1] > _PART_WORDS and part >= _PART_WORDS // 16 else rows
 
 
 class FiniteCheck:

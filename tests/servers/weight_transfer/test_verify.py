@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 
-from agentloop_servers.weight_transfer.verify import checksum, compare_layers, first_not_finite, to_host
+from agentloop_servers.weight_transfer.verify import (
+    RowChecksums,
+    checksum,
+    compare_layers,
+    first_not_finite,
+    to_host,
+)
+
+PlainChecksums = RowChecksums
 
 SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]
@@ -106,3 +117,86 @@ def test_a_view_and_one_number_are_looked_at():
     whole[2, 1] = float("nan")
     assert first_not_finite({"turned": whole.T, "part": whole[3:]}) == "turned"
     assert first_not_finite({"scale": torch.tensor(float("inf"))}) == "scale"
+
+
+FP8 = torch.float8_e4m3fn
+ODD = [
+    (torch.float32, (5, 640)),
+    (torch.bfloat16, (9,)),
+    (FP8, (7, 3)),
+    (torch.bfloat16, (3, 4162)),
+    (FP8, (17, 130)),
+]
+ODD += [(torch.float32, ()), (torch.bfloat16, (2, 64, 512)), (torch.float32, (0, 4))]
+
+
+def odd_tensors(device="cpu"):
+    """Of every word's size, of odd numbers of rows and words, and one inside another's memory."""
+    torch.manual_seed(0)
+    made = {f"{n}": (torch.randn(shape) * 50).to(dtype).to(device) for n, (dtype, shape) in enumerate(ODD)}
+    return made | {"inside": torch.randn(99).bfloat16().to(device)[3:80].view(11, 7)}
+
+
+INTERPRETED = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs under TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("triton", marks=INTERPRETED), pytest.param("cuda", marks=GPU)])
+def device(request, monkeypatch):
+    """`triton`: the kernels, interpreted on a CPU."""
+    if request.param != "triton":
+        return request.param
+    from agentloop_servers.weight_transfer import row_kernels  # noqa: PLC0415 - needs Triton
+
+    class Interpreted(RowChecksums):
+        def __init__(self, *tensors):
+            super().__init__(*tensors)
+            self._kernels = row_kernels.RowKernels(self._rows, self._into, self._sums)
+
+    monkeypatch.setattr(sys.modules[__name__], "RowChecksums", Interpreted)
+    return "cpu"
+
+
+def test_rows_are_copied_byte_for_byte_and_summed_alike_everywhere(device):
+    tensors = odd_tensors(device)
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    sent, held = RowChecksums(tensors, into), RowChecksums(into)
+    sent.load_kernels()
+    sent.compute()
+    sent.copy()
+    held.compute()
+    assert held.first_difference(sent) is None
+    plain = PlainChecksums({name: tensor.cpu() for name, tensor in tensors.items()})
+    plain.compute()
+    assert held.first_difference(plain) is None  # a copy that is staged in the host's memory has these
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), into[name].reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["0", "1", "2", "3", "4", "5", "6", "inside"])
+def test_one_changed_bit_of_any_tensor_is_found(device, name):
+    tensors = odd_tensors(device)
+    into = {name: tensor.clone() for name, tensor in tensors.items()}
+    into[name].view(-1).view(torch.uint8)[-1] ^= 1
+    sent, held = RowChecksums(tensors), RowChecksums(into)
+    sent.compute()
+    held.compute()
+    assert held.first_difference(sent) == name
+
+
+def test_parts_of_an_experts_matrix_that_changed_places_are_found():
+    matrix = torch.randn(2, 64, 512).bfloat16()
+    turned = matrix.view(2, 2, -1).flip(1).reshape(matrix.shape)
+    sent, held = RowChecksums({"w": matrix}), RowChecksums({"w": turned})
+    sent.compute()
+    held.compute()
+    assert held.first_difference(sent) == "w"
+
+
+@pytest.mark.parametrize("tensor", [torch.randn(4, 6).T, torch.empty(49)[1:].view(6, 8)])
+def test_what_cannot_be_summed_in_place_is_refused(tensor):
+    with pytest.raises(ValueError, match="tensor w is not contiguous"):
+        RowChecksums({"w": tensor})
