@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -30,6 +31,7 @@ from tests.benchmarks.trainer import MeasureMemory, Offer, Send, SetVersion, Tra
 
 SEND_TIMEOUT_S = 100.0
 REQUEST_TIMEOUT_S = 600.0
+FREEZING = ("pause", "commit", "resume")
 
 
 class UpdateFailed(Exception):
@@ -88,12 +90,35 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class TimedUpdate:
-    """One update through the controller: its report, its version, and when the call began and ended."""
+    """One update through the controller: its report, its version, and when the call began and ended.
+
+    `calls`: when each of the controller's calls of the engine began and ended, by name.
+    """
 
     report: ReplicaUpdate
     version: int
     started_at: float
     ended_at: float
+    calls: Mapping[str, tuple[float, float]]
+
+
+class TimedControl:
+    """An engine as its controller has it, with the times of the last calls that freeze it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.calls: dict[str, tuple[float, float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        return partial(self._timed, name, found) if name in FREEZING else found
+
+    async def _timed(self, name: str, call: Callable[..., Awaitable[Any]], *arguments: Any, **named: Any) -> Any:
+        began_at = time.perf_counter()
+        try:
+            return await call(*arguments, **named)
+        finally:
+            self.calls[name] = (began_at, time.perf_counter())
 
 
 class EngineSite:
@@ -107,7 +132,8 @@ class EngineSite:
         self._counters = counters
         fleet = Fleet()
         fleet.register(ReplicaRegistration("engine", "local", engine.info, engine.weight_version), now=0.0)
-        self._sync = ReplicaSync(fleet, lambda _: engine, RealClock())
+        self._control = TimedControl(engine)
+        self._sync = ReplicaSync(fleet, lambda _: self._control, RealClock())
 
     @property
     def counts(self) -> PrefillCounts:
@@ -119,6 +145,7 @@ class EngineSite:
         await self.trainer.ask(SetVersion(self.version))
         source = await self.trainer.ask(Offer())
         started_at = time.perf_counter()
+        self._control.calls = {}
         async with asyncio.TaskGroup() as group:
             group.create_task(self.trainer.ask(Send(SEND_TIMEOUT_S), timeout_s=SEND_TIMEOUT_S + 10))
             report = await self._sync.update_weights(WeightUpdate(self.version, push=source), kv_policy)
@@ -126,7 +153,7 @@ class EngineSite:
         (replica,) = report.replicas
         if replica.error is not None:
             raise UpdateFailed(replica.error)
-        return TimedUpdate(replica, self.version, started_at, ended_at)
+        return TimedUpdate(replica, self.version, started_at, ended_at, self._control.calls)
 
     async def stage(self) -> tuple[StageReport, float, float]:
         """The trainer's weights again, staged as a new version and never committed; when it began and ended."""

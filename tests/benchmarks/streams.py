@@ -129,6 +129,11 @@ class Flight:
             raise ValueError(f"no token before or none after the update: {', '.join(missing)}")
         return [gap for gap in gaps if gap is not None]
 
+    def first_token_at(self, is_after: Callable[[float, int | None], bool]) -> float:
+        """When the first token after an update reached any stream."""
+        arrivals = (arrival for stream in self.streams for arrival in stream.arrivals)
+        return min(at for at, _, version in arrivals if is_after(at, version))
+
     def ordinary_gap_ms(self, start: float, end: float) -> float:
         """The median time between two pieces of one request within an interval."""
         gaps = [

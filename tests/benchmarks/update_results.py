@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.benchmarks.link_speed import LinkSpeed
@@ -29,6 +29,7 @@ class Updates:
     swap_ms: float = 0.0
     verify_ms: float = 0.0
     num_verified: int = 0
+    parts: Mapping[str, Gaps] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ def is_bad(result: object) -> bool:
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Markdown tables by heading, of the variants that were run."""
     found = {"Stall and transfer": _stalls(results)}
+    for name, result in results.items():
+        updates = result.single if isinstance(result, Staged) else result
+        if isinstance(updates, Updates) and updates.parts:
+            rows = [(part, times.p50, times.maximum) for part, times in updates.parts.items()]
+            found[f"Parts of the gap, {name}"] = table(("", "p50 ms", "max ms"), rows)
     staged = results.get("staged")
     if isinstance(staged, Staged):
         found["Throughput while staging"] = _throughput(staged.staging)

@@ -9,8 +9,9 @@
 own paths all stream. The trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, one
 after the other, each on an engine of its own:
 - `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
+- `single`: single updates in two phases, and nothing else;
 - `one-phase`: ours with `weight_staging` none;
-- `quantised`: single updates in two phases, of an engine with `--quantization`;
+- `quantised`: `single` of an engine with `--quantization`;
 - `native`: the engine's own path. Of vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); of SGLang
   `update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
   path, send again.
@@ -39,6 +40,7 @@ from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
 from tests.benchmarks.baselines import PlainEngine, PlainUpdate, PlainVllm, agreement, delivered
 from tests.benchmarks.baselines_sglang import PlainSglang
+from tests.benchmarks.gpu_throughput import wait_for
 from tests.benchmarks.link_speed import measure
 from tests.benchmarks.report import finish
 from tests.benchmarks.shapes import SHAPES, random_prompts, write_model_folder
@@ -51,14 +53,14 @@ PROBE_PROMPTS, PROBE_VERSION = 32, 1  # every variant's first version
 PROBE_TOKENS = 1  # what follows a near tie that fell otherwise says nothing
 WARM_TOKENS = 16
 NUM_STREAMS = 12  # more would be given out in larger pieces (`StreamPace`), and a gap be that between these
-SPACING_S = 0.7  # between single updates: the streams are steady again
+SPACING_S = 0.7  # after which the streams are steady
 
 
 async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
     """The two-phase variant."""
     flight = await _flight(site, options, "staged")
     counts = site.counts
-    single = await _updates(site, flight, options.updates, SPACING_S)
+    single = await _updates(site, flight, options.updates, options.spacing_s)
     staging = await _staging(site, flight, options.window_s)
     before = await site.memory()
     row = await _updates(site, flight, options.consecutive, 0.0)
@@ -75,7 +77,7 @@ async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
 async def single(site: EngineSite, options: argparse.Namespace) -> Updates:
     """Single updates only."""
     flight = await _flight(site, options, "single")
-    updates = await _updates(site, flight, options.updates, SPACING_S)
+    updates = await _updates(site, flight, options.updates, options.spacing_s)
     await flight.end(site.engine.abort)
     return updates
 
@@ -97,15 +99,31 @@ async def _updates(site: EngineSite, flight: Flight, num_updates: int, spacing_s
     ordinary_ms = flight.ordinary_gap_ms(began_at, time.perf_counter())
     timed: list[TimedUpdate] = []
     gaps: list[float] = []
+    first_tokens: list[float] = []
     for _ in range(num_updates):
         update = await site.update()
         await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
         gaps += flight.gaps_ms(lambda _, version: version == site.version)
+        first_tokens.append(flight.first_token_at(lambda _, version: version == site.version))
         timed.append(update)
         await asyncio.sleep(spacing_s)
     if flight.num_over:
         raise RuntimeError(f"{flight.num_over} requests ended before their time: the context is too short")
-    return _summary(timed, gaps, ordinary_ms)
+    return replace(_summary(timed, gaps, ordinary_ms), parts=_parts(timed, first_tokens))
+
+
+def _parts(timed: Sequence[TimedUpdate], first_tokens: Sequence[float]) -> dict[str, Gaps]:
+    """The parts of the gap, one after the other; `copy` and `sums` are the device's, within the commit."""
+    found: dict[str, list[float]] = {}
+    for update, first_at in zip(timed, first_tokens, strict=True):
+        calls, report = update.calls, update.report
+        parts = {name: (ended_at - began_at) * 1e3 for name, (began_at, ended_at) in calls.items()}
+        parts |= {"copy, of it": report.swap_ms, "sums, of it": report.verify_ms, "look": report.look_ms}
+        parts["commit ended to first token"] = (first_at - calls["commit"][1]) * 1e3
+        parts["pause began to first token"] = (first_at - calls["pause"][0]) * 1e3
+        for name, part in parts.items():
+            found.setdefault(name, []).append(part)
+    return {name: Gaps.of(values) for name, values in found.items()}
 
 
 def _summary(timed: Sequence[TimedUpdate], gaps: Sequence[float], ordinary_ms: float) -> Updates:
@@ -229,6 +247,7 @@ class Bench:
 
     async def _ours(self, trainer: TrainerProcess) -> None:
         variants: dict[str, tuple[Any, dict[str, Any]]] = {
+            "single": (single, {}),
             "quantised": (single, {"quantization": self._options.quantization}),
             "staged": (staged, {}),
             "one-phase": (single, {"weight_staging": "none"}),
@@ -246,6 +265,7 @@ class Bench:
             _say(f"{name}: engine and trainer ready after {time.perf_counter() - began_at:.0f} s")
             probes = random_prompts(SHAPES[self._options.shape], PROBE_PROMPTS, self._options.prompt_tokens, seed=1)
             self.probe_answers = await site.greedy(probes, PROBE_TOKENS)
+            await asyncio.to_thread(wait_for, self._options.gate)
             self.results[name] = await run(site, self._options)
         _say(f"{name}: done after {time.perf_counter() - began_at:.0f} s")
 
@@ -301,7 +321,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
-    parser.add_argument("--variants", help="comma-separated: link,quantised,staged,one-phase,native,resend")
+    parser.add_argument("--variants", help="comma-separated: link,single,quantised,staged,one-phase,native,resend")
     parser.add_argument("--quantization", default="fp8", help="of the variant quantised")
     parser.add_argument("--dtype")
     parser.add_argument("--requests", type=int)
@@ -309,9 +329,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="prompt and answer; must not fill up during a variant")
     parser.add_argument("--kv-gib", type=float, help="enough for all requests at the full context")
     parser.add_argument("--updates", type=int, default=5, help="single ones, for the table of gaps")
+    parser.add_argument("--spacing-s", type=float, default=SPACING_S, help="between them")
     parser.add_argument("--consecutive", type=int, default=20)
     parser.add_argument("--window-s", type=float, default=3.0)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs and compilation instead of eager mode")
+    parser.add_argument("--gate", type=Path, help="measure once this file exists; the engine starts before")
     parser.add_argument("--deadline-s", type=float, default=510.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

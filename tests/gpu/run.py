@@ -186,6 +186,13 @@ def last_line(run: Run, part: str) -> str:
     return lines[-1][:120] if lines else ""
 
 
+def gap_of(run: Run, part: str) -> str:
+    """The gap, and each part of it: p50 and maximum in milliseconds."""
+    found = results_of(run, part)["single"]
+    parts = {"gap": found["gaps"], **found["parts"]}
+    return "; ".join(f"{name} {one['p50']:.1f}, {one['maximum']:.1f}" for name, one in parts.items())
+
+
 def recomputed(run: Run, part: str) -> str:
     """Success and differences."""
     found = results_of(run, part).get("outcome")
@@ -595,6 +602,30 @@ PARTS = (
         560,
         last_line,
         is_alone=True,
+        is_default=False,
+    ),
+    Part(
+        "swap",
+        "the parts of the gap at an update over CUDA IPC, 4B shape, CUDA graphs, 20 updates",
+        module(
+            "tests.benchmarks.weight_updates",
+            *(
+                "--engine",
+                "{lane}",
+                "--graphs",
+                "--shape",
+                "qwen3-4b",
+                "--transport",
+                "ipc",
+                "--variants",
+                "single",
+            ),
+            *("--updates", "20", "--spacing-s", "0.3", "--context", "3072", "--kv-gib", "26", "--gate", "{gate}"),
+            out="swap",
+        ),
+        300,
+        gap_of,
+        has_gate=True,
         is_default=False,
     ),
     Part(
