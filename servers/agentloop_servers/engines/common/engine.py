@@ -58,8 +58,8 @@ from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
-_LOOK_POLL_S = 0.004
-_NUM_POLLED = 4  # requests in each poll
+_LOOK_POLL_S = 0.001
+_NUM_POLLED = 16  # requests; one in three tokens of random weights is telling
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
@@ -375,19 +375,21 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
         A full engine has no place for the prompt until a request ends. There a good token of another request does.
         """
+        polled = {call: SampledTokens(self._config.logprobs_mode) for call in self._calls.all()[:_NUM_POLLED]}
         while not answering.done():
-            await asyncio.wait([answering], timeout=_LOOK_POLL_S)
-            others = self._calls.all()[:_NUM_POLLED]
-            if not answering.done() and any(self._is_sane(call, version) for call in others):
+            if any(self._is_sane(call, sampled, version) for call, sampled in polled.items()):
                 return None
+            await asyncio.wait([answering], timeout=_LOOK_POLL_S)
         try:
             return noise_problem(answering.result(), self.info.vocab_size)
         except MalformedEngineResponse as error:
             return error.message
 
-    def _is_sane(self, call: Call, version: int) -> bool:
-        """Tell if a request has sampled a token under `version` whose logprob is not that of noise."""
-        sampled = SampledTokens(self._config.logprobs_mode)
+    def _is_sane(self, call: Call, sampled: SampledTokens, version: int) -> bool:
+        """Tell if a request has sampled a token under `version` whose logprob is not that of noise.
+
+        `sampled` is of the last poll: only new tokens are read.
+        """
         if call.is_admitted:
             self.add_so_far(sampled, call)
         is_new = sampled.newest_version == version
