@@ -620,7 +620,7 @@ PARTS = (
                 "--variants",
                 "single",
             ),
-            *("--updates", "20", "--spacing-s", "0.3", "--context", "3072", "--kv-gib", "26", "--gate", "{gate}"),
+            *("--updates", "20", "--spacing-s", "0.2", "--context", "3072", "--kv-gib", "22", "--gate", "{gate}"),
             out="swap",
         ),
         300,
