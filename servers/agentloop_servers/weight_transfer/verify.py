@@ -36,8 +36,8 @@ PROBE_COLUMNS = 16
 RELATIVE_TOLERANCE = 2.0**-7  # one unit in the last place of bfloat16
 FP8_TOLERANCE = 2.0**-4  # half a unit of e4m3, with three bits of fraction
 FP8_LEAST = 2.0**-9  # its least value above zero, in scales
-# By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
 _PART_WORDS = 4096  # of a longer row: an expert's whole matrix is one
+# By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
