@@ -47,6 +47,10 @@ SAMPLING = frozenset(
 )
 """The part of `SamplingParams` that engines can do as they come, but for constraints."""
 
+NOT_SPECULATIVE = frozenset({Feature.SEED, Feature.LOGIT_BIAS, Feature.MIN_P})
+"""The part of it that an engine with `speculative` lacks: its verification has no biases and no `min_p`, and a seed
+meets as many drafts as the load allows."""
+
 PRIORITY_POLICY = "priority"
 """The `scheduling_policy` of an engine whose waiting requests go by their priority; the other is "fcfs"."""
 
@@ -80,7 +84,9 @@ def param_of(feature: Feature) -> str:
 
 def hint_of(feature: Feature) -> str:
     """Return the engine's config that brings a feature; "" if no config does."""
-    return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}" if feature is Feature.PRIORITY else ""
+    if feature is Feature.PRIORITY:
+        return f"; it needs engines with scheduling_policy: {PRIORITY_POLICY}"
+    return "; it needs engines without speculative" if feature in NOT_SPECULATIVE else ""
 
 
 def configured_features(*, can_constrain: bool, scheduling_policy: str) -> frozenset[Feature]:

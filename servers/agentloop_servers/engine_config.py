@@ -31,6 +31,25 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
 
 
+class SpeculativeSettings(_EngineModel):
+    """Speculative decoding: draft tokens that the model verifies in one step. See docs/engines.md."""
+
+    method: Literal["ngram", "eagle", "eagle3", "mtp"] = "ngram"
+    """The drafts' source: the request's own tokens, a draft model (`eagle`, `eagle3`), the model's MTP layers."""
+    model: str | None = None
+    """The draft model's folder; for `eagle` and `eagle3`. Pushes leave its weights as they are."""
+    num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    """Draft tokens of a request in one step."""
+    max_running: Annotated[int, Field(ge=1)] = 32
+    """Running requests up to which a step has drafts."""
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if self.method.startswith("eagle") != (self.model is not None):
+            raise ValueError("speculative.model is the draft model of methods eagle and eagle3, and of no other")
+        return self
+
+
 class EngineConfig(_EngineModel):
     """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
@@ -92,6 +111,8 @@ class EngineConfig(_EngineModel):
     """Seconds between reports of turns under way; a crash loses as much."""
     report_tokens: Annotated[int, Field(ge=1)] = 256
     """Tokens between such reports, where they come sooner."""
+    speculative: SpeculativeSettings | None = None
+    """Speculative decoding where few requests run; vLLM only; left out: none."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation; always so on CPU."""
     batch_invariant: bool = False
@@ -138,6 +159,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
         if self.hosts > 1:
             self._check_hosts()
+        if self.speculative is not None:
+            self._check_speculative(self.speculative)
         return self
 
     def _check_quantization(self) -> None:
@@ -157,6 +180,14 @@ class EngineConfig(_EngineModel):
             raise ValueError("max_loras needs a lora_rank, the largest of the adapters")
         if self.load_format == "dummy":
             raise ValueError("max_loras needs load_format auto: the base weights never change")
+
+    def _check_speculative(self, speculative: SpeculativeSettings) -> None:
+        if self.kind != "vllm":
+            raise ValueError(
+                "speculative is vLLM's: SGLang verifies drafts beside the sampler that gives exact logprobs"
+            )
+        if self.data_parallel_size > 1:
+            raise ValueError("speculative takes no data_parallel_size: vLLM drops speculative.max_running there")
 
     def _check_hosts(self) -> None:
         if self.kind != "vllm":

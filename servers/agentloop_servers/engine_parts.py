@@ -18,7 +18,7 @@ from agentloop.simulation.policy import LatencyModel
 from agentloop.simulation.weights import WeightSource
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
-from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import OtherHosts
 from agentloop_servers.host import THREADS
@@ -93,6 +93,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         num_threads=entry.num_threads or 1,
         max_step_tokens=entry.step_tokens,
         max_graph_tokens=entry.graph_tokens,
+        speculative=None if entry.speculative is None else Speculative(**entry.speculative.model_dump()),
         has_metrics=config.metrics.engine,
     )
 

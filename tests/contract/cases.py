@@ -20,6 +20,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
+from agentloop.capabilities import Feature
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.types import BoolArray, Constraint, FloatArray, GenerateRequest, SamplingParams
 
@@ -90,7 +93,17 @@ class EngineCase:
         choose = random.Random(seed)
         return tuple(choose.randint(self.min_prompt_id, last) for _ in range(num_tokens))
 
+    def require(self, *features: Feature) -> None:
+        """Skip a test that needs these features if the engine lacks one."""
+        if missing := set(features) - self.engine.info.features:
+            pytest.skip(f"this engine has no {', '.join(sorted(missing))}")
+
     def request(self, token_ids: tuple[int, ...], max_tokens: int, **sampling: object) -> GenerateRequest:
-        """A greedy request under a new id; `sampling` overrides fields of SamplingParams."""
+        """A greedy request under a new id; `sampling` overrides fields of SamplingParams.
+
+        An engine without seeds gets none: a test that compares two samples requires them.
+        """
+        if Feature.SEED not in self.engine.info.features:
+            sampling.pop("seed", None)
         params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(f"{self.name}-{next(self.numbers)}", token_ids, params)

@@ -16,7 +16,8 @@ from tests.contract.cases import EngineCase
 from tests.contract.driving import is_idle, until
 from tests.contract.simulated_case import start_simulated_case
 
-REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "sglang")]
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "speculative", "sglang")]
+"""`speculative` is vLLM with drafts."""
 
 
 @pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.engine)])
@@ -43,12 +44,13 @@ async def engine_case(
         yield case
         await case.engine.close()
         return
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed in this environment")
-    module = importlib.import_module(f"tests.contract.{name}_case")
+    engine = "sglang" if name == "sglang" else "vllm"
+    if find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed in this environment")
+    module = importlib.import_module(f"tests.contract.{engine}_case")
     case = await getattr(module, f"start_{name}_case")()
     yield case
-    await getattr(module, f"stop_{name}_case")(case)
+    await getattr(module, f"stop_{engine}_case")(case)
 
 
 @pytest.fixture

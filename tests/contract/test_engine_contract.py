@@ -96,6 +96,7 @@ async def test_logprobs_are_under_the_temperature(case: EngineCase) -> None:
 
 
 async def test_a_seed_repeats_and_seeds_differ(case: EngineCase) -> None:
+    case.require(Feature.SEED)
     prompt = case.prompt()
 
     async def sampled(seed: int) -> Generation:

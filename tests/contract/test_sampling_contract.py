@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from agentloop.capabilities import CONSTRAINTS
+from agentloop.capabilities import CONSTRAINTS, Feature
 from agentloop.engine import Delta
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
@@ -65,6 +65,7 @@ def constrainable(case: EngineCase) -> EngineCase:
 
 
 async def test_alternatives_come_with_each_token_streamed_or_not(case: EngineCase) -> None:
+    case.require(Feature.SEED)
     prompt = case.prompt()
     wanted = {"temperature": 1.0, "seed": 7, "num_top_logprobs": NUM_TOP}
     whole = await generated(case, case.request(prompt, 24, **wanted))
@@ -88,6 +89,7 @@ async def test_a_plain_request_brings_no_alternatives(case: EngineCase) -> None:
 
 
 async def test_a_bias_forbids_and_forces(case: EngineCase) -> None:
+    case.require(Feature.LOGIT_BIAS)
     prompt = case.prompt()
     plain = await generated(case, case.request(prompt, 1))
     best = plain.token_ids[0]
@@ -100,6 +102,7 @@ async def test_a_bias_forbids_and_forces(case: EngineCase) -> None:
 
 
 async def test_penalties_turn_to_what_was_not_said(case: EngineCase) -> None:
+    case.require(Feature.LOGIT_BIAS)
     prompt, bias = case.prompt(), ((5, FORCED), (6, FORCED - 1))
     plain = await generated(case, case.request(prompt, 8, logit_bias=bias))
     often = await generated(case, case.request(prompt, 8, logit_bias=bias, frequency_penalty=2.0))
@@ -113,6 +116,7 @@ async def test_penalties_turn_to_what_was_not_said(case: EngineCase) -> None:
 
 
 async def test_min_p_cuts_by_the_likeliest_one(case: EngineCase) -> None:
+    case.require(Feature.MIN_P, Feature.LOGIT_BIAS)
     wanted = {"temperature": 1.0, "seed": 3, "num_top_logprobs": NUM_TOP}
     whole = await generated(case, case.request(case.prompt(1), 24, min_p=0.3, **wanted))
     for logprob, top in zip(whole.logprobs, whole.top_logprobs, strict=True):
@@ -127,6 +131,7 @@ async def test_min_p_cuts_by_the_likeliest_one(case: EngineCase) -> None:
 
 
 async def test_a_repetition_penalty_counts_the_prompt_too(case: EngineCase) -> None:
+    case.require(Feature.LOGIT_BIAS)
     bias, prompt = ((5, 60.0), (6, 55.0)), (*(i for i in case.prompt() if i not in (5, 6)), 5)
     plain = await generated(case, case.request(prompt, 2, logit_bias=bias))
     assert plain.token_ids == (5, 5)
@@ -135,6 +140,7 @@ async def test_a_repetition_penalty_counts_the_prompt_too(case: EngineCase) -> N
 
 
 async def test_the_stop_token_is_banned_until_min_tokens_have_come(case: EngineCase) -> None:
+    case.require(Feature.LOGIT_BIAS)
     wanted = {"logit_bias": ((case.stop_id, FORCED),), "stop_token_ids": (case.stop_id,)}
     request = case.request(case.prompt(), 8, min_tokens=3, num_top_logprobs=NUM_TOP, **wanted)
     answer = await generated(case, request)
@@ -144,6 +150,7 @@ async def test_the_stop_token_is_banned_until_min_tokens_have_come(case: EngineC
 
 
 async def test_only_a_stop_token_of_the_request_ends_it(case: EngineCase) -> None:
+    case.require(Feature.LOGIT_BIAS)
     forced = ((case.stop_id, FORCED),)
     for ignores in (False, True):
         wanted = {"logit_bias": forced, "ignore_eos": ignores, "min_tokens": 2}
@@ -153,6 +160,7 @@ async def test_only_a_stop_token_of_the_request_ends_it(case: EngineCase) -> Non
 
 
 async def test_at_temperature_0_logprobs_are_those_at_1_without_truncation(case: EngineCase) -> None:
+    case.require(Feature.MIN_P)
     prompt, adjusted = case.prompt(), {"num_top_logprobs": NUM_TOP, "repetition_penalty": 1.2}
     greedy = await generated(case, case.request(prompt, 1, **adjusted))
     cut = await generated(case, case.request(prompt, 1, top_p=0.1, top_k=1, min_p=1.0, **adjusted))
@@ -210,6 +218,7 @@ async def test_any_object_and_a_regex_constrain(constrainable: EngineCase) -> No
 
 
 async def test_a_constraint_ends_at_the_requests_own_stop_token_only(constrainable: EngineCase) -> None:
+    constrainable.require(Feature.LOGIT_BIAS)
     case = constrainable
     own = (case.stop_id + 1) % case.engine.info.vocab_size
     regex = Constraint(ConstraintKind.REGEX, "(yes|no)")
@@ -219,6 +228,7 @@ async def test_a_constraint_ends_at_the_requests_own_stop_token_only(constrainab
 
 
 async def test_a_seed_repeats_a_constrained_turn(constrainable: EngineCase) -> None:
+    constrainable.require(Feature.SEED)
     case, prompt = constrainable, constrainable.prompt()
     wanted = {"temperature": 1.0, "seed": 11, "stop_token_ids": (case.stop_id,), "constraint": constrained(SCHEMA)}
     first = await generated(case, case.request(prompt, 200, **wanted))

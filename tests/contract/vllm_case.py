@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop.types import FloatArray
-from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase
 from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of, write_poisoned
@@ -46,7 +47,13 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
     return VllmConfig(**{**fields, **changed})  # type: ignore[arg-type]
 
 
-async def start_vllm_case() -> EngineCase:
+async def start_speculative_case() -> EngineCase:
+    """The same engine with drafts of n-grams at any load."""
+    case = await start_vllm_case(speculative=Speculative("ngram", None, num_tokens=3, max_running=64))
+    return replace(case, name="vllm-speculative")
+
+
+async def start_vllm_case(**changed: object) -> EngineCase:
     temporary = Path(tempfile.mkdtemp())
     _TEMPORARY.append(temporary)
     poisoned = temporary / "poisoned"
@@ -59,6 +66,7 @@ async def start_vllm_case() -> EngineCase:
         pace=pace,
         scheduling_policy="priority",
         worker_extension="tests.support.transfer.spoiling.SpoilingWorker",
+        **changed,
     )
     engine = VllmEngine(config)
     await engine.start()

@@ -11,6 +11,7 @@ from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.capabilities import (
     CONSTRAINTS,
     NO_NEEDS,
+    NOT_SPECULATIVE,
     SAMPLING,
     Capabilities,
     Feature,
@@ -21,6 +22,7 @@ from agentloop.capabilities import (
     features_of,
     needs_of,
 )
+from agentloop.checks import check_sampling
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica, UnsupportedParameter
 from agentloop.fleet.registry import Fleet, FleetConfig
@@ -248,3 +250,11 @@ class CapabilityMachine(RuleBasedStateMachine):
 
 CapabilityMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestCapabilityMachine = CapabilityMachine.TestCase
+
+
+@pytest.mark.parametrize("asked", [{"seed": 1}, {"logit_bias": ((5, 1.0),)}, {"min_p": 0.1}])
+def test_what_an_engine_with_drafts_lacks_says_so(asked):
+    can = bits_of(SAMPLING - NOT_SPECULATIVE)
+    with pytest.raises(UnsupportedParameter, match=r"it needs engines without speculative$") as refused:
+        check_sampling(SamplingParams(1, **asked), 100, features=can, engine="vllm")
+    assert refused.value.param == next(iter(asked))

@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from agentloop.capabilities import Feature
 from agentloop.errors import InvalidRequest
@@ -143,3 +144,17 @@ def test_an_environment_that_is_not_there_is_refused_before_anything_starts(tmp_
     config = service({"kind": "simulated", "name": "other", "environment": {"py_executable": "/no/such/python -u"}})
     with pytest.raises(InvalidRequest, match="engine other: there is no /no/such/python"):
         application(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"kind": "sglang", "speculative": {}}, "SGLang verifies drafts beside the sampler"),
+        ({"data_parallel_size": 2, "speculative": {}}, "vLLM drops speculative.max_running"),
+        ({"speculative": {"method": "eagle3"}}, "speculative.model is the draft model"),
+        ({"speculative": {"model": "/draft"}}, "speculative.model is the draft model"),
+    ],
+)
+def test_drafts_where_they_would_not_be_exact_are_refused(engine, message):
+    with pytest.raises(ValidationError, match=message):
+        ServiceConfig.model_validate({"model": MODEL, "engine": engine})

@@ -27,6 +27,16 @@ class HostShare:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculative:
+    """Draft tokens in a step, as `engine_config.SpeculativeSettings` says."""
+
+    method: str
+    model: str | None
+    num_tokens: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
 class VllmConfig(ProcessEngineConfig):
     """The configuration of one vLLM engine. On CPU it needs `kv_cache_memory_bytes`, and is always eager."""
 
@@ -38,6 +48,7 @@ class VllmConfig(ProcessEngineConfig):
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
     max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
+    speculative: Speculative | None = None
     has_metrics: bool = False  # vLLM's own, in the process's registry of prometheus_client
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
     share: HostShare | None = None  # None: the engine is on one host
@@ -49,6 +60,8 @@ class VllmConfig(ProcessEngineConfig):
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
             # vLLM would reserve a share of all memory, 92 % unless told otherwise.
             raise ValueError("kv_cache_memory_bytes is required on CPU")
+        if self.can_sleep and self.speculative is not None and self.speculative.method != "ngram":
+            raise ValueError("speculative with a draft model cannot sleep: no push brings its weights back")
 
     @property
     def has_vision(self) -> bool:
@@ -140,6 +153,8 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         }
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
+    if config.speculative is not None:
+        arguments["speculative_config"] = _speculative_arguments(config, config.speculative)
     if config.lora_rank is not None:
         num_slots = config.num_lora_slots
         arguments |= {
@@ -153,6 +168,21 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     else:
         arguments |= _gpu_arguments(config)
+    return arguments
+
+
+def _speculative_arguments(config: VllmConfig, speculative: Speculative) -> dict[str, Any]:
+    num_tokens, most = speculative.num_tokens, speculative.max_running
+    arguments: dict[str, Any] = {"method": speculative.method, "num_speculative_tokens": num_tokens}
+    if speculative.method == "ngram":
+        # On a GPU the method of its kernels: with the other one no step is scheduled while another runs.
+        method = "ngram" if config.device == "cpu" else "ngram_gpu"
+        arguments |= {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    if speculative.model is not None:
+        arguments["model"] = speculative.model
+    if most < config.max_num_seqs:
+        steps = [(1, most, num_tokens), (most + 1, config.max_num_seqs, 0)]
+        arguments["num_speculative_tokens_per_batch_size"] = steps
     return arguments
 
 

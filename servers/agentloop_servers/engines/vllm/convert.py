@@ -17,6 +17,7 @@ from agentloop.errors import (
     InvariantBroken,
     MalformedEngineResponse,
     Overloaded,
+    UnsupportedParameter,
 )
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
@@ -109,14 +110,23 @@ def sampling_params(
     is_streamed: bool,
     eos_token_id: int | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
+    can_bias: bool = True,
 ) -> Any:
-    """Make vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id`: the tokenizer's."""
+    """Make vLLM's SamplingParams, which stop at `stop_token_ids` only. `eos_token_id`: the tokenizer's.
+
+    Raises UnsupportedParameter for a constraint that only a bias keeps from ending without a stop.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     constraint, bias = sampling.constraint, dict(sampling.logit_bias)
     if constraint is not None and eos_token_id is not None and eos_token_id not in sampling.stop_token_ids:
         # vLLM lets it end a constraint all the same; it would not end the request, and anything could follow it.
+        if not can_bias:
+            raise UnsupportedParameter(
+                f"with speculative a constraint needs the tokenizer's end, {eos_token_id}, in stop_token_ids",
+                param="stop_token_ids",
+            )
         bias[eos_token_id] = -MAX_BIAS
 
     return VllmSamplingParams(

@@ -101,6 +101,7 @@ class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
             is_streamed=is_streamed,
             eos_token_id=self._process.eos_token_id,
             logprobs_mode=self._config.logprobs_mode,
+            can_bias=Feature.LOGIT_BIAS in self.info.features,
         )
         outputs: AsyncGenerator[Any, None] = generate(params)
         return outputs

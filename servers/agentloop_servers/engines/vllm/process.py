@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from agentloop.capabilities import Feature
+from agentloop.capabilities import NOT_SPECULATIVE, Feature
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
@@ -26,6 +26,7 @@ from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, a
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
 PROMPT_WINDOWS = "agentloop_servers.engines.vllm.prompt_windows:install"
+DRAFTS = "agentloop_servers.engines.vllm.drafts:install"
 FP8_CAPABILITY = 89  # of CUDA devices: Ada and later
 WINDOW_TOKENS = 256  # of a prompt whose logits exist at once
 
@@ -97,6 +98,8 @@ class VllmProcess:
             self.llm = await asyncio.shield(construction)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             await self.on_workers(WorkerMethod.EXTEND_RUNNER, PROMPT_WINDOWS, str(WINDOW_TOKENS))
+            if self._config.speculative is not None:
+                await self.on_workers(WorkerMethod.EXTEND_RUNNER, DRAFTS, "")
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
                 await self.on_workers(WorkerMethod.EXTEND_RUNNER, RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
@@ -229,6 +232,7 @@ class VllmProcess:
     def describe(self) -> EngineInfo:
         """Make the engine's fixed facts."""
         config = self.llm.vllm_config
+        features = self._config.features | {Feature.SCORES}
         block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
         # vLLM counts one rank's, and keeps a block of each for itself.
         self._num_blocks_tokens = (config.cache_config.num_gpu_blocks - 1) * block_size * num_ranks
@@ -242,7 +246,7 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            features=self._config.features | {Feature.SCORES},
+            features=features if self._config.speculative is None else features - NOT_SPECULATIVE,
             lora_rank=self._config.lora_rank,
             max_loras=self._config.max_loras,
             logprobs_mode=self._config.logprobs_mode,

@@ -7,9 +7,10 @@ model runner:
 - the model's `compute_logits` keeps a copy of what it returns, which nothing has touched yet;
 - the sampler's output is completed from that copy: the row's log-softmax at the id that was sampled.
 
-The copy is one batch of logits, and lives from the forward pass to the sampling that follows it. This is the first
-generation of model runners, which `config.py` asks for; what samples otherwise (its second generation, speculative
-decoding) is refused at the start.
+The copy is one batch of logits, and lives from the forward pass to the sampling that follows it. With speculative
+decoding the rejection sampler samples: a request has a row of logits for each draft and one more, and each of its
+tokens, whether accepted, recovered or bonus, is under the row of its place. This is the first generation of model
+runners, which `config.py` asks for; the second is refused at the start.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def install(model_runner: Any, mode: str) -> None:
     of the last alternative; RAW replaces vLLM's logprobs and alternatives by raw ones. Raises UnsupportedParameter
     for an unknown kind of runner.
     """
-    sampler, has_drafts = getattr(model_runner, "sampler", None), model_runner.speculative_config is not None
-    if has_drafts or not isinstance(sampler, torch.nn.Module):
+    has_drafts = model_runner.speculative_config is not None
+    sampler = getattr(model_runner, "rejection_sampler" if has_drafts else "sampler", None)
+    if not isinstance(sampler, torch.nn.Module):
         raise UnsupportedParameter(f"no raw logprobs with {type(model_runner).__name__}", param="logprobs_mode")
     model, kept = model_runner.get_model(), _Kept(LogprobsMode(mode))
     compute_logits = model.compute_logits
@@ -43,7 +45,11 @@ def install(model_runner: Any, mode: str) -> None:
         return logits
 
     model.compute_logits = compute_and_keep
-    sampler.register_forward_hook(lambda module, arguments, output: kept.complete(output))
+
+    def complete(module: Any, arguments: Any, output: Any) -> Any:
+        return kept.complete(output, arguments[0].cu_num_sampled_tokens if has_drafts else None)
+
+    sampler.register_forward_hook(complete)
 
 
 class _Kept:
@@ -57,16 +63,33 @@ class _Kept:
         """Copy the logits: masks, biases and penalties are written into the originals."""
         self._logits = None if logits is None else logits.clone()
 
-    def complete(self, output: Any) -> Any:
-        """Add raw logprobs to a sampler's output, if that has logprobs."""
+    def complete(self, output: Any, row_ends: torch.Tensor | None = None) -> Any:
+        """Add raw logprobs to a sampler's output, if that has logprobs.
+
+        Each request has a row of logits, or with drafts those up to its one of `row_ends`.
+        """
         logits, self._logits = self._logits, None
         tensors, sampled = output.logprobs_tensors, output.sampled_token_ids
         if tensors is None:
             return output
+        if logits is not None and row_ends is not None:
+            logits, sampled = _of_places(logits, sampled, row_ends)
         if logits is None or len(logits) != len(sampled) or sampled.shape[1] != 1:
             raise InvariantBroken("tokens were sampled from other logits than those that were kept")
         complete = with_raw if self._mode is LogprobsMode.BOTH else only_raw
         return dataclasses.replace(output, logprobs_tensors=complete(tensors, logits, sampled.long()))
+
+
+def _of_places(
+    logits: torch.Tensor, sampled: torch.Tensor, row_ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of each place in `sampled` `[n, places]`, and its id, as the rejection sampler orders them.
+
+    Places without a token have the id -1, and some row: vLLM drops what is made of them.
+    """
+    starts = torch.cat((torch.zeros_like(row_ends[:1]), row_ends[:-1]))
+    rows = starts[:, None] + torch.arange(sampled.shape[1], device=starts.device)
+    return logits[rows.flatten().clamp_(max=len(logits) - 1)], sampled.reshape(-1, 1).clamp(min=0)
 
 
 def with_raw(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import WeightVersionSpan
 from agentloop_servers.engines.vllm.convert import RAW_TOKEN_ID, add_completion
+from agentloop_servers.engines.vllm.drafts import expand_batch_to_tokens
 from agentloop_servers.engines.vllm.raw_logprobs import install
 
 LOGITS = torch.tensor([[1.0, 2.0, 3.0, 0.0], [0.5, 0.0, -1.0, 4.0]])
@@ -89,6 +90,35 @@ def test_in_mode_raw_all_logprobs_are_those_of_the_plain_softmax() -> None:
     for row, (ids, logprobs) in enumerate(zip(tensors.logprob_token_ids, tensors.logprobs, strict=True)):
         assert logprobs.tolist() == pytest.approx(RAW[row][ids.long()].tolist())
     assert tensors.selected_token_ranks.tolist() == [3, 3]
+
+
+class RejectionSampler(torch.nn.Module):
+    """Two requests, the first with two drafts of which it rejects the second, the other with none."""
+
+    def forward(self, metadata: SimpleNamespace, logits: torch.Tensor) -> Output:
+        sampled = torch.tensor([[3, 0, -1], [2, -1, -1]], dtype=torch.int32)
+        ids = sampled.reshape(-1, 1).clamp(min=0).repeat(1, 3)
+        return Output(sampled, Tensors(ids, torch.zeros(6, 3), torch.ones(6, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("mode", [LogprobsMode.BOTH, LogprobsMode.RAW])
+def test_accepted_and_recovered_tokens_are_under_the_logits_of_their_places(mode: LogprobsMode) -> None:
+    model, logits = Model(), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    sampler = RejectionSampler()
+    runner = SimpleNamespace(rejection_sampler=sampler, speculative_config=object(), get_model=lambda: model)
+    install(runner, mode.value)
+    metadata = SimpleNamespace(cu_num_sampled_tokens=torch.tensor([3, 4], dtype=torch.int32))
+    tensors = sampler(metadata, model.compute_logits(logits)).logprobs_tensors
+    assert tensors is not None
+    raw = logits.log_softmax(1)
+    found = tensors.logprobs[:, 1 if mode is LogprobsMode.BOTH else 0]
+    wanted = [raw[0, 3], raw[1, 0], raw[3, 2]]  # places without a token are dropped by vLLM
+    assert found[[0, 1, 3]].tolist() == pytest.approx([value.item() for value in wanted])
+
+
+def test_each_draft_has_its_requests_temperature() -> None:
+    expanded = expand_batch_to_tokens(torch.tensor([0.0, 2.0, 0.5]), torch.tensor([2, 2, 3]), 3, 0, 1)
+    assert expanded.tolist() == [1.0, 1.0, 0.5]
 
 
 def test_what_was_not_sampled_from_the_kept_logits_is_refused() -> None:

@@ -16,6 +16,7 @@ import pytest
 from agentloop import codec
 from agentloop.errors import UnsupportedParameter
 from agentloop.images import MAX_IMAGES
+from agentloop.types import Constraint, ConstraintKind, SamplingParams
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
 from agentloop_servers.engines.vllm.config import (
@@ -25,6 +26,7 @@ from agentloop_servers.engines.vllm.config import (
     graph_sizes,
     prepare_environment,
 )
+from agentloop_servers.engines.vllm.convert import sampling_params
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.support.records.vision_folder import write_vision_folder
 
@@ -62,6 +64,9 @@ CUDA = ALWAYS | {
 }
 LORA = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
 CPU = {"device": "cpu", "kv_cache_mib": 64}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+LOAD = {"method": "ngram_gpu", "num_speculative_tokens_per_batch_size": [(1, 16, 3), (17, 512, 0)]}
+ALWAYS_DRAFTS = {"num_tokens": 3, "max_running": 64}
 
 CASES = {
     "standalone": ({"mode": "standalone"}, CUDA),
@@ -118,6 +123,19 @@ CASES = {
         ALWAYS
         | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False}
         | {"max_num_seqs": 256},
+    ),
+    "drafts of few requests": (
+        {"engine": {"speculative": {"num_tokens": 3, "max_running": 16}}},
+        CUDA | {"speculative_config": NGRAM | LOAD},
+    ),
+    "drafts at any load, cpu": (
+        {
+            "mode": "debug",
+            "engine": {**CPU, "max_running": 64, "speculative": {"num_tokens": 3, "max_running": 64}},
+        },
+        ALWAYS
+        | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False}
+        | {"max_num_seqs": 64, "speculative_config": NGRAM},
     ),
     "dummy": ({"engine": {"load_format": "dummy"}}, CUDA | {"load_format": "dummy"}),
     "few seats": (
@@ -238,6 +256,22 @@ def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_pat
     assert not takes_images(ServiceConfig(model=str(MODEL)))
     simulated = seeing.engine.model_copy(update={"kind": "simulated"})
     assert not takes_images(seeing.model_copy(update={"engine": simulated}))
+
+
+def test_a_draft_model_does_not_sleep():
+    drafts = {"method": "eagle3", "model": "/draft"}
+    arguments = engine_arguments(configured({"mode": "debug", "engine": {"speculative": drafts}}))
+    assert arguments["speculative_config"]["model"] == "/draft"
+    with pytest.raises(ValueError, match="cannot sleep"):
+        configured({"mode": "hybrid", "engine": {"speculative": drafts}})
+
+
+def test_with_drafts_a_constraint_stops_at_the_tokenizers_end():
+    constrained = SamplingParams(8, constraint=Constraint(ConstraintKind.REGEX, "a"), stop_token_ids=(5,))
+    assert sampling_params(constrained, 8, is_streamed=False, eos_token_id=5, can_bias=False).logit_bias is None
+    with pytest.raises(UnsupportedParameter, match="tokenizer's end") as caught:
+        sampling_params(constrained, 8, is_streamed=False, eos_token_id=6, can_bias=False)
+    assert caught.value.param == "stop_token_ids"
 
 
 def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
