@@ -390,6 +390,16 @@ PARTS = (
         lanes=("vllm",),
     ),
     Part(
+        "speculative",
+        "drafts of n-grams at 1, 8, 64 and 512 in flight: speed, acceptance, and logprobs recomputed",
+        module("tests.gpu.speculative", "--device", "{device}", out="speculative"),
+        300,
+        last_line,
+        is_alone=True,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
         "deltas",
         "a store of published versions is followed under load: preparation, pause and size beside directory pushes",
         delta_updates,

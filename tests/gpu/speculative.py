@@ -1,0 +1,250 @@
+"""Speculative decoding of an engine: its speed by load, what is accepted, and its logprobs by an independent model.
+
+    python -m tests.gpu.speculative                                # without drafts, and with them at any load
+    python -m tests.gpu.speculative --arms plain,32                # with them up to 32 running requests
+    python -m tests.gpu.speculative --arms plain,512 --method eagle3 --logprobs-mode both
+    python -m tests.gpu.speculative --device cpu --shape tiny --at-once 1 8 --arms plain,8 --tokens 64
+
+The weights are random ones whose layers add little to the stream: the model says again what it has just said, most
+of the time at temperature 1 (`repeats`), hardly ever at 2 (`wanders`). Each load is a burst of as many requests.
+The verdict is right if the recorded logprobs of the arms with drafts are as near to those that transformers makes of
+the same weights, in the same precision, as those of the arm without. EAGLE-3 needs a shape of more than four layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentloop.sampling import LogprobsMode
+from agentloop.types import GenerateRequest, Generation, SamplingParams
+from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.engines.vllm.process import SchedulerStats
+from agentloop_servers.recompute import ReferenceModel
+from tests.benchmarks.report import finish, say, table
+from tests.benchmarks.shapes import SHAPES, Shape, make_tensors, random_prompts
+from tests.gpu.policy import write_policy
+
+CONTEXT_TOKENS = 1024
+PROMPT_TOKENS = 64
+TEMPERATURES = {"repeats": 1.0, "wanders": 2.0}
+LAYER_SHARE = 1 / 16  # of what the layers of `make_tensors` add
+NUM_RECOMPUTED = 8  # of a load
+NEAR, FAR = (
+    (1.5, 0.005),
+    (2.0, 0.05),
+)  # how far mean and worst may be off, as a share of the plain arm's, and in nats
+
+
+class DraftStats(SchedulerStats):
+    """Counts drafts too."""
+
+    num_drafted = num_accepted = 0
+
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+        super().record(scheduler_stats, iteration_stats)
+        found = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
+        if found is not None:
+            self.num_drafted += found.num_draft_tokens
+            self.num_accepted += found.num_accepted_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """One load of one arm. Gaps are absolute differences of logprobs, in nats."""
+
+    arm: str
+    prompts: str
+    num_at_once: int
+    tokens_per_s: float
+    accepted: float | None  # share of the drafts; None: there were none
+    tokens_per_step: float  # of a request
+    mean_gap: float = 0.0
+    worst_gap: float = 0.0
+
+
+def write_target(shape: Shape, folder: Path, device: str) -> Path:
+    """A checkpoint that repeats itself."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = make_tensors(shape, torch.device(device), dtype, version=0)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= LAYER_SHARE
+    name = str(dtype).removeprefix("torch.")
+    return write_policy(shape, tensors, folder, max_context_tokens=CONTEXT_TOKENS, dtype=name)
+
+
+def write_draft(shape: Shape, target: Path, folder: Path) -> Path:
+    """An EAGLE-3 draft model that passes the target's own stream on: its drafts repeat the last token too."""
+    hidden, queries, keys = shape.hidden, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    fields = json.loads((target / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "intermediate_size": hidden,
+        "draft_vocab_size": shape.vocab,
+        "tie_word_embeddings": False,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    head = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    sizes = {"self_attn.q_proj": (queries, 2 * hidden), "self_attn.k_proj": (keys, 2 * hidden)}
+    sizes |= {"self_attn.v_proj": (keys, 2 * hidden), "self_attn.o_proj": (hidden, queries)}
+    sizes |= {f"mlp.{name}_proj": (hidden, hidden) for name in ("gate", "up", "down")}
+    tensors = {f"midlayer.{name}.weight": torch.zeros(size) for name, size in sizes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    tensors["fc.weight"] = torch.cat((torch.zeros(hidden, 2 * hidden), torch.eye(hidden)), 1)
+    tensors["lm_head.weight"] = head
+    save_file({name: tensor.to(head.dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def engine_config(options: argparse.Namespace, arm: str, model: Path, draft: Path | None) -> VllmConfig:
+    """The arm's engine: `plain`, or the running requests up to which it drafts."""
+    is_cpu = options.device == "cpu"
+    speculative = None
+    if arm != "plain":
+        speculative = Speculative(
+            options.method, None if draft is None else str(draft), options.num_tokens, max_running=int(arm)
+        )
+    return VllmConfig(
+        model=str(model),
+        initial_version=0,
+        device=options.device,
+        dtype="float32" if is_cpu else "bfloat16",
+        max_model_len=CONTEXT_TOKENS,
+        max_num_seqs=max(options.at_once),
+        block_size=32 if is_cpu else 16,
+        kv_cache_memory_bytes=(256 if is_cpu else 32768) * 2**20,
+        max_step_tokens=4096,  # drafts of 512 requests, and prefill
+        max_graph_tokens=1024,
+        enforce_eager=options.eager,
+        logprobs_mode=LogprobsMode(options.logprobs_mode),
+        speculative=speculative,
+    )
+
+
+async def burst(
+    engine: VllmEngine, shape: Shape, prompts: str, num_at_once: int, num_tokens: int
+) -> tuple[list[tuple[GenerateRequest, Generation]], float]:
+    """So many requests at once, and the seconds until all have ended."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=TEMPERATURES[prompts])
+    ids = random_prompts(shape, num_at_once, PROMPT_TOKENS, seed=time.monotonic_ns() % 2**31)
+    requests = [GenerateRequest(f"{time.monotonic_ns()}-{n}", one, sampling) for n, one in enumerate(ids)]
+    began_at = time.perf_counter()
+    answers = await asyncio.gather(*map(engine.generate, requests))
+    return list(zip(requests, answers, strict=True)), time.perf_counter() - began_at
+
+
+Answers = list[tuple[Burst, list[tuple[GenerateRequest, Generation]]]]
+
+
+async def run_arm(options: argparse.Namespace, arm: str, model: Path, draft: Path | None) -> Answers:
+    """Start the arm's engine, and run each load."""
+    shape, found = SHAPES[options.shape], []
+    engine = VllmEngine(engine_config(options, arm, model, draft))
+    engine._process.scheduler_stats = stats = DraftStats()
+    try:
+        await engine.start()
+        say(f"{arm} is up")
+        await burst(engine, shape, "wanders", max(options.at_once), 8)
+        for prompts in TEMPERATURES:
+            for num_at_once in options.at_once:
+                before = stats.num_drafted, stats.num_accepted, stats.num_steps
+                answers, seconds = await burst(engine, shape, prompts, num_at_once, options.tokens)
+                drafted, accepted = stats.num_drafted - before[0], stats.num_accepted - before[1]
+                one = Burst(
+                    arm,
+                    prompts,
+                    num_at_once,
+                    tokens_per_s=num_at_once * options.tokens / seconds,
+                    accepted=accepted / drafted if drafted else None,
+                    tokens_per_step=options.tokens / (stats.num_steps - before[2]),
+                )
+                found.append((one, answers[:NUM_RECOMPUTED]))
+    finally:
+        await engine.close()
+    return found
+
+
+def recomputed(model: Path, device: str, found: Answers) -> list[Burst]:
+    """Add how far the recorded logprobs are from the independent model's."""
+    reference = ReferenceModel(model, device=device, dtype="float32" if device == "cpu" else "bfloat16")
+    bursts = []
+    for one, answers in found:
+        gaps = []
+        for request, answer in answers:
+            places = range(PROMPT_TOKENS, PROMPT_TOKENS + len(answer.token_ids))
+            ids, temperatures = (
+                (*request.token_ids, *answer.token_ids),
+                [request.sampling.temperature] * len(places),
+            )
+            gaps.append(np.abs(reference.logprobs(ids, places, temperatures) - answer.logprobs))
+            if answer.raw_logprobs:
+                gaps.append(np.abs(reference.logprobs(ids, places) - answer.raw_logprobs))
+        every = np.concatenate(gaps)
+        fields = {name: getattr(one, name) for name in Burst.__dataclass_fields__}
+        bursts.append(Burst(**fields | {"mean_gap": float(every.mean()), "worst_gap": float(every.max())}))
+    return bursts
+
+
+def is_right(bursts: list[Burst]) -> bool:
+    """Tell if arms with drafts are as near as the plain one, and drafts were accepted in one of them."""
+    for prompts in TEMPERATURES:
+        plain = [one for one in bursts if one.arm == "plain" and one.prompts == prompts]
+        others = [one for one in bursts if one.arm != "plain" and one.prompts == prompts]
+        for name, (share, nats) in (("mean_gap", NEAR), ("worst_gap", FAR)):
+            most = share * max(getattr(one, name) for one in plain) + nats
+            if any(not getattr(one, name) <= most for one in others):  # not a number is wrong too
+                return False
+    return any(one.accepted for one in bursts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--arms", default="plain,512", help="plain, or the requests up to which there are drafts")
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 8, 64, 512])
+    parser.add_argument("--tokens", type=int, default=256, help="sampled for each prompt")
+    parser.add_argument("--method", choices=("ngram", "eagle3"), default="ngram")
+    parser.add_argument("--num-tokens", type=int, default=4, help="drafts of a request in a step")
+    parser.add_argument("--logprobs-mode", choices=tuple(LogprobsMode), default="sampled")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: the engine starts sooner")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: Answers = []
+    with tempfile.TemporaryDirectory() as work:
+        shape = SHAPES[options.shape]
+        model = write_target(shape, Path(work) / "target", options.device)
+        draft = write_draft(shape, model, Path(work) / "draft") if options.method == "eagle3" else None
+        torch.cuda.empty_cache()  # the engines are other processes
+        say("the model is written")
+        for arm in options.arms.split(","):
+            found += asyncio.run(run_arm(options, arm, model, draft))
+        bursts = recomputed(model, options.device, found)
+    verdict = "RIGHT" if is_right(bursts) else "WRONG"
+    columns = tuple(Burst.__dataclass_fields__)
+    rows = [tuple("-" if getattr(one, name) is None else getattr(one, name) for name in columns) for one in bursts]
+    heading = f"{verdict}: {options.method}, {options.shape}, {options.device}, {options.logprobs_mode}"
+    finish(
+        "Speculative decoding", {heading: table(columns, rows)}, {"verdict": verdict, "bursts": bursts}, options.out
+    )
+    return 0 if verdict == "RIGHT" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
