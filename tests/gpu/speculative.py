@@ -7,8 +7,8 @@
 
 The weights are random ones whose layers add little to the stream: the model says again what it has just said, most
 of the time at temperature 1 (`repeats`), hardly ever at 2 (`wanders`). Each load is a burst of as many requests.
-The verdict is right if the recorded logprobs of the arms with drafts are as near to those that transformers makes of
-the same weights, in the same precision, as those of the arm without. EAGLE-3 needs a shape of more than four layers.
+The verdict is right if the recorded logprobs of the arms with drafts are as near to those that transformers makes
+of the same weights, in the same precision, as those of the arm without. EAGLE-3 needs more than four layers.
 """
 
 from __future__ import annotations
@@ -59,6 +59,14 @@ class DraftStats(SchedulerStats):
         if found is not None:
             self.num_drafted += found.num_draft_tokens
             self.num_accepted += found.num_accepted_tokens
+
+
+class CountingEngine(VllmEngine):
+    """An engine whose drafts are counted."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self._process.scheduler_stats = self.drafts = DraftStats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +163,8 @@ Answers = list[tuple[Burst, list[tuple[GenerateRequest, Generation]]]]
 async def run_arm(options: argparse.Namespace, arm: str, model: Path, draft: Path | None) -> Answers:
     """Start the arm's engine, and run each load."""
     shape, found = SHAPES[options.shape], []
-    engine = VllmEngine(engine_config(options, arm, model, draft))
-    engine._process.scheduler_stats = stats = DraftStats()
+    engine = CountingEngine(engine_config(options, arm, model, draft))
+    stats = engine.drafts
     try:
         await engine.start()
         say(f"{arm} is up")
@@ -222,7 +230,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="sampled for each prompt")
     parser.add_argument("--method", choices=("ngram", "eagle3"), default="ngram")
     parser.add_argument("--num-tokens", type=int, default=4, help="drafts of a request in a step")
-    parser.add_argument("--logprobs-mode", choices=tuple(LogprobsMode), default="sampled")
+    parser.add_argument("--logprobs-mode", choices=("sampled", "both"), default="sampled")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: the engine starts sooner")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
