@@ -91,6 +91,7 @@ _SILENCE_S = 10.0  # a round that had no token for so long at its deadline had t
 _REFUSED_S = 60.0
 _LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
 _IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
+_MAX_OLDER = 12  # rounds in a row, by some 20 s, under weights that are older than the turn's
 _FIRST_PAUSE_S = 0.1  # before the second round, at most; then doubled
 _MAX_PAUSE_S = 5.0
 _VERSION_POLL_S = 0.5
@@ -550,6 +551,7 @@ class _TurnRounds:
         self.num_failures = 0  # of the request, in a row
         self.num_lost = 0  # rounds that failed in any way, in a row
         self.num_misplaced = 0  # rounds that a replica refused for its weights
+        self._num_older = 0  # rounds in a row whose weights were older than those of the tokens
         self.last_lease: Lease | None = None  # of the last round
         self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
         self._vocab_size = vocab_size
@@ -611,10 +613,12 @@ class _TurnRounds:
         return can_go_on and self._num_idle < MAX_ABORTS
 
     def prepare_to_continue(self) -> bool:
-        """Get ready to continue the tokens so far, or cut them to sample from the start. False if neither gives a
-        reply of the same distribution: the tokens were shown, and the sampling looks back at them, which a new
-        request takes for its prompt."""
-        if not self.request.sampling.looks_back or not self.sampled:
+        """Get ready to continue the tokens so far, or cut them to sample from the start. False if neither can be:
+        the tokens were shown, and the sampling looks back at them, which a new request takes for its prompt; or
+        their weights are gone, since the replica that had the fleet's next version was lost before all others got
+        it."""
+        can_continue = not self.request.sampling.looks_back and self._num_older < _MAX_OLDER
+        if can_continue or not self.sampled:
             return True
         if not self._is_shown:
             self._cut(0)
@@ -751,9 +755,11 @@ class _TurnRounds:
             for span in spans:
                 demand.check(span.version)
         if spans and newest is not None and spans[0].version < newest:
+            self._num_older += 1
             raise EngineUnusable(
                 f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"
             )
+        self._num_older = 0
         if piece.token_ids and not self.sampled:
             self.clock.note_first_token()
         self.sampled.add(piece)

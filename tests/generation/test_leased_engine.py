@@ -39,6 +39,7 @@ from agentloop.types import (
     GenerateRequest,
     Generation,
     Lease,
+    LossCause,
     SamplingParams,
     VersionDemand,
     WeightVersionSpan,
@@ -419,6 +420,19 @@ async def test_a_continuation_never_goes_back_in_weight_versions(site: LeaseSite
     _, generation = await streamed(site.engine, request())
     assert generation.weight_versions == (WeightVersionSpan(5, 0, 8),)
     assert len(site.script.requests) == 3
+
+
+@virtually
+async def test_a_turn_whose_weights_no_replica_has_any_more_is_sampled_again(site: LeaseSite) -> None:
+    site.script.is_reporting = True
+    site.script.cut_after, site.script.versions = [3], [5]
+    generation = await site.engine.generate(request(timeout_s=600.0))
+    assert generation.weight_versions == (WeightVersionSpan(0, 0, 8),)
+    assert (site.engine.num_resampled, site.engine.lost_tokens[LossCause.RESAMPLE]) == (1, 3)
+    site.script.requests.clear()
+    with pytest.raises(EngineUnusable, match="weight version 0 after 5"):  # what was given out cannot be taken back
+        await streamed(site.engine, request(timeout_s=600.0))
+    assert site.clock.now() < 200.0
 
 
 @virtually
