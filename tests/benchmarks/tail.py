@@ -172,9 +172,12 @@ class Steps(Run):
         self._parked.append(live)
 
     def _go_on(self, live: Live, when: float) -> None:
+        if not live.path:
+            self._come(live, when)
+            return
         self._num_timers += 1
-        self._num_begun += bool(live.path)
-        self._at(when, self._on_ready if live.path else self._on_arrival, live.trajectory.number)
+        self._num_begun += 1
+        self._at(when, self._on_ready, live.trajectory.number)
 
 
 def _longest_first(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:

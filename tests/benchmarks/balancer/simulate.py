@@ -133,7 +133,7 @@ class Run:
         self._names = _Names()
         self._touched: dict[Engine, None] = {}  # engines that got something during this event
         self._known: dict[tuple[int, int], int] = {}  # replica, run -> end of its blocks ever computed there
-        self._num_timers = len(self._live)  # tools that run, and trajectories to come
+        self._num_timers = 0  # tools that run, and trajectories that come by themselves
         self._idle_since: float | None = None
         self._is_half = False
         self._is_updating = False
@@ -143,7 +143,7 @@ class Run:
     def run(self) -> Recording:
         for live in self._live:
             if live.trajectory.arrives_at < INFINITY:
-                self._at(live.trajectory.arrives_at, self._on_arrival, live.trajectory.number)
+                self._come(live, live.trajectory.arrives_at)
         self._at(0.0, self._on_look, 0)
         if self._disturbance.update_every_s is not None:
             self._at(self._disturbance.first_update_s, self._on_update, 0)
@@ -163,13 +163,17 @@ class Run:
         """Have a group come that the workload gives no time (infinity)."""
         for live in self._live:
             if live.trajectory.group == group:
-                self._at(when, self._on_arrival, live.trajectory.number)
+                self._come(live, when)
 
     # --- events ---
 
     def _at(self, when: float, action: Callable[[float, int], None], argument: int) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (when, self._num_events, action, argument))
+
+    def _come(self, live: Live, when: float) -> None:
+        self._num_timers += 1
+        self._at(when, self._on_arrival, live.trajectory.number)
 
     def _schedule(self, engine: Engine, now: float) -> None:
         """Have an engine begin what it can, and its next event on the heap."""
