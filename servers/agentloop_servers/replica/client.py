@@ -46,6 +46,7 @@ from agentloop_servers.replica.protocol import (
     ControlAnswer,
     EngineState,
     PauseOrder,
+    request_body,
 )
 
 T = TypeVar("T")
@@ -112,7 +113,9 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         """See `TokenEngine.generate`. Raises EngineLost for a replica that falls silent."""
-        async with self._http.open("POST", self.url + "/generate", encode(request), silence_s=SILENCE_S) as answer:
+        async with self._http.open(
+            "POST", self.url + "/generate", request_body(request), silence_s=SILENCE_S
+        ) as answer:
             if answer.content_type != FRAMES:
                 return decode(await answer.read(), Generation)
             found = None
@@ -128,7 +131,7 @@ class RemoteEngine:
     ) -> AsyncIterator[Delta | Generation]:
         """See `TokenEngine.stream`. Raises EngineLost for a replica that falls silent."""
         async with (
-            self._http.open("POST", self.url + "/stream", encode(request), silence_s=SILENCE_S) as answer,
+            self._http.open("POST", self.url + "/stream", request_body(request), silence_s=SILENCE_S) as answer,
             aclosing(self._pieces(answer, request, on_progress)) as pieces,
         ):
             async for piece in pieces:

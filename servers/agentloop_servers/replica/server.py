@@ -57,6 +57,7 @@ from agentloop_servers.replica.protocol import (
     PauseOrder,
     error_frame,
     frame,
+    request_of,
 )
 
 LOAD_AGE_S = 0.05  # of the load in an answer
@@ -199,7 +200,7 @@ class DataPlaneServer(PrivateServer):
         return handle
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        wanted = decode(await request.read(), GenerateRequest)
+        wanted = request_of(await request.read())
         self._check_pause()
         async with _FrameAnswer(request) as frames:
             try:
@@ -234,7 +235,7 @@ class DataPlaneServer(PrivateServer):
         return self._load
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        wanted = decode(await request.read(), GenerateRequest)
+        wanted = request_of(await request.read())
         self._check_pause()
         async with _FrameAnswer(request) as frames:
             last = b""
