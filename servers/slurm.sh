@@ -14,7 +14,7 @@ set -euo pipefail
 port=${RAY_PORT:-6379}
 runs=${RUNS:-${TMPDIR:-/tmp}/agentloop-runs}
 
-export RAY_AUTH_MODE=token RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0
+export RAY_AUTH_MODE=token RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0 RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.5
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export RAY_AUTH_TOKEN
 

@@ -6,13 +6,12 @@ Invariant: the blocks of a streamed reply concatenate to those of the same reply
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from agentloop.chat.call import ChatResult
 from agentloop.chat.dialect import Answer
-from agentloop.errors import InvariantBroken
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
 from agentloop.types import Message
 
@@ -56,32 +55,25 @@ class BlockWriter(ABC):
         self._blocks: list[Block] = []  # of a stream; the last one is open
         self._parts: list[str] = []  # of the open one
         self._call_index: int | None = None  # of the open one, if it is a call
+        self._is_begun = False
 
     def whole(self, result: ChatResult) -> Answer:
         """The answer of a call that does not stream."""
         return self._answer(result, blocks_of(result.choices[0].reply.message))
 
-    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
-        """Yield the events of a stream, the final one last. Nothing comes before the first piece: a failure until
-        then is no stream yet."""
-        is_begun = False
-        async for piece in pieces:
-            for event in () if is_begun else self._begun():
-                yield event
-            is_begun = True
-            if isinstance(piece, TurnPiece):
-                for event in self._added(piece):
-                    yield event
-                continue
-            if not self._blocks:
-                for event in self._open(BlockKind.TEXT):
-                    yield event
-            for event in self._close(finish_of(piece.choices[0].reply)):
-                yield event
-            for event in self._ended(piece, self._blocks):
-                yield event
+    def events(self, piece: TurnPiece | ChatResult) -> Iterator[Answer]:
+        """Yield the events of a stream's next item, the final one last. Nothing comes before the first item: a
+        failure until then is no stream yet."""
+        if not self._is_begun:
+            self._is_begun = True
+            yield from self._begun()
+        if isinstance(piece, TurnPiece):
+            yield from self._added(piece)
             return
-        raise InvariantBroken("a stream ended without its result")
+        if not self._blocks:
+            yield from self._open(BlockKind.TEXT)
+        yield from self._close(finish_of(piece.choices[0].reply))
+        yield from self._ended(piece, self._blocks)
 
     @abstractmethod
     def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from agentloop.chat.call import ChatResult
@@ -71,11 +71,9 @@ class ChoiceWriter(ABC):
         head = self._head(result.call_id, self.whole_object, result.created_at, _fingerprint(result))
         return {**head, "choices": choices, "usage": usage_of(result), **self._extras(result)}
 
-    async def chunks(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[Answer, None]:
-        """Yield the chunks of a stream. The caller writes them, and `[DONE]` behind the last."""
-        async for piece in pieces:
-            for chunk in self._ended(piece) if isinstance(piece, ChatResult) else self._added(piece):
-                yield chunk
+    def chunks(self, piece: TurnPiece | ChatResult) -> Iterator[Answer]:
+        """Yield the chunks of a stream's next item. The caller writes them, and `[DONE]` behind the last."""
+        return self._ended(piece) if isinstance(piece, ChatResult) else self._added(piece)
 
     def _added(self, piece: TurnPiece) -> Iterator[Answer]:
         """The chunks of one piece: none where it shows nothing that was asked for."""

@@ -375,7 +375,7 @@ class LeasedEngine:
                     async for item in items:
                         if isinstance(item, Generation):
                             last = item
-                            break
+                            continue
                         turn.add(item)
                         yield item
         if last is None:

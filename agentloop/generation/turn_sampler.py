@@ -267,8 +267,11 @@ class _GrowingText:
     @property
     def shown(self) -> DecodedText:
         """The text that the turn shows: nothing from a stop string on."""
-        num_chars = self._num_chars if self.match is None else self.match.start
-        return DecodedText("".join(self._text)[:num_chars], tuple(min(end, num_chars) for end in self.ends))
+        text = "".join(self._text)
+        if self.match is None:
+            return DecodedText(text, tuple(self.ends))
+        num_chars = self.match.start
+        return DecodedText(text[:num_chars], tuple(min(end, num_chars) for end in self.ends))
 
     def read(self, ids: Sequence[int], num_ids: int) -> str:
         """Decode the ids up to there, and return the text that is new. A found stop string cuts `ends`."""

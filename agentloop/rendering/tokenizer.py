@@ -314,6 +314,8 @@ class TextDecoder:
         """`decoded` ends with a whole character: all it holds is certain."""
         num_final = len(decoded.ends)
         given = self._give(decoded, None, num_final)
+        if num_final <= _MAX_HELD:  # to cut the window is to decode it once more
+            return given
         for start in range(num_final - _CONTEXT, num_final - _CONTEXT - _MAX_OPEN_BYTES - 1, -1):
             if start <= 0:
                 break

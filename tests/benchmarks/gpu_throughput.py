@@ -12,6 +12,7 @@ tokens are drawn from half to one and a half of `--sampled`, so that turns end i
 loops whose tool answers at once; `endpoint`, `streams`: agents in processes of their own, in sessions of the chat
 endpoint; `bare`: requests of the same sizes into the engine itself, final-only, in one process, with the service's
 engine arguments; `scored`: loops, and beside them sequences of `--scored` ids that are scored, 512 at a time.
+`idle`: nothing, whose row of the CPU table is thousandths of a core.
 `--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
 
 All engines are up at once, each with its share of the GPU's memory, and the arms run in turn, `--cycles` times. A
@@ -49,7 +50,7 @@ from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.report import say
 from tests.benchmarks.shapes import SHAPES, TOKENS_START
 
-ARMS = ("service", "scored", "endpoint", "streams", "bare")
+ARMS = ("idle", "service", "scored", "endpoint", "streams", "bare")
 SCORES_AT_ONCE = 512
 GOALS = {"service": 0.97, "endpoint": 0.90, "streams": 0.75}
 WARM_UP_TOKENS = 16
@@ -176,6 +177,15 @@ async def run_chat(options: argparse.Namespace, url: str, at_once: int, *, is_st
         first_p50_s=statistics.median(seen.first_s) if is_streamed else None,
         num_chunks=round(seen.num_chunks * figures.num_turns / len(seen.turns)) if is_streamed else None,
     )
+
+
+async def run_idle(options: argparse.Namespace) -> Figures:
+    """Let the service do nothing for a window: its CPU in cores, where other arms have seconds a turn."""
+    await asyncio.sleep(options.ramp_s)
+    cpu = CpuSeconds(os.getpid())
+    await asyncio.sleep(options.window_s)
+    cores = {kind: seconds / options.window_s for kind, seconds in cpu.used(children_of_this()).items()}
+    return Figures("idle", 0, 0, 0.0, options.window_s, 0.0, 0.0, cpu_s_per_turn=cores)
 
 
 async def scored_within(url: str, window: Window, num_ids: int, vocab_size: int) -> float:
@@ -316,6 +326,8 @@ class Measurement:
     async def _run_arm(self, url: str, arm: str, at_once: int, bare: BareProcess | None) -> Figures:
         if arm in ("endpoint", "streams"):
             return await run_chat(self.options, url, at_once, is_streamed=arm == "streams")
+        if arm == "idle":
+            return await run_idle(self.options)
         load, window = begin_load(self.options, at_once)
         if arm == "scored":
             scoring = scored_within(url, window, self.options.scored, self.vocab_size)
@@ -466,7 +478,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--model", help="a model folder, in place of a shape")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default=",".join(ARMS[1:]))
     parser.add_argument("--bare", action="append", default=[], metavar="KEY=VALUE,...", help="one more bare engine")
     parser.add_argument("--set", default="", metavar="KEY=VALUE,...", help="of the service's engine, and of `bare`")
     parser.add_argument("--at-once", type=int, nargs="+", default=[512], help="trajectories in flight")

@@ -26,7 +26,6 @@ from tests.support.records.chat_answers import (
     MESSAGES,
     TURN,
     check_echo,
-    check_silent_until_the_first_piece,
     pieces_of,
     result,
     written,
@@ -313,10 +312,6 @@ def test_blocks_come_one_after_the_other():
         *[start, delta("text"), delta("text"), stop],
         *[start, delta("input_json"), stop],
     ]
-
-
-def test_nothing_is_written_before_the_first_piece():
-    check_silent_until_the_first_piece(MessageWriter(body(), KEY).events)
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -134,12 +134,9 @@ def pieces_of(answer: ChatResult) -> list[TurnPiece | ChatResult]:
     return [*found, answer]
 
 
-async def chunks_of(asked_body: ChatBody, answer: ChatResult, texts: TokenTexts) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
-        for item in pieces_of(answer):
-            yield item
-
-    return [chunk async for chunk in ChatWriter(asked_body, texts, 1_700_000_000).chunks(source())]
+def chunks_of(asked_body: ChatBody, answer: ChatResult, texts: TokenTexts) -> list[dict[str, Any]]:
+    writer = ChatWriter(asked_body, texts, 1_700_000_000)
+    return [chunk for item in pieces_of(answer) for chunk in writer.chunks(item)]
 
 
 def strictly(kind: Any, value: dict[str, Any]) -> Any:
@@ -338,7 +335,7 @@ async def test_streamed_and_whole_answers_are_the_same(
     answer = result(*messages)
     whole = ChatWriter(asked_body, texts, 0).whole(answer)
     parsed = strictly(ChatCompletion, whole)
-    chunks = await chunks_of(asked_body, answer, texts)
+    chunks = chunks_of(asked_body, answer, texts)
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
@@ -374,7 +371,7 @@ async def test_streamed_and_whole_answers_are_the_same(
         assert "token_ids" not in whole["choices"][0]
 
 
-async def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
+def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
     """Clients that read the first entry of a chunk get all of a call, which may come in one piece."""
     deltas = tuple(
         delta
@@ -382,13 +379,8 @@ async def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
         for delta in (CallDelta(index, f"c{index}", "look"), CallDelta(index, arguments=f'{{"x":{index}}}'))
     )
     piece = TurnPiece(0, "Hm.", "", deltas, (7, 8), (-0.5, -0.5), ((), ()), (WeightVersionSpan(3, 0, 2),))
-
-    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
-        yield piece
-        yield result(PLAIN)
-
-    asked_body = body(return_token_ids=True, logprobs=True)
-    chunks = [chunk async for chunk in ChatWriter(asked_body, texts, 1_700_000_000).chunks(source())][1:-1]
+    writer = ChatWriter(body(return_token_ids=True, logprobs=True), texts, 1_700_000_000)
+    chunks = [chunk for item in (piece, result(PLAIN)) for chunk in writer.chunks(item)][1:-1]
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [list(choice["delta"]) for choice in choices] == [["content"], *[["tool_calls"]] * 4]
     assert [choice.get("token_ids") for choice in choices] == [[7, 8], None, None, None, None]
@@ -404,7 +396,7 @@ async def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
 
 
 async def test_the_order_of_a_stream(texts: TokenTexts) -> None:
-    chunks = await chunks_of(body(), result(PLAIN, finish=FinishReason.LENGTH), texts)
+    chunks = chunks_of(body(), result(PLAIN, finish=FinishReason.LENGTH), texts)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == list("Hello you")
     assert all("usage" not in chunk for chunk in chunks)
@@ -485,17 +477,14 @@ def test_a_completion_call(renderer: TemplateRenderer) -> None:
         prompts_of(completion(prompt=[renderer.vocab_size]), renderer)
 
 
-async def test_completions_streamed_and_whole(texts: TokenTexts) -> None:
+def test_completions_streamed_and_whole(texts: TokenTexts) -> None:
     asked_body = completion(logprobs=2, return_token_ids=True, stream_options={"include_usage": True})
     answer = result(PLAIN, PLAIN)
     whole = CompletionWriter(asked_body, texts, 0).whole(answer)
     strictly(Completion, whole)
 
-    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
-        for item in pieces_of(answer):
-            yield item
-
-    chunks = [chunk async for chunk in CompletionWriter(asked_body, texts, 1_700_000_000).chunks(source())]
+    writer = CompletionWriter(asked_body, texts, 1_700_000_000)
+    chunks = [chunk for item in pieces_of(answer) for chunk in writer.chunks(item)]
     for index, choice in enumerate(whole["choices"]):
         mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
         assert "".join(one["text"] for one in mine) == choice["text"] == "Hello you"

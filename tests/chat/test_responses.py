@@ -34,7 +34,6 @@ from tests.support.records.chat_answers import (
     MESSAGES,
     TURN,
     check_echo,
-    check_silent_until_the_first_piece,
     pieces_of,
     result,
     written,
@@ -385,10 +384,6 @@ def test_a_cut_stream_is_incomplete():
     message = Message("assistant", "abc")
     final = written_for(body(), [*pieces_of(message), result(message, FinishReason.LENGTH)])[-1]
     assert (final["type"], final["response"]["status"]) == ("response.incomplete", "incomplete")
-
-
-def test_nothing_is_written_before_the_first_piece():
-    check_silent_until_the_first_piece(ResponseWriter(body(), KEY, 0).events)
 
 
 def test_an_error_event_is_numbered_and_has_the_envelope():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -33,8 +33,8 @@ from agentloop_servers.http.guard import envelope_of, error_response, traceparen
 from agentloop_servers.http.responses import in_time, json_response, unless_client_leaves, unread_response
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
-Events: TypeAlias = Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncGenerator[dict[str, Any], None]]
-"""Turns the pieces of an answer into the events of a dialect."""
+Events: TypeAlias = Callable[[TurnPiece | ChatResult], Iterator[dict[str, Any]]]
+"""Turns the next item of a streamed answer into the events of a dialect."""
 
 LONG_CONVERSATION = 512
 """Messages of a body that is turned into a call in a thread."""
@@ -114,12 +114,16 @@ async def stream_call(
 
     async def sent() -> AsyncGenerator[bytes, None]:
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
+        ready = b""
         with endpoint.hold_call_place(session.record.owner):
-            async with aclosing(session.stream(call, key)) as pieces, aclosing(write(pieces)) as events:
-                async for event in events:
-                    yield sse(event, event["type"] if are_named else None)
-                if not are_named:
-                    yield DONE
+            async with aclosing(session.stream(call, key)) as pieces:
+                async for piece in pieces:
+                    ready += b"".join(sse(event, event["type"] if are_named else None) for event in write(piece))
+                    if isinstance(piece, ChatResult):
+                        yield ready if are_named else ready + DONE
+                    elif ready and piece.finish is None:  # behind a last piece the result follows at once
+                        yield ready
+                        ready = b""
 
     return event_stream(request, endpoint, sent(), error_event)
 

@@ -46,6 +46,7 @@ from agentloop_servers.replica.protocol import (
     ControlAnswer,
     EngineState,
     PauseOrder,
+    request_body,
 )
 
 T = TypeVar("T")
@@ -112,21 +113,25 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         """See `TokenEngine.generate`. Raises EngineLost for a replica that falls silent."""
-        async with self._http.open("POST", self.url + "/generate", encode(request), silence_s=SILENCE_S) as answer:
+        async with self._http.open(
+            "POST", self.url + "/generate", request_body(request), silence_s=SILENCE_S
+        ) as answer:
             if answer.content_type != FRAMES:
                 return decode(await answer.read(), Generation)
+            found = None
             async with aclosing(self._pieces(answer, request, on_progress)) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, Generation):
-                        return piece
-        raise EngineLost(f"{self.url} ended an answer without its generation")
+                async for piece in pieces:  # to its end: a connection is kept only if its answer was read
+                    found = piece if isinstance(piece, Generation) else found
+        if found is None:
+            raise EngineLost(f"{self.url} ended an answer without its generation")
+        return found
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
         """See `TokenEngine.stream`. Raises EngineLost for a replica that falls silent."""
         async with (
-            self._http.open("POST", self.url + "/stream", encode(request), silence_s=SILENCE_S) as answer,
+            self._http.open("POST", self.url + "/stream", request_body(request), silence_s=SILENCE_S) as answer,
             aclosing(self._pieces(answer, request, on_progress)) as pieces,
         ):
             async for piece in pieces:
@@ -216,17 +221,21 @@ class RemoteEngine:
             return await answer.read()
 
     async def _frames(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[Delta | Generation | Progress, None]:
-        while True:
-            try:
-                kind, length = FRAME.unpack(await answer.content.readexactly(FRAME.size))
-            except asyncio.IncompleteReadError as error:
-                if error.partial:
-                    raise EngineLost(f"{self.url} cut a stream within a frame") from error
-                return
-            data = await answer.content.readexactly(length)
-            if kind == ERROR_FRAME:
-                raise from_wire(orjson.loads(data), 500)
-            yield decode(data, FRAME_KINDS[kind])
+        data = b""
+        async for part in answer.content.iter_any():
+            data, start = data + part if data else part, 0
+            while len(data) >= start + FRAME.size:
+                kind, length = FRAME.unpack_from(data, start)
+                body, end = start + FRAME.size, start + FRAME.size + length
+                if len(data) < end:
+                    break
+                start = end
+                if kind == ERROR_FRAME:
+                    raise from_wire(orjson.loads(data[body:end]), 500)
+                yield decode(data[body:end], FRAME_KINDS[kind])
+            data = data[start:]
+        if data:
+            raise EngineLost(f"{self.url} cut a stream within a frame")
 
 
 class EngineClients:

@@ -57,6 +57,7 @@ from agentloop_servers.replica.protocol import (
     PauseOrder,
     error_frame,
     frame,
+    request_of,
 )
 
 LOAD_AGE_S = 0.05  # of the load in an answer
@@ -199,7 +200,7 @@ class DataPlaneServer(PrivateServer):
         return handle
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        wanted = decode(await request.read(), GenerateRequest)
+        wanted = request_of(await request.read())
         self._check_pause()
         async with _FrameAnswer(request) as frames:
             try:
@@ -234,7 +235,7 @@ class DataPlaneServer(PrivateServer):
         return self._load
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        wanted = decode(await request.read(), GenerateRequest)
+        wanted = request_of(await request.read())
         self._check_pause()
         async with _FrameAnswer(request) as frames:
             last = b""
@@ -242,9 +243,10 @@ class DataPlaneServer(PrivateServer):
                 # Closed here and now: a caller that left must not be sampled for until the generator is collected.
                 async with aclosing(self._engine.stream(wanted, frames.tell)) as pieces:  # type: ignore[type-var] # engines write generators
                     async for piece in pieces:
-                        if isinstance(piece, Generation):
-                            piece = self._stamped(wanted, piece)
-                        await frames.write(frame(piece))
+                        if isinstance(piece, Generation):  # the last
+                            last = frame(self._stamped(wanted, piece))
+                        else:
+                            await frames.write(frame(piece))
             except AgentLoopError as error:
                 if not frames.is_begun:  # an error before the first token is a plain answer
                     raise
@@ -299,11 +301,12 @@ class _FrameAnswer:
             await self._stream.write(data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
-        """Write the last frames, after all reports."""
+        """Write the last frames, after all reports, and the answer's end in one."""
         if self._telling is not None:
             await asyncio.wait([self._telling])
-        await self.write(data)
-        await self._stream.write_eof()
+        if not self._stream.prepared:
+            await self._stream.prepare(self._request)
+        await self._stream.write_eof(data)
         return self._stream
 
     async def _write_told(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from agentloop.clock import RealClock
@@ -53,10 +54,11 @@ from agentloop.types import (
 )
 from agentloop_servers.private_http.client import Connector
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
+from agentloop_servers.private_http.server import PrivateServer
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
-from agentloop_servers.replica.protocol import PauseOrder
+from agentloop_servers.replica.protocol import FRAMES, PauseOrder, frame
 from agentloop_servers.replica.server import DataPlaneServer, Replica, ReplicaConfig, StallWatch
 from tests.support.fleet.directory import Directory
 from tests.support.fleet.pushes import Sender, Wire
@@ -339,6 +341,28 @@ async def test_an_engine_that_hangs_is_late(is_streamed):
 
 
 CHATTY = replace(SLOW, pace=ReportPace(interval_s=0.03))
+
+
+async def test_an_answer_in_frames_whose_end_comes_late_leaves_its_connection_to_the_next_call():
+    peers: set[tuple[str, int]] = set()
+
+    async def answered(call: web.Request) -> web.StreamResponse:
+        peers.add(call.transport.get_extra_info("peername"))
+        stream = web.StreamResponse(headers={"content-type": FRAMES})
+        await stream.prepare(call)
+        await stream.write(frame(Generation("r", (), (), (), FinishReason.LENGTH)))
+        await asyncio.sleep(0.02)
+        return stream
+
+    server = PrivateServer("replica-1", [web.post("/generate", answered)], Trust("secret"))
+    clients = EngineClients(Trust("secret"))
+    await server.start()
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            await clients.connect(server.url).generate(request())
+        await clients.close()
+        await server.close()
+    assert len(peers) == 1
 
 
 async def test_a_long_turn_is_told_in_parts_on_the_same_answer():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from agentloop.chat.call import ChatCall, ChatResult
-from agentloop.errors import EngineLost
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -38,8 +35,7 @@ MESSAGES = {
     "thought": Message("assistant", reasoning="Only a thought."),
     "empty": Message("assistant"),
 }
-Items = AsyncIterator[TurnPiece | ChatResult]
-Events = Callable[[Items], AsyncIterator[dict[str, Any]]]
+Events = Callable[[TurnPiece | ChatResult], Iterator[dict[str, Any]]]
 
 
 def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
@@ -65,28 +61,7 @@ def pieces_of(message: Message) -> list[TurnPiece]:
 
 
 def written(events: Events, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
-    async def source() -> Items:
-        for item in items:
-            yield item
-
-    async def collect() -> list[dict[str, Any]]:
-        return [event async for event in events(source())]
-
-    return asyncio.run(collect())
-
-
-def check_silent_until_the_first_piece(events: Events) -> None:
-    """An error before it still has a status of its own."""
-
-    async def failing() -> Items:
-        raise EngineLost("gone")
-        yield
-
-    async def first() -> None:
-        with pytest.raises(EngineLost):
-            await anext(events(failing()))
-
-    asyncio.run(first())
+    return [event for item in items for event in events(item)]
 
 
 def check_echo(answer: ChatResult, echo: ChatCall) -> None:
