@@ -267,6 +267,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.chat_format",
         "agentloop_servers.cluster",
         "agentloop_servers.config",
+        "agentloop_servers.engines.common",
         "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",

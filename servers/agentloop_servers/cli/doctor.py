@@ -32,11 +32,11 @@ from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
 from agentloop_servers.config import ServiceConfig, located, model_sizes
+from agentloop_servers.engines.common.versions import DRIVEN, objection
 from agentloop_servers.host import NICENESS
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
-SGLANG_VERSION = "0.5.17"  # its scheduler promises no stability, and the adapter builds on it
 _PROBE_TIMEOUT_S = 20.0
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
 
@@ -132,13 +132,14 @@ def _show(checks: Sequence[Check]) -> None:
 def examine() -> list[Check]:
     """Every check, in the order a reader wants them. Takes a second or two; starts nothing."""
     gpu = _probed("gpu", _gpu, is_needed=False)
-    engines = [package("vllm", is_needed=False), _sglang(has_gpu=gpu.is_ok)]
+    engines = [_driven("vllm"), _sglang(has_gpu=gpu.is_ok)]
+    driven = ", ".join(f"{name} {' or '.join(versions)}" for name, versions in DRIVEN.items())
     return [
         _python(),
         package("ray"),
         package("torch", is_needed=False),
         *engines,
-        Check("an engine", any(engine.is_ok for engine in engines), "vllm or sglang; simulated runs need none"),
+        Check("an engine", any(engine.is_ok for engine in engines), f"{driven}; simulated runs need none"),
         Check("cpu", True, f"{os.cpu_count()} cores, {platform.machine()}"),
         gpu,
         _probed("memory", _memory),
@@ -189,13 +190,18 @@ def package(name: str, *, is_needed: bool = True) -> Check:
     return Check(name, True, ", ".join(versions), is_needed)
 
 
+def _driven(engine: str) -> Check:
+    """Look for an engine in a version that its adapter drives."""
+    check = package(engine, is_needed=False)
+    said = objection(engine, check.detail.split()[-1]) if check.is_ok else ""
+    return Check(engine, False, f"{check.detail}; {said}", False) if said else check
+
+
 def _sglang(*, has_gpu: bool) -> Check:
-    """Look for SGLang in the adapter's version, and for what its wheel needs: a GPU, and kernels in a package."""
-    check = package("sglang", is_needed=False)
+    """Look for SGLang, and for what its wheel needs: a GPU, and kernels in a package."""
+    check = _driven("sglang")
     if not check.is_ok:
         return check
-    if check.detail.split()[-1] != SGLANG_VERSION:
-        return Check("sglang", False, f"{check.detail}; the adapter drives {SGLANG_VERSION}", False)
     if not has_gpu:
         return Check("sglang", False, f"{check.detail}; its wheels run on NVIDIA GPUs only", False)
     kernels = package("sgl_kernel", is_needed=False)

@@ -2,7 +2,7 @@
 
 SGLang has no extension class for its workers. So `run_scheduler` is started in place of SGLang's own entry function
 (`Engine.run_scheduler_process_func`): it puts a subclass of SGLang's `Scheduler`, with `SchedulerExtension` before
-it, where the entry function looks the class up, and calls that. What it rests on (SGLang 0.5.17):
+it, where the entry function looks the class up, and calls that. What it rests on (SGLang 0.5.17 and 0.5.23):
 
 - Rank 0 takes remote calls (`RpcReqInput`) between two steps, also while it is paused, and broadcasts them to its
   tensor-parallel group with all other requests. So every rank runs a call at the same place of its loop.
@@ -37,6 +37,7 @@ from agentloop import codec
 from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS, QuantisedLayer
+from agentloop_servers.weight_transfer.sglang_versions import holds_kv, ranks, release_kv
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
@@ -92,7 +93,6 @@ class SchedulerExtension(StagingCalls):
     """The methods that we add to SGLang's Scheduler. Their names must not collide with its own."""
 
     # SGLang's own
-    ps: Any
     tp_worker: Any
     tp_cpu_group: Any
     running_batch: Any
@@ -137,6 +137,13 @@ class SchedulerExtension(StagingCalls):
             return
         super().process_batch_result(batch, result)  # type: ignore[misc]
 
+    def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
+        """Return the requests that SGLang 0.5.23 leaves out of the next step: the queued result ends them.
+
+        A result that a pause has processed ends nothing more: what it left unfinished needs the step.
+        """
+        return [] if self._taken_in is not None else super()._reqs_finishing_inflight(batch)  # type: ignore[misc]
+
     def scheduler_extend(self, function: str, argument: str) -> None:
         """Call the function at an import path with this scheduler and `argument`."""
         extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
@@ -161,7 +168,7 @@ class SchedulerExtension(StagingCalls):
         SglangModel(self.tp_worker.model_runner).synchronize()
         self.cur_batch_for_debug = None
         live = list(self._live_requests())
-        unbegun = [req.rid for req in live if req.req_pool_idx is None and not req.output_ids]
+        unbegun = [req.rid for req in live if not holds_kv(req) and not req.output_ids]
         return codec.encode(RequestCounts({req.rid: len(req.output_ids) for req in live}, tuple(unbegun)))
 
     def requests_resume(self) -> None:
@@ -192,10 +199,8 @@ class SchedulerExtension(StagingCalls):
 
     def _end_running(self, req: Any) -> None:
         """End a request as if its last token were a stop token; the next batch leaves it out."""
-        from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415
-
         self._finish(req)
-        release_kv_cache(req, self.tree_cache)  # type: ignore[attr-defined]
+        release_kv(req, self.tree_cache)  # type: ignore[attr-defined]
         self._tell_end(req)
 
     def _end_queued(self, req: Any) -> None:
@@ -279,7 +284,8 @@ class SchedulerExtension(StagingCalls):
 
     def weights_stager(self, setup: StagingSetup) -> WeightStager:
         """Make this rank's stager. Raises RuntimeError for pipelines and data parallelism."""
-        if self.ps.pp_size != 1 or self.ps.dp_size != 1:
+        parallel = ranks(self)
+        if parallel.pp_size != 1 or parallel.dp_size != 1:
             raise RuntimeError(
                 "weights are updated in tensor-parallel groups only: no pipeline, no data parallelism"
             )
@@ -288,7 +294,7 @@ class SchedulerExtension(StagingCalls):
             model,
             model.module,
             model.device,
-            self.ps.tp_rank,
+            parallel.tp_rank,
             policy=setup.policy,
             can_trace=True,  # packed copies of the CPU's kernels do not pass `check_plan`
             timeout_s=setup.timeout_s,
@@ -297,9 +303,9 @@ class SchedulerExtension(StagingCalls):
     # --- inside -------------------------------------------------------------------------------------------
 
     def _gather(self, own: tuple[bytes | int | None, str]) -> list[tuple[bytes | int | None, str]]:
-        if self.ps.tp_size == 1:
+        if (size := ranks(self).tp_size) == 1:
             return [own]
-        gathered: list[Any] = [None] * self.ps.tp_size
+        gathered: list[Any] = [None] * size
         torch.distributed.all_gather_object(gathered, own, group=self.tp_cpu_group)
         return gathered
 

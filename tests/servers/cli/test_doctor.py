@@ -187,10 +187,11 @@ def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
     ("version", "has_gpu", "has_kernels", "said"),
     [
         (None, True, True, "not installed"),
-        ("0.5.23", True, True, "sglang 0.5.23; the adapter drives 0.5.17"),
+        ("0.5.18", True, True, "sglang 0.5.18; the adapter drives 0.5.17 and 0.5.23"),
         ("0.5.17", False, True, "sglang 0.5.17; its wheels run on NVIDIA GPUs only"),
         ("0.5.17", True, False, "sglang 0.5.17, its kernels: not installed"),
         ("0.5.17", True, True, "sglang 0.5.17, its kernels: sglang-kernel 0.4.5"),
+        ("0.5.23", True, True, "sglang 0.5.23, its kernels: sglang-kernel 0.4.5"),
     ],
 )
 def test_sglang_is_judged_by_its_version_its_kernels_and_the_gpu(
@@ -214,5 +215,5 @@ def test_sglang_is_judged_by_its_version_its_kernels_and_the_gpu(
     monkeypatch.setenv("PATH", str(commands))
     check = next(check for check in examine() if check.name == "sglang")
     assert check.detail == said
-    assert check.is_ok == (version == "0.5.17" and has_gpu and has_kernels)
+    assert check.is_ok == (version in ("0.5.17", "0.5.23") and has_gpu and has_kernels)
     assert not check.is_needed

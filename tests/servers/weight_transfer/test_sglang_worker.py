@@ -1,7 +1,8 @@
 """Our calls inside SGLang's scheduler, on a scheduler with the same control flow, and a model with fused layers.
 
-`Loop` has SGLang 0.5.17's overlapped loop, pauses and flush as far as the calls meet them; the real one runs in
-`tests/gpu/sglang_scheduler.py`. Where SGLang is not installed, the request types that it is given are named here.
+`Loop` has SGLang 0.5.17's overlapped loop, pauses and flush as far as the calls meet them, and `NewLoop` those of
+0.5.23; the real ones run in `tests/gpu/sglang_scheduler.py`. Where SGLang is not installed, the request types that
+it is given are named here.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
 )
 
 HIDDEN, VOCAB = 8, 12
+RANKS = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=1, dp_size=1)
 
 
 @dataclass
@@ -61,9 +63,9 @@ class RpcOutput:
     message: str
 
 
-@pytest.fixture(autouse=True)
-def sglang_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names that the calls import of SGLang, and no others."""
+@pytest.fixture(autouse=True, params=["0.5.17", "0.5.23"])
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The names that the calls import of an SGLang version, and no others."""
 
     def load(model: Any, weights: Any, device: torch.device) -> None:
         model.load_weights(weights)
@@ -77,11 +79,17 @@ def sglang_names(monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "sglang.srt.managers.schedule_batch": {"FINISH_ABORT": lambda: "abort"},
         "sglang.srt.mem_cache.common": {"release_kv_cache": lambda req, cache: cache.release(req)},
+        "sglang.srt.runtime_context": {},
         "sglang.srt.model_loader.loader": {
             "DefaultModelLoader": SimpleNamespace(load_weights_and_postprocess=load),
         },
         "sglang.srt.model_loader.utils": {"set_default_torch_dtype": lambda dtype: torch.no_grad()},
     }
+    if request.param == "0.5.23":
+        names["sglang.srt.mem_cache.common"] = {
+            "release_kv_cache": lambda req, cache, *, checkpoint: cache.release(req, checkpoint)
+        }
+        names["sglang.srt.runtime_context"] = {"get_parallel": lambda: RANKS}
     for name, members in names.items():
         parts = name.split(".")
         for end in range(1, len(parts)):
@@ -91,6 +99,7 @@ def sglang_names(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
+    return str(request.param)
 
 
 class Req:
@@ -99,12 +108,15 @@ class Req:
     def __init__(self, rid: str, length: int) -> None:
         self.rid, self.length = rid, length
         self.output_ids: list[int] = []
-        self.req_pool_idx: int | None = None
+        self.take_row(None)
         self.to_finish: str | None = None
         self.finished_reason: str | None = None
         self.grammar = None
         self.return_logprob = True
         self.time_stats = SimpleNamespace(set_completion_time=lambda: None)
+
+    def take_row(self, row: int | None) -> None:
+        self.req_pool_idx = row
 
     def finished(self) -> bool:
         return self.finished_reason is not None
@@ -114,6 +126,11 @@ class Req:
             self.finished_reason, self.to_finish = self.to_finish, None
         if self.finished_reason is None and len(self.output_ids) >= self.length:
             self.finished_reason = "length"
+
+
+class NewReq(Req):
+    def take_row(self, row: int | None) -> None:
+        self.kv = SimpleNamespace(holds_kv=row is not None)
 
 
 @dataclass
@@ -128,16 +145,18 @@ class Cache:
         self.holders: set[str] = set()
         self.num_resets = 0
 
-    def release(self, req: Req) -> None:
+    def release(self, req: Req, checkpoint: bool = True) -> None:
+        assert checkpoint
         self.holders.remove(req.rid)
-        req.req_pool_idx = None
+        req.take_row(None)
 
 
 class Loop:
     """SGLang's loop: a batch is launched before the results of the one before are processed."""
 
+    new_req = Req
+
     def __init__(self) -> None:
-        self.ps = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=1, dp_size=1)
         self.tp_cpu_group = None
         self.enable_overlap = True
         self.waiting_queue: list[Req] = []
@@ -159,9 +178,12 @@ class Loop:
     def step(self) -> None:
         if self._engine_paused:
             return
-        self.running_batch.reqs = [req for req in self.running_batch.reqs if not req.finished()]
+        left_out = self.finishing()
+        self.running_batch.reqs = [
+            req for req in self.running_batch.reqs if not req.finished() and req not in left_out
+        ]
         for req in self.waiting_queue:
-            req.req_pool_idx = 1
+            req.take_row(1)
             self.tree_cache.holders.add(req.rid)
         self.running_batch.reqs += self.waiting_queue
         self.waiting_queue = []
@@ -173,6 +195,9 @@ class Loop:
         if self.last_batch:
             self.process_batch_result(*self.result_queue.popleft())
         self.last_batch = batch
+
+    def finishing(self) -> list[Req]:
+        return []
 
     def process_batch_result(self, batch: Batch, result: Any) -> None:
         for req in batch.reqs:
@@ -208,6 +233,19 @@ class Loop:
         return "SGLang's own"
 
 
+class NewLoop(Loop):
+    """The loop whose steps leave requests out that the result under way ends."""
+
+    new_req = NewReq
+
+    def finishing(self) -> list[Req]:
+        return self._reqs_finishing_inflight(self.running_batch)
+
+    def _reqs_finishing_inflight(self, batch: Batch) -> list[Req]:
+        queued = self.result_queue[0][0].reqs if self.result_queue else []
+        return [req for req in batch.reqs if req in queued and len(req.output_ids) + 1 >= req.length]
+
+
 class FusedModel(torch.nn.Module):
     """A decoder's layer as SGLang keeps it: fused projections, and an output head that is the embedding."""
 
@@ -233,11 +271,11 @@ class FusedModel(torch.nn.Module):
                     parameters[name].data.copy_(tensor)
 
 
-class Scheduler(SchedulerExtension, Loop):  # type: ignore[misc]
-    """As `run_scheduler` makes it."""
+class Calls(SchedulerExtension):
+    """As `run_scheduler` makes it, before a loop, on one rank."""
 
     def __init__(self) -> None:
-        Loop.__init__(self)
+        super().__init__()
         self.module = FusedModel().requires_grad_(False)
         config = SimpleNamespace(dtype=torch.float32)
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.module, model_config=config))
@@ -257,10 +295,18 @@ class Scheduler(SchedulerExtension, Loop):  # type: ignore[misc]
         return codec.decode(self.ask("requests_pause", is_cleared), RequestCounts)
 
 
+class Scheduler(Calls, Loop):  # type: ignore[misc]
+    ps = RANKS
+
+
+class NewScheduler(Calls, NewLoop):  # type: ignore[misc]
+    pass
+
+
 @pytest.fixture
-def scheduler() -> Scheduler:
-    scheduler = Scheduler()
-    scheduler.waiting_queue = [Req("a", 6), Req("b", 9)]
+def scheduler(version: str) -> Scheduler | NewScheduler:
+    scheduler = Scheduler() if version == "0.5.17" else NewScheduler()
+    scheduler.waiting_queue = [scheduler.new_req("a", 6), scheduler.new_req("b", 9)]
     return scheduler
 
 
@@ -284,6 +330,17 @@ def test_a_pause_takes_in_the_result_that_is_under_way_once(scheduler: Scheduler
     assert not scheduler.tree_cache.holders
 
 
+@pytest.mark.parametrize("num_steps", range(1, 11))
+def test_no_request_loses_a_token_to_a_pause(scheduler: Scheduler, num_steps: int) -> None:
+    reqs = list(scheduler.waiting_queue)
+    run(scheduler, num_steps)
+    scheduler.counts()
+    scheduler.ask("requests_resume")
+    run(scheduler, 12)
+    assert [len(req.output_ids) for req in reqs] == [6, 9]
+    assert not scheduler.tree_cache.holders
+
+
 def test_a_resume_and_a_pause_without_a_step_between_count_the_same(scheduler: Scheduler) -> None:
     run(scheduler, 3)
     before = scheduler.counts()
@@ -296,7 +353,7 @@ def test_a_resume_and_a_pause_without_a_step_between_count_the_same(scheduler: S
 
 def test_the_cache_is_cleared_although_requests_wait(scheduler: Scheduler) -> None:
     run(scheduler, 3)
-    scheduler.waiting_queue.append(Req("late", 4))
+    scheduler.waiting_queue.append(scheduler.new_req("late", 4))
     frozen = scheduler.counts()
     assert frozen.unbegun == ("late",)
     assert scheduler.counts(is_cleared=True).num_output_ids == frozen.num_output_ids
@@ -312,7 +369,7 @@ def test_the_cache_is_cleared_although_requests_wait(scheduler: Scheduler) -> No
 def test_requests_end_in_a_pause_with_what_they_have(scheduler: Scheduler, is_cleared: bool) -> None:
     first, second = scheduler.waiting_queue
     run(scheduler, 3)
-    scheduler.waiting_queue.append(Req("late", 4))
+    scheduler.waiting_queue.append(scheduler.new_req("late", 4))
     scheduler.counts(is_cleared=is_cleared)
     scheduler.ask("requests_end", codec.encode(("a", "late", "unknown")))
     assert sorted(str(getattr(sent, "rid", sent)) for sent in scheduler.sent) == ["a", "late"]

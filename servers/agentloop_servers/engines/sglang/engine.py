@@ -1,4 +1,4 @@
-"""The Engine port over SGLang (0.5.17), on CUDA.
+"""The Engine port over SGLang (0.5.17 and 0.5.23), on CUDA.
 
 The schedulers are processes that SGLang starts; this object is their only client and lives on one event loop. What
 SGLang leaves to its caller is done in `engines/common/engine.py`, and in our code in the schedulers:

@@ -36,9 +36,11 @@ from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
+from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
 from agentloop_servers.engines.sglang.convert import translate
 from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
+from agentloop_servers.weight_transfer.sglang_versions import is_abort_sent
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,
     RequestCounts,
@@ -239,7 +241,7 @@ class SglangProcess:
         counts = await self._pause(is_cache_cleared=is_cache_cleared)
         states = self.manager.rid_to_state
         live = counts.num_output_ids
-        ended = tuple(key for key in live if key not in states or states[key].abort_requested)
+        ended = tuple(key for key in live if key not in states or is_abort_sent(states[key]))
         if ended:
             async with sglang_call("pause", self._config.control_timeout_s):
                 await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(ended))
@@ -438,6 +440,7 @@ class _Launch:
     def _launch(self) -> _Launched:
         # What SGLang and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
+            require_driven("sglang")
             from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
             from sglang.srt.observability.trace import process_tracing_init
             from sglang.srt.server_args import ServerArgs

@@ -1,7 +1,7 @@
 """The part of the adapter that runs inside SGLang's scheduler processes: `install` puts it into one.
 
 `weight_transfer/sglang_worker.py` calls it through `scheduler_extend`, before the first request. What it changes
-(SGLang 0.5.17):
+(SGLang 0.5.17 and 0.5.23):
 
 - Tokens are sampled by `sampler.py`. SGLang calls `model_runner.sample` once a batch, on the stream of the forward
   pass; a batch with grammars is sampled after the results of the one before have been processed.
@@ -29,6 +29,7 @@ from agentloop_servers.engines.sglang.requests import (
     sampling_from_text,
 )
 from agentloop_servers.engines.sglang.sampler import BatchSampler, Row, SampledBatch
+from agentloop_servers.weight_transfer.sglang_versions import ranks
 
 _PREFILL_INTERVAL_S = 0.05  # between two counts of queued prompts, which walk the queue
 
@@ -41,7 +42,7 @@ def install(scheduler: Any, argument: str) -> None:
         scheduler.grammar_manager.grammar_backend = _grammar_backend(scheduler)
     sampling = Sampling(scheduler, setup)
     sampling.install()
-    if scheduler.ps.tp_rank == 0:
+    if ranks(scheduler).tp_rank == 0:
         Counters(scheduler, sampling, FactsFile(setup.facts_path)).install()
 
 
@@ -173,7 +174,7 @@ def _grammar_backend(scheduler: Any) -> Any:
         xgrammar_backend._allocate_token_bitmask = lambda size, num_rows: xgrammar.allocate_token_bitmask(
             num_rows, size
         )
-    tokenizer = AutoTokenizer.from_pretrained(scheduler.server_args.tokenizer_path)
+    tokenizer = AutoTokenizer.from_pretrained(scheduler.model_config.model_path)
     vocab_size = scheduler.model_config.vocab_size
     compilers: dict[tuple[int, ...], Any] = {}
 

@@ -1,4 +1,4 @@
-"""The Engine port over vLLM's AsyncLLM (0.32), on CPU and CUDA.
+"""The Engine port over vLLM's AsyncLLM (0.32 and 0.33), on CPU and CUDA.
 
 The engine proper is a process that AsyncLLM starts; this object is its only client and lives on one event loop.
 What vLLM leaves to its caller is done in `engines/common/engine.py`. vLLM itself is only ever paused in mode

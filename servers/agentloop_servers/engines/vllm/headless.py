@@ -18,6 +18,7 @@ import time
 from typing import NoReturn
 
 from agentloop import codec
+from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 
 _GRACE_S = 3.0
@@ -33,6 +34,7 @@ def main() -> None:
     if os.fork() == 0:
         guard()
     prepare_environment(config)
+    require_driven("vllm")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

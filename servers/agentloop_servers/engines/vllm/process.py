@@ -20,6 +20,7 @@ from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
+from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
 from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, answers_of
@@ -257,6 +258,7 @@ class VllmProcess:
         prepare_environment(self._config)
         # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
         with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
+            require_driven("vllm")
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -1,0 +1,67 @@
+"""Which versions of the engines are driven, and that others are refused before anything loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import pytest
+
+from agentloop.errors import EngineError
+from agentloop_servers.engines.common.versions import objection
+from agentloop_servers.engines.sglang.config import SglangConfig
+from agentloop_servers.engines.sglang.process import SglangProcess
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.process import VllmProcess
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "is_driven"),
+    [
+        ("vllm", "0.32.0", True),
+        ("vllm", "0.33.1+cu130", True),
+        ("vllm", "0.33.0.dev3+g1a2b3c", True),
+        ("vllm", "0.31.2", False),
+        ("vllm", "0.34.0", False),
+        ("vllm", "0.330.0", False),
+        ("vllm", "dev", False),
+        ("vllm", "", False),
+        ("sglang", "0.5.17", True),
+        ("sglang", "0.5.17.post1", True),
+        ("sglang", "0.5.23+cu13", True),
+        ("sglang", "0.5.18", False),
+        ("sglang", "0.5.2", False),
+        ("sglang", "0.5.230", False),
+        ("sglang", "0.0.0.dev0", False),
+    ],
+)
+def test_versions_by_release(engine: str, version: str, is_driven: bool) -> None:
+    assert (objection(engine, version) == "") == is_driven
+
+
+@pytest.mark.parametrize(
+    ("engine", "process", "said"),
+    [
+        (
+            "vllm",
+            VllmProcess(VllmConfig("/none", 0, device="cuda")),
+            r"^vllm 0\.1\.9; the adapter drives 0\.32 and 0\.33$",
+        ),
+        (
+            "sglang",
+            SglangProcess(SglangConfig("/none", 0)),
+            r"^sglang 0\.1\.9; the adapter drives 0\.5\.17 and 0\.5\.23$",
+        ),
+    ],
+)
+async def test_a_start_refuses_other_versions_by_name(
+    monkeypatch: pytest.MonkeyPatch, engine: str, process: VllmProcess | SglangProcess, said: str
+) -> None:
+    package = ModuleType(engine)
+    package.__version__ = "0.1.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, engine, package)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start fills
+    with pytest.raises(EngineError, match=said):
+        await process.start()
+    await process.close()
