@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -189,14 +189,14 @@ def _longest_first(shape: FleetShape, workload: Workload, seed: int) -> OursPoli
     return policy
 
 
-def run_job(job: Job) -> dict[str, float]:
-    """Do one run."""
+def run_job(job: Job) -> tuple[Job, dict[str, float]]:
+    """Do one run. Returns it with its figures."""
     regime, seed, name, train_s = job
     arm, parameters = ARMS[name], REGIMES[regime].workload
     num_groups = math.ceil(NUM_GROUPS * arm.offer) + NUM_GROUPS * (NUM_STEPS - 1)
     num_samples = parameters.num_samples + arm.num_redundant
     workload = generate(replace(parameters, num_groups=num_groups, num_samples=num_samples), seed)
-    return Steps(workload, regime, seed, arm, train_s).steps()
+    return job, Steps(workload, regime, seed, arm, train_s).steps()
 
 
 async def run_service(config: ServiceConfig, names: Sequence[str], num_rounds: int) -> dict[Job, dict[str, float]]:
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of a service")
     parser.add_argument("--train-s", type=float, default=0.0, help="from a step's end until new groups come")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--budget-s", type=float, default=1e6, help="then what has ended is the result")
     parser.add_argument("--out", type=Path, help="write the figures as JSON too")
     parser.add_argument("--results", type=Path, help="replace the section of this page")
     options = parser.parse_args()
@@ -253,20 +254,26 @@ def main() -> None:
             LIVE_TITLE, {"": LIVE_EXPLAINED, f"{options.service}": _table(live)}, [*live.items()], options.out
         )
         return
-    jobs = list(itertools.product(options.regimes, range(options.seeds), options.arms, [options.train_s]))
+    every = itertools.product(range(options.seeds), options.regimes, options.arms)
+    jobs = [(regime, seed, arm, options.train_s) for seed, regime, arm in every]
+    found, ends_at = dict[Job, dict[str, float]](), time.monotonic() + options.budget_s
     with multiprocessing.Pool(options.processes) as pool:
-        found = dict(zip(jobs, pool.imap(run_job, jobs), strict=True))
+        results = pool.imap_unordered(run_job, jobs)
+        with suppress(multiprocessing.TimeoutError, StopIteration):
+            while True:
+                job, figures = results.next(max(0.0, ends_at - time.monotonic()))
+                found[job] = figures
     tables = {"": EXPLAINED}
     for key in options.regimes:
         tables[REGIMES[key].name] = _table({job: one for job, one in found.items() if job[0] == key})
-    report.finish(TITLE, tables, [[*job, one] for job, one in found.items()], options.out)
+    report.finish(TITLE, tables, [[*job, one] for job, one in sorted(found.items())], options.out)
     if options.results is not None:
         report.replace_section(options.results, TITLE, tables)
 
 
 def _table(found: dict[Job, dict[str, float]]) -> str:
     rows: list[list[object]] = []
-    names = list(dict.fromkeys(name for _, _, name, _ in found))
+    names = [name for name in ARMS if any(job[2] == name for job in found)]
     seconds = {arm: {job[1]: one["step_s"] for job, one in found.items() if job[2] == arm} for arm in names}
     for name in names:
         of = [one for job, one in found.items() if job[2] == name]
