@@ -139,7 +139,7 @@ class TransferPart(msgspec.Struct, frozen=True, tag=True):
     """Tensors that rank 0 of a group broadcasts, or that `handles` name, which are IPC's as vLLM pickles them."""
 
     group: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...]  # none, from a trainer: those of the group's last part
     packing: Packing | None = None  # None: the group's
     buffer_bytes: int = 0
     handles: bytes = b""

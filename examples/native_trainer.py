@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import requests
@@ -34,11 +35,14 @@ class Tensors(WeightSource):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def metadata(self) -> list[ParamMeta]:
+    def _metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
+
+    iter_full = __iter__  # its name from vLLM 0.33 on, where `metadata` is no method
+    metadata: Any = cached_property(_metadata) if hasattr(WeightSource, "iter_full") else _metadata
 
 
 class GlooTrainer(NCCLTrainerWeightTransferEngine):

@@ -27,6 +27,7 @@ from agentloop.engine import (
     GroupInit,
     LeaveGroup,
     PullVersion,
+    TensorInfo,
     TrainerOrder,
     TransferPart,
     WeightUpdate,
@@ -51,6 +52,7 @@ class _Group:
     init: GroupInit
     members: tuple[ReplicaRecord, ...]  # as they joined
     is_joined: bool
+    tensors: tuple[TensorInfo, ...] = ()  # of its last part
 
 
 @dataclass(slots=True)
@@ -128,9 +130,13 @@ class TrainerGroups:
     async def receive_part(self, part: TransferPart) -> None:
         await self._end_silent()
         transfer = self._opened(part.group)
-        init = transfer.group.init
+        init, tensors = transfer.group.init, part.tensors or transfer.group.tensors
+        if not tensors:
+            raise InvalidRequest("the group's first part names its tensors", param="names")
+        transfer.group.tensors = tensors
         order = msgspec.structs.replace(
             part,
+            tensors=tensors,
             packing=init.packing if part.packing is None else part.packing,
             buffer_bytes=part.buffer_bytes or init.buffer_bytes,
             transfer_id=transfer.transfer_id,

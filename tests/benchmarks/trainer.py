@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -225,9 +225,11 @@ class _Trainer:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
 
+        from examples.native_trainer import Tensors  # noqa: PLC0415
+
         info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=port, world_size=2, packed=True, rank=0)
         self._native = WeightTransferTrainerFactory.trainer_init(
-            info, client=_PipeClient(self._pipe), source=_source(self._tensors)
+            info, client=_PipeClient(self._pipe), source=Tensors(self._tensors)
         )
 
 
@@ -260,20 +262,6 @@ class _PipeClient:
             answer = self._pipe.recv()
         if answer.error is not None:
             raise RuntimeError(f"{verb}: {answer.error}")
-
-
-def _source(tensors: dict[str, torch.Tensor]) -> Any:
-    """The tensors as vLLM's trainer side wants them."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource  # noqa: PLC0415
-
-    class Tensors(WeightSource):  # type: ignore[misc]
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            yield from tensors.items()
-
-    return Tensors()
 
 
 def _given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

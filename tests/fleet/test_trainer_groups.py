@@ -55,6 +55,27 @@ async def test_ranks_count_over_all_workers_and_parts_become_the_next_version(cl
     assert (await groups.end_transfer("g")).version == 7
 
 
+@virtual
+async def test_a_part_without_tensors_has_those_of_the_last_one(clock):
+    site = FleetSite(clock, "a", info=PAIR)
+    groups = groups_of(site)
+    await groups.init_group(group(world_size=3))
+    bare = TransferPart("g", ())
+    await groups.begin_transfer("g")
+    with pytest.raises(InvalidRequest, match="names its tensors"):
+        await groups.receive_part(bare)
+    await groups.receive_part(PART)
+    await groups.end_transfer("g")
+    await groups.begin_transfer("g")
+    await groups.receive_part(bare)
+    assert [one.tensors for one in orders(site, TransferPart)["a"]] == [PART.tensors] * 2
+    await groups.end_transfer("g")
+    await groups.init_group(group(world_size=3), is_replacement=True)
+    await groups.begin_transfer("g")
+    with pytest.raises(InvalidRequest, match="names its tensors"):
+        await groups.receive_part(bare)
+
+
 def replace_version(part, version):
     return TransferPart(part.group, part.tensors, version=version)
 

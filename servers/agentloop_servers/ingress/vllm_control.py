@@ -129,11 +129,13 @@ class UpdateInfo(TensorLists):
     """vLLM's `update_info`: the tensors of one part.
 
     `packed` and the buffers' size are those of the `init_info` if they are not given. IPC's handles come pickled.
+    Empty lists, as vLLM 0.33 sends from its second update on, are those of the last part.
     """
 
     dtypes_field: ClassVar[str] = "dtype_names"
     place: ClassVar[str] = "update_info."
 
+    names: Annotated[list[TensorName], Field(max_length=1 << 20)]
     dtype_names: list[DtypeName]
     packed: bool | None = None
     packed_buffer_size_bytes: BufferBytes | None = None

@@ -82,6 +82,7 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
     uneven = {"update_info": {**tensors, "shapes": []}}
     ipc = {"init_info": {"packed": False, "packed_num_buffers": "two"}}  # it has no ranks; that is not used
     handles = {"update_info": {**tensors, "tensor_sizes": "none", "ipc_handles_pickled": "A"}}
+    same = {"update_info": {"names": [], "dtype_names": [], "shapes": []}}
     named = "init_info.nccl_unique_id_b64"
     calls: list[tuple[str, Any, tuple[int, str, str | None]]] = [
         ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
@@ -99,6 +100,7 @@ async def test_wrong_verbs_have_typed_answers(site: ServiceSite) -> None:
         ("init_weight_transfer_engine", {"init_info": info}, (400, "invalid_request", "world_size")),
         ("start_weight_update", None, (200, "", None)),
         ("start_weight_update", None, (409, "conflict", None)),
+        ("update_weights", same, (400, "invalid_request", "names")),  # as no earlier part
         ("continue_generation", {}, (200, "", None)),
         ("end_weight_update", {}, (409, "conflict", None)),
         ("finish_weight_update", None, (400, "invalid_request", None)),
