@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from agentloop.errors import EngineError
-from agentloop_servers.engines.common.versions import objection
+from agentloop_servers.engines.common.versions import DRIVEN, objection
 from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.sglang.process import SglangProcess
 from agentloop_servers.engines.vllm.config import VllmConfig
@@ -38,6 +39,16 @@ from agentloop_servers.engines.vllm.process import VllmProcess
 )
 def test_versions_by_release(engine: str, version: str, is_driven: bool) -> None:
     assert (objection(engine, version) == "") == is_driven
+
+
+def test_docs_and_overrides_name_the_range() -> None:
+    root = Path(__file__).parents[4]
+    head = next(line for line in (root / "docs/engines.md").read_text().splitlines() if line.startswith("| | vLLM"))
+    newest = (root / "requirements/overrides-newest.txt").read_text().splitlines()
+    for engine, releases in DRIVEN.items():
+        assert f"{engine} {', '.join(releases)}".lower() in head.lower()
+        [pin] = [line for line in newest if line.startswith(f"{engine}==")]
+        assert pin.partition("==")[2].startswith(releases[-1])
 
 
 @pytest.mark.parametrize(
