@@ -24,8 +24,8 @@ def release_kv(req: Any, tree_cache: Any) -> None:
     """Give the KV of a finished request back, and leave it in the prefix cache."""
     from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415
 
-    wants_word = "checkpoint" in inspect.signature(release_kv_cache).parameters
-    release_kv_cache(req, tree_cache, **({"checkpoint": True} if wants_word else {}))
+    is_new = "checkpoint" in inspect.signature(release_kv_cache).parameters
+    release_kv_cache(req, tree_cache, **({"checkpoint": True} if is_new else {}))
 
 
 def is_abort_sent(state: Any) -> bool:

@@ -138,10 +138,8 @@ class SchedulerExtension(StagingCalls):
         super().process_batch_result(batch, result)  # type: ignore[misc]
 
     def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
-        """Return the requests that SGLang 0.5.23 leaves out of the next step: the queued result ends them.
-
-        A result that a pause has processed ends nothing more: what it left unfinished needs the step.
-        """
+        """Return the requests that the queued result will end, and the next step leaves out (SGLang 0.5.23)."""
+        # A result that a pause has processed ends nothing more: what it left unfinished needs the step.
         return [] if self._taken_in is not None else super()._reqs_finishing_inflight(batch)  # type: ignore[misc]
 
     def scheduler_extend(self, function: str, argument: str) -> None:

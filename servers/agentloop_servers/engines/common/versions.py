@@ -9,8 +9,7 @@ import importlib
 
 from agentloop.errors import EngineError
 
-DRIVEN = {"vllm": ("0.32", "0.33"), "sglang": ("0.5.17", "0.5.23")}
-"""The releases by engine; each stands for its patches and local builds too."""
+DRIVEN = {"vllm": ("0.32", "0.33"), "sglang": ("0.5.17", "0.5.23")}  # and their patches and local builds
 
 
 def objection(engine: str, version: str) -> str:
