@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature, configured_features
 from agentloop.images import MAX_IMAGES
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.config import ProcessEngineConfig
@@ -62,6 +63,14 @@ class VllmConfig(ProcessEngineConfig):
             raise ValueError("kv_cache_memory_bytes is required on CPU")
         if self.can_sleep and self.speculative is not None and self.speculative.method != "ngram":
             raise ValueError("speculative with a draft model cannot sleep: no push brings its weights back")
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """With drafts fewer: on a GPU vLLM 0.32 then samples what a grammar forbids, and ends the request."""
+        features = configured_features(can_constrain=self.can_constrain, scheduling_policy=self.scheduling_policy)
+        if self.speculative is None:
+            return features
+        return features - NOT_SPECULATIVE - (frozenset() if self.device == "cpu" else CONSTRAINTS)
 
     @property
     def has_vision(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from agentloop.capabilities import NOT_SPECULATIVE, Feature
+from agentloop.capabilities import Feature
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
@@ -233,7 +233,6 @@ class VllmProcess:
     def describe(self) -> EngineInfo:
         """Make the engine's fixed facts."""
         config = self.llm.vllm_config
-        features = self._config.features | {Feature.SCORES}
         block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
         # vLLM counts one rank's, and keeps a block of each for itself.
         self._num_blocks_tokens = (config.cache_config.num_gpu_blocks - 1) * block_size * num_ranks
@@ -247,7 +246,7 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            features=features if self._config.speculative is None else features - NOT_SPECULATIVE,
+            features=self._config.features | {Feature.SCORES},
             lora_rank=self._config.lora_rank,
             max_loras=self._config.max_loras,
             logprobs_mode=self._config.logprobs_mode,

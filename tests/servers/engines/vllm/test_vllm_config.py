@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentloop import codec
+from agentloop.capabilities import CONSTRAINTS, NOT_SPECULATIVE
 from agentloop.errors import UnsupportedParameter
 from agentloop.images import MAX_IMAGES
 from agentloop.types import Constraint, ConstraintKind, SamplingParams
@@ -264,6 +265,12 @@ def test_a_draft_model_does_not_sleep():
     assert arguments["speculative_config"]["model"] == "/draft"
     with pytest.raises(ValueError, match="cannot sleep"):
         configured({"mode": "hybrid", "engine": {"speculative": drafts}})
+
+
+def test_with_drafts_an_engine_lacks_features_and_on_a_gpu_constraints():
+    plain, drafting = configured({}), configured({"engine": {"speculative": {}}})
+    assert plain.features - drafting.features == NOT_SPECULATIVE | CONSTRAINTS
+    assert dataclasses.replace(drafting, device="cpu", kv_cache_memory_bytes=1).features >= CONSTRAINTS
 
 
 def test_with_drafts_a_constraint_stops_at_the_tokenizers_end():
