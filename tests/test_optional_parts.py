@@ -70,7 +70,7 @@ async def main() -> None:
 for file in sorted([*Path("agentloop").rglob("*.py"), *Path("servers/agentloop_servers").rglob("*.py")]):
     parts = file.relative_to("servers").parts if file.parts[0] == "servers" else file.parts
     name = ".".join(parts)[: -len(".py")].removesuffix(".__init__")
-    if "vllm" not in parts and not name.endswith("__main__"):
+    if "vllm" not in parts and not name.endswith(("__main__", "row_kernels")):  # Triton comes with a GPU's torch
         importlib.import_module(name)
 asyncio.run(main())
 loaded = [name for name in sys.modules if name.startswith(("agentloop_tools", "agentloop.trainers"))]
