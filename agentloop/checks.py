@@ -55,13 +55,21 @@ MAX_CONSTRAINT_CHARS = 1 << 16
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
+def _are_below(bound: int, ids: tuple[int, ...]) -> bool:
+    """Tell if all ids are in [0, bound), in half the time that `min` and `max` take."""
+    try:
+        packed = np.frombuffer(array("q", ids), np.int64)
+    except OverflowError:
+        return False
+    return bool(packed.min() >= 0 and packed.max() < bound)
+
+
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raises InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this request."""
     ids = request.token_ids
     if not ids:
         raise InvalidRequest("the prompt is empty", param="token_ids")
-    packed = np.frombuffer(array("q", ids), np.int64)  # in half the time that `min` and `max` take
-    if packed.min() < 0 or packed.max() >= info.vocab_size:
+    if not _are_below(info.vocab_size, ids):
         bad = next(token_id for token_id in ids if not 0 <= token_id < info.vocab_size)
         raise InvalidRequest(f"token id {bad} is outside [0, {info.vocab_size})", param="token_ids")
     if len(ids) + 1 > info.max_context_tokens:

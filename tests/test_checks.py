@@ -49,7 +49,10 @@ def test_a_good_request_passes_and_knows_its_room() -> None:
     assert room_tokens(replace(REQUEST, token_ids=(1,) * 8), INFO) == 2
 
 
-@pytest.mark.parametrize(("param", "token_ids"), [("token_ids", ()), ("token_ids", (1, -1)), ("token_ids", (100,))])
+@pytest.mark.parametrize(
+    ("param", "token_ids"),
+    [("token_ids", ()), ("token_ids", (1, -1)), ("token_ids", (100,)), ("token_ids", (1, 1 << 70))],
+)
 def test_bad_ids_are_refused(param: str, token_ids: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_request(replace(REQUEST, token_ids=token_ids), INFO)

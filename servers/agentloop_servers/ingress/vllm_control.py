@@ -145,7 +145,7 @@ class UpdateInfo(TensorLists):
     tensor_sizes: Ignored = None
 
     def to_part(self) -> TransferPart:
-        """Return the part."""
+        """Return the tensors of this request as a part of the fleet's transfer."""
         return TransferPart(
             GROUP,
             self.tensors,

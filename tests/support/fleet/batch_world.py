@@ -70,17 +70,11 @@ class _Insisting:
         ledger.accepted[rollout_id] = groups
         ledger.delivered[rollout_id], ledger.skipped[rollout_id] = [], set()
 
-    async def rollout_status(self, rollout_id: str) -> RolloutStatus:
-        return (await self.read(rollout_id, after=1 << 40)).status
-
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         self._world.ledger.cancelling.add(rollout_id)
         status = await self._world.insist(lambda: self._front.cancel(rollout_id))
         self._world.ledger.cancelled.add(rollout_id)
         return status
-
-    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
-        return await self._world.insist(lambda: self._front.resubmit_damaged(rollout_id))
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
         return await self._world.insist(lambda: self._front.acknowledge(rollout_id, cursor))
