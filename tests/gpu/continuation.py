@@ -5,6 +5,7 @@
     python -m tests.gpu.continuation --transport auto --replicas 2 --more 5   # GPUs 0 and 1, the trainer on GPU 0
     python -m tests.gpu.continuation --transport auto --tp 2 --expert-parallel --shape small-moe
     python -m tests.gpu.continuation --transport native-ipc --replicas 2 --one-gpu    # by vLLM's own trainer helper
+    python -m tests.gpu.continuation --transport slime-nccl --engine sglang           # by SGLang's verbs, as slime
     python -m tests.gpu.continuation --device cpu --shape tiny     # over shared memory
     python -m tests.gpu.continuation --device cpu --shape tiny --transport native-gloo
 
@@ -41,6 +42,7 @@ from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import service_config, write_policy
+from tests.servers.sglang_group_trainer import SglangTrainer
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
 MIN_EQUAL = 0.5  # of prompts, where batches round differently; wrong weights make nearly all differ
@@ -106,19 +108,25 @@ async def run_service(
         while sum(one.state == "ready" for one in (await client.status()).replicas) < options.replicas:
             await asyncio.sleep(0.5)
         say("the service is ready")
-        native = None
+        native, slime = None, None
+        if options.transport.startswith("slime-"):
+            slime = SglangTrainer(url)
+            await asyncio.to_thread(slime.join, options.transport.removeprefix("slime-"))
         if options.transport.startswith("native-"):
             from examples.native_trainer import native_trainer, send_weights  # noqa: PLC0415 - vLLM is slow to import
 
             native = await asyncio.to_thread(native_trainer, url, tensors, options.transport)
 
         async def update(version: int, kv_policy: KVPolicy | None = None) -> UpdateReport:
-            if native is None:
+            if slime is not None:
+                await asyncio.to_thread(slime.round, tensors, version, is_flat=False, has_session=False)
+            elif native is not None:
+                await asyncio.to_thread(send_weights, native, tensors)
+            else:
                 return await client.update_weights(
                     tensors.items(), version=version, kv_policy=kv_policy, transport=options.transport
                 )
-            await asyncio.to_thread(send_weights, native, tensors)  # the service's own policy is to recompute
-            return (await client.status()).updates[-1]
+            return (await client.status()).updates[-1]  # the service's own policy is to recompute
 
         await answer_all(8)  # the first calls warm up, of each replica
         began_at = time.perf_counter()
@@ -204,6 +212,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Seque
         replicas=options.replicas,
         gpu_share=1.0 / options.replicas if options.one_gpu else 1.0,
         kind=options.engine,
+        quantization=options.quantization,
         batch_invariant=options.batch_invariant,
     )
     run_dir = work / "run"
@@ -256,10 +265,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     native = ("native-ipc", "native-nccl", "native-gloo")  # vLLM's own trainer helper
-    parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto", *native))
+    slime = ("slime-nccl", "slime-gloo")  # SGLang's verbs and a group of the trainer's own
+    parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto", *native, *slime))
     parser.add_argument("--tp", type=int, default=1, help="the replica's tensor-parallel size; transport auto")
     parser.add_argument("--dp", type=int, default=1, help="its data-parallel size; transport auto")
     parser.add_argument("--expert-parallel", action="store_true", help="of a shape with experts")
+    parser.add_argument("--quantization", help="of the engines, such as fp8; both load it themselves")
     parser.add_argument("--replicas", type=int, default=1, help="transport auto: the first one shares the GPU")
     parser.add_argument("--one-gpu", action="store_true", help="all replicas share the GPU")
     parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, help="default on a GPU")

@@ -1,6 +1,7 @@
 """Two models take turns on one GPU: switches under load, and judge rewards that come in batches.
 
     python -m tests.gpu.model_turns --out runs/turns.json
+    python -m tests.gpu.model_turns --replicas 2                               # on two GPUs
     python -m tests.gpu.model_turns --device cpu --shape tiny --other tiny     # simulated engines
 
 First both models have more calls than they can answer, so that each switch waits for `--stay-s`; the call that is
@@ -49,18 +50,22 @@ class Calls:
 def config_of(
     options: argparse.Namespace, policy: Path, other: Path, stay_s: float, wait_s: float
 ) -> ServiceConfig:
-    """Two models with the memory of a whole GPU each."""
-    is_cpu = options.device == "cpu"
-    engine: dict[str, Any] = {"kind": "simulated", "num_cpus": 0.1, "max_context_tokens": 1024}
-    if not is_cpu:
-        sizes = {"gpu_memory_utilization": 0.85, "gpu_share": 0.5, "max_context_tokens": 1024}
-        engine = {"kind": "vllm", "device": "cuda", "dtype": "bfloat16", "enforce_eager": options.eager, **sizes}
-    own = {"mode": "colocated", "engine": engine}
+    """Two models with the memory of a whole GPU each, on every GPU."""
+
+    def own(gpu_share: float) -> dict[str, Any]:
+        """Two replicas of one model do not fit on a GPU with more than half of it: each GPU gets one of each."""
+        engine: dict[str, Any] = {"kind": "simulated", "num_cpus": 0.1}
+        if options.device != "cpu":
+            sizes = {"gpu_memory_utilization": 0.85, "gpu_share": gpu_share, "enforce_eager": options.eager}
+            engine = {"kind": "vllm", "device": "cuda", "dtype": "bfloat16", **sizes}
+        engine["max_context_tokens"] = 1024
+        return {"mode": "colocated", "replicas": options.replicas, "engine": engine}
+
     return ServiceConfig.model_validate(
         {
-            **own,
+            **own(0.6),
             "model": str(policy),
-            "models": [{"name": "judge", "model": str(other), **own}],
+            "models": [{"name": "judge", "model": str(other), **own(0.4)}],
             "turns": {"min_stay_s": stay_s, "max_wait_s": wait_s},
             "workers": {"replicas": 1, "capacity": 1024},
             "port": 0,
@@ -138,6 +143,7 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
     parser.add_argument("--other", default="small", choices=SHAPES)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1, help="of each model, a GPU each")
     parser.add_argument("--switches", type=int, default=20)
     parser.add_argument("--stay-s", type=float, default=3.0)
     parser.add_argument("--at-once", type=int, default=64)

@@ -34,6 +34,7 @@ def service_config(
     data_parallel_size: int = 1,
     expert_parallel: bool = False,
     gpu_share: float = 1.0,
+    quantization: str | None = None,
     **changed: object,
 ) -> ServiceConfig:
     """One replica by default, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
@@ -52,6 +53,7 @@ def service_config(
         "data_parallel_size": data_parallel_size,
         "expert_parallel": expert_parallel,
         "gpu_share": gpu_share,
+        "quantization": quantization,
         "num_cpus": 0.5 if is_cpu else 1.0,
     }
     return ServiceConfig.model_validate(

@@ -340,6 +340,16 @@ PARTS = (
         lanes=("vllm",),
     ),
     Part(
+        "slime-nccl",
+        "the same by SGLang's verbs and a group of the trainer's own over NCCL",
+        module("tests.gpu.continuation", *CONTINUATION, "--transport", "slime-nccl", out="slime-nccl"),
+        300,
+        continued,
+        min_gpus=2,
+        is_alone=True,
+        is_default=False,
+    ),
+    Part(
         "continuation-moe",
         "the same of a model with experts, on one GPU",
         module(

@@ -168,7 +168,8 @@ async def run_arm(options: argparse.Namespace, arm: str, model: Path, draft: Pat
     try:
         await engine.start()
         say(f"{arm} is up")
-        await burst(engine, shape, "wanders", max(options.at_once), 8)
+        for num_at_once in options.at_once:  # the first steps of each size compile kernels
+            await burst(engine, shape, "repeats", num_at_once, 16)
         for prompts in TEMPERATURES:
             for num_at_once in options.at_once:
                 before = stats.num_drafted, stats.num_accepted, stats.num_steps
@@ -182,6 +183,7 @@ async def run_arm(options: argparse.Namespace, arm: str, model: Path, draft: Pat
                     accepted=accepted / drafted if drafted else None,
                     tokens_per_step=options.tokens / (stats.num_steps - before[2]),
                 )
+                say(str(one))
                 found.append((one, answers[:NUM_RECOMPUTED]))
     finally:
         await engine.close()

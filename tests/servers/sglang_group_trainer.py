@@ -27,11 +27,11 @@ GROUP = "slime-pp_0"
 class SglangTrainer(Trainer):
     """The requests and the group of one trainer."""
 
-    def join(self) -> None:
+    def join(self, backend: str = "gloo") -> None:
         world_size, port = 1 + self.call("GET", "/server_info")["tp_size"], free_port()
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
-        joining = self.begin("/init_weights_update_group", {**body, "group_name": GROUP, "backend": "gloo"})
-        self.group = joined(GROUP, port, world_size)
+        joining = self.begin("/init_weights_update_group", {**body, "group_name": GROUP, "backend": backend})
+        self.group = joined(GROUP, port, world_size, backend)
         joining.result()
 
     def update(self, tensors: Mapping[str, torch.Tensor], version: int, *, is_flat: bool) -> None:

@@ -40,12 +40,12 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def joined(name: str, port: int, world_size: int) -> dist.ProcessGroup:
+def joined(name: str, port: int, world_size: int, backend: str = "gloo") -> dist.ProcessGroup:
     """Rank 0 of a group that is no default group, as SGLang's `init_custom_process_group` makes it."""
     store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     store = dist.PrefixStore(name, store)
-    group, _ = _new_process_group_helper(world_size, 0, [], "gloo", store, group_name=name, timeout=TIMEOUT)
+    group, _ = _new_process_group_helper(world_size, 0, [], backend, store, group_name=name, timeout=TIMEOUT)
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
