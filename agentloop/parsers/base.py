@@ -127,14 +127,16 @@ class NoCallsParser:
 class MalformedCall(Exception):
     """The reason why a call cannot be read, in one line for the policy.
 
-    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read.
+    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read. The call goes up
+    to `at` at least.
     """
 
-    def __init__(self, error: str, name: str = "", partial: str = "") -> None:
+    def __init__(self, error: str, name: str = "", partial: str = "", at: int = 0) -> None:
         super().__init__(error)
         self.error = error
         self.name = name
         self.partial = partial
+        self.at = at
 
 
 class TurnBuilder:

@@ -5,23 +5,78 @@ from __future__ import annotations
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import JsonArguments, ObjectKeys, TextParameters
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
-from agentloop.parsers.formats import FORMATS
+from agentloop.parsers.call_format import ID, CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
-from agentloop.parsers.llama3_json import Llama3JsonParser
-from agentloop.parsers.mistral import MistralParser
-from agentloop.parsers.qwen3_xml import Qwen3XmlParser
 from agentloop.plugins import resolve
 
-_PARSERS: dict[str, Parser] = {
-    **FORMATS,
-    "qwen3_coder": Qwen3XmlParser(),
-    "qwen3_xml": Qwen3XmlParser(),
-    "llama3_json": Llama3JsonParser(),
-    "mistral": MistralParser(),
-    "harmony": HarmonyParser(),
-    "granite": MistralParser("<|tool_call|>", ThoughtMarks()),
+_QWEN_END = "</function>\n</tool_call>"
+_QWEN = CallFormat(
+    "<tool_call>\n<function=",
+    _QWEN_END,
+    TextParameters("<parameter=", (">\n",), "\n</parameter>\n", tail=_QWEN_END),
+    middle=">\n",
+)
+_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n")
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL, _DEEPSEEK_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_MISTRAL_THOUGHTS = ThoughtMarks("[THINK]", "[/THINK]")
+
+FORMATS: dict[str, tuple[CallFormat, ...]] = {
+    "hermes": (CallFormat("<tool_call>\n", "\n</tool_call>", ObjectKeys()),),
+    "glm45": (CallFormat("<tool_call>", "</tool_call>", _GLM, middle="\n"),),
+    "deepseek_v3": (
+        CallFormat(
+            f"{_DEEPSEEK_CALL}function{_SEP}",
+            f"\n```{_DEEPSEEK_END}",
+            JsonArguments(),
+            middle="\n```json\n",
+            section=_DEEPSEEK,
+        ),
+    ),
+    "deepseek_v31": (
+        CallFormat(_DEEPSEEK_CALL, _DEEPSEEK_END, JsonArguments(), middle=_SEP, section=_DEEPSEEK, separator=""),
+    ),
+    "kimi_k2": (
+        CallFormat(
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            JsonArguments(),
+            middle="<|tool_call_argument_begin|>",
+            section=_KIMI,
+            separator="",
+            is_numbered=True,
+        ),
+    ),
+    "qwen3_coder": (_QWEN,),
+    "qwen3_xml": (_QWEN,),
+    "llama3_json": (
+        CallFormat(
+            "",
+            "",
+            ObjectKeys(arguments=("parameters", "arguments")),
+            section=("<|python_tag|>", ""),
+            separator="; ",
+            is_bare=True,
+        ),
+    ),
+    "mistral": (
+        CallFormat("[TOOL_CALLS]", "", JsonArguments(), middle=f"[CALL_ID]{ID}[ARGS]", separator=""),
+        CallFormat("", "", ObjectKeys(id="id"), section=("[TOOL_CALLS] [", "]"), separator=", "),
+    ),
+    "granite": (CallFormat("", "", ObjectKeys(), section=("<|tool_call|>[", "]"), separator=", "),),
 }
+"""The formats that are data, from the models' chat templates; ids and further forms from Kimi-K2's guide to tool
+calls, mistral-common, and llama-models."""
+
+
+def _parser(name: str) -> FormatParser:
+    return FormatParser(_MISTRAL_THOUGHTS if name == "mistral" else ThoughtMarks(), *FORMATS[name])
+
+
+_PARSERS: dict[str, Parser] = {**{name: _parser(name) for name in FORMATS}, "harmony": HarmonyParser()}
 
 PARSER_NAMES = tuple(_PARSERS)
 

@@ -40,16 +40,6 @@ _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 
 @dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """The text around the arguments of one tool's call, and xgrammar's name for their notation."""
-
-    begin: str
-    end: str
-    style: str = "json"
-    numbered: str = ""  # if not empty: behind `begin` stand digits and this, before the arguments
-
-
-@dataclass(frozen=True, slots=True)
 class TurnSyntax:
     """The text around and between the calls of one turn."""
 
@@ -60,7 +50,7 @@ class TurnSyntax:
 
 def constraint_of_calls(
     tools: Sequence[Mapping[str, JSON]],
-    syntax: Callable[[str], CallSyntax],
+    tag: Callable[[Mapping[str, JSON]], JSON],
     turn: TurnSyntax = TurnSyntax(),
     *,
     forced: str | None,
@@ -75,7 +65,7 @@ def constraint_of_calls(
         raise InvalidRequest(f"this tool_choice needs {wanted} among the tools", param="tool_choice")
     calls: dict[str, JSON] = {
         "type": "tags_with_separator",
-        "tags": [_tag(function, syntax(str(function.get("name")))) for function in callable_ones],
+        "tags": [tag(function) for function in callable_ones],
         "separator": turn.separator,
         "at_least_one": True,
         "stop_after_first": not is_parallel,
@@ -115,18 +105,13 @@ def format_of(constraint: Constraint) -> JSON:
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE_CHARS}
 
 
-def _tag(function: Mapping[str, JSON], syntax: CallSyntax) -> dict[str, JSON]:
-    arguments: dict[str, JSON] = {
+def call_json(schema: JSON) -> dict[str, JSON]:
+    """Return the structural tag of a value of JSON within a call."""
+    return {
         "type": "json_schema",
-        "json_schema": _bounded(function.get("parameters") or NO_PARAMETERS),
-        "style": syntax.style,
+        "json_schema": _bounded(schema),
         "max_whitespace_cnt": MAX_CALL_WHITESPACE_CHARS,
     }
-    content: dict[str, JSON] = arguments
-    if syntax.numbered:
-        before = [{"type": "regex", "pattern": "[0-9]{1,4}"}, {"type": "const_string", "value": syntax.numbered}]
-        content = {"type": "sequence", "elements": [*before, arguments]}
-    return {"type": "tag", "begin": syntax.begin, "content": content, "end": syntax.end}
 
 
 def _bounded(schema: JSON) -> JSON:

@@ -12,11 +12,14 @@ Linear: one pattern reads a message from its first mark to its last, and never l
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import Tools, check_name, read_arguments
 from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax
-from agentloop.parsers.json_call import check_name, read_arguments
-from agentloop.parsers.marked import MarkedParser, Tools
+from agentloop.parsers.grammar import NO_PARAMETERS, call_json, constraint_of_calls
+from agentloop.parsers.marked import MarkedParser
+from agentloop.types import JSON, Constraint
 
 _START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
@@ -46,16 +49,22 @@ class HarmonyParser(MarkedParser):
 
     opening = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
     counted = "to="
-    writes_one = True  # the model's turn ends with a call
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
         """See `MarkedParser.read_call`: a message, with or without a call."""
         return _read_message(builder.text, found.start(), builder)
 
-    def syntax(self, name: str) -> CallSyntax | None:
-        if re.fullmatch(r"[^\s<>]{1,256}", name) is None:
-            return None
-        return CallSyntax(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _CALL_STOP)
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
+        """See `Parser.call_constraint`: one call, as it ends the model's turn."""
+        return constraint_of_calls(tools, _tag, forced=forced, is_parallel=False)
+
+
+def _tag(function: Mapping[str, JSON]) -> JSON:
+    if re.fullmatch(r"[^\s<>]{1,256}", name := str(function.get("name"))) is None:
+        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+    begin = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    content = call_json(function.get("parameters") or NO_PARAMETERS)
+    return {"type": "tag", "begin": begin, "content": content, "end": _CALL_STOP}
 
 
 def _read_message(text: str, start: int, builder: TurnBuilder) -> int:

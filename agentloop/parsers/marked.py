@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
-from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import Tools
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls
-from agentloop.types import JSON, Constraint
-
-Tools: TypeAlias = Sequence[Mapping[str, JSON]]
+from agentloop.types import Constraint
 
 
 class MarkedParser(ABC):
@@ -21,16 +16,11 @@ class MarkedParser(ABC):
     marks: Marks
     opening: re.Pattern[str]  # finds the mark of the next call
     counted: str = ""  # its number is that of the calls that are too many; by default the first of their marks
-    turn = TurnSyntax()  # of calls and nothing else
     writes_one = False  # a turn of calls has one, whatever is asked for
 
     @abstractmethod
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
         """Add the call or calls that begin with a mark. Returns the end of the last one."""
-
-    @abstractmethod
-    def syntax(self, name: str) -> CallSyntax | None:
-        """Return the text around the arguments of a tool's call; None if the tool cannot be written."""
 
     def read_leading(self, builder: TurnBuilder, tools: Tools) -> int:
         """Add the calls without a mark at the turn's beginning. Returns the end of the last one."""
@@ -48,12 +38,6 @@ class MarkedParser(ABC):
         builder.add_content(text[position:])
         return builder.finish()
 
+    @abstractmethod
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
-        is_parallel = is_parallel and not self.writes_one
-        return constraint_of_calls(tools, self._written, self.turn, forced=forced, is_parallel=is_parallel)
-
-    def _written(self, name: str) -> CallSyntax:
-        found = self.syntax(name)
-        if found is None:
-            raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-        return found
+        """See `Parser.call_constraint`."""
