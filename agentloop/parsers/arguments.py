@@ -263,12 +263,12 @@ def _listed(pieces: Sequence[tuple[list[JSON], bool]], separator: str) -> JSON:
 
 
 # Marks of a literal: tags, and the text between them. A tag may lack its end, as `<function=` does.
-_MARK = re.compile(r"<[^<>\n]*>?|\[[^\[\]<\n]*\]|[^\s<\[]+|\[")
+MARK = re.compile(r"<[^<>\n]*>?|\[[^\[\]<\n]*\]|[\[\](){}]|[^\s<\[\](){}]+")
 
 
 def marks_of(literal: str) -> list[str]:
     """Return the marks of a literal, in order, without the blanks between them."""
-    return [found[0] for found in _MARK.finditer(literal)]
+    return [found[0] for found in MARK.finditer(literal)]
 
 
 def loose(literal: str) -> str:
@@ -294,7 +294,7 @@ def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = _JSON_
 
 def literals_as_json(text: str, strings: str = _STRINGS, quote: str = "", assign: str = "") -> str:
     """Return Python's literals as JSON: its strings, its words, and bare keys before `assign`."""
-    key = rf"(?P<key>[A-Za-z_][\w.-]*+)\s*+{assign}" if assign else "(?P<key>(?!))"
+    key = rf"(?P<key>[^\W\d][\w.-]*+)\s*+{assign}" if assign else "(?P<key>(?!))"
 
     def as_json(found: re.Match[str]) -> str:
         written = found[0]

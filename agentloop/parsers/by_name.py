@@ -18,7 +18,7 @@ _QWEN = CallFormat(
     TextParameters("<parameter=", (">\n",), "\n</parameter>\n", tail=_QWEN_END),
     middle=">\n",
 )
-_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n")
+_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n", "</tool_call>")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_CALL, _DEEPSEEK_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -50,8 +50,8 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
             is_numbered=True,
         ),
     ),
-    "qwen3_coder": (_QWEN,),
     "qwen3_xml": (_QWEN,),
+    "qwen3_coder": (_QWEN,),
     "llama3_json": (
         CallFormat(
             "",

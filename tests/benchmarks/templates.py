@@ -39,9 +39,13 @@ _PUNCTUATION = '<|"|>'  # Gemma-4's mark of a string
 _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
     "<|return|>", "<|end|>", "<end_of_utterance>", "<|message_sep|>", "<|endofturn|>", "<|assistant_end|>",
-    "<[e~[", "<seed:eos>", "<|user|>",
+    "[e~[", "<seed:eos>", "<|user|>", "<SPECIAL_12>",
+    "</assistant>", "<sep>", "<end_of_sentence>", "<｜hy_eos:opensource｜>", "<|eos|>",
 )  # fmt: skip
-_FURTHER_ENDS = ("<|observation|>", "<|call|>", "<|eom_id|>")  # of turns that call
+_FURTHER_ENDS = (
+    "<|observation|>", "<|call|>", "<|eom_id|>", "<|tools_suffix|>", "<|tool_response>", "<|calls|>",
+)  # fmt: skip
+"""Of turns that call."""
 _SYSTEM = Message("system", "Antworte knapp.")
 _CHAT = (
     Message("user", "Was ist ein “Turm”?"),
@@ -61,6 +65,7 @@ class Verdict:
     tools: str = ""
     parser: str = ""
     forks: bool = False  # a plain chat's second turn cannot be bridged
+    objection: str = ""  # why it has no tools
 
 
 def judge(path: Path) -> Verdict:
@@ -79,7 +84,7 @@ def judge(path: Path) -> Verdict:
     tools = "yes" if facts.supports_tools else "off" if "no parser reads" in str(facts.tools_objection) else "none"
     marks = chat.parser.marks.thoughts
     parser = f"{type(chat.parser).__name__} {marks.open} {marks.close}"
-    return Verdict(name, fault, tools, parser, facts.plain_turns is not None)
+    return Verdict(name, fault, tools, parser, facts.plain_turns is not None, facts.tools_objection or "")
 
 
 def _family(source: str) -> Family:
@@ -152,7 +157,7 @@ def main() -> None:
     for one in verdicts:
         state = "served " if one.fault is None else "REFUSED"
         fork = " forks" if one.forks else ""
-        print(f"{state} {one.name:60} tools {one.tools:4} {one.parser}{fork} {one.fault or ''}"[:400])
+        print(f"{state} {one.name:60} tools {one.tools:4} {one.parser}{fork} {one.fault or one.objection}"[:400])
     served = [one for one in verdicts if one.fault is None]
     kinds = ", ".join(f"{sum(one.tools == kind for one in served)} tools {kind}" for kind in ("yes", "none", "off"))
     print(f"{len(served)} of {len(verdicts)} templates are served: {kinds}")

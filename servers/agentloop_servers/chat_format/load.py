@@ -15,7 +15,7 @@ from typing import Any, cast
 import structlog
 
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
-from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test, without_calls
+from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
 from agentloop.parsers.base import Parser
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.choose import choose_parser
@@ -117,10 +117,14 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
         except ParserMismatch as mismatch:
             _log.info("parser_passed_over", parser=chosen.name, because=mismatch.message)
             reason = mismatch.message
-    fitting = parsers_that_fit(renderer) if facts.supports_tools and facts.shows_calls else ()
-    if not fitting:
+    if not facts.supports_tools or not facts.shows_calls:
         return _without_tools(renderer, reason)
-    return _tested(get_parser(fitting[0]), fitting[0], "it reads what the renderer writes", renderer)
+    try:
+        name, derived = derived_parser(renderer)
+        parser = derived if name == DERIVED else get_parser(name)
+        return _tested(parser, name, "it reads what the renderer writes", renderer)
+    except ParserMismatch as mismatch:
+        return _without_tools(renderer, mismatch.message)
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:
