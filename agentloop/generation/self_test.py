@@ -186,9 +186,10 @@ def _in_one_form(reader: TurnReader, turns: _Turns) -> list[_RenderedTurn]:
 
 def _turns(renderer: Renderer) -> _Turns:
     answer, thought = _cut(renderer, [_ASKED], _ANSWER, [], ()), _CALLING.reasoning
-    source = renderer.facts.template_source
-    if source and any(marks.open in answer.text and marks.open not in source for marks in THOUGHT_MARKS):
-        # The template knows no thoughts, and the renderer wrote one into the content: it is not the model's format.
+    source, before = renderer.facts.template_source, answer.before.rstrip()
+    written = [marks.open for marks in THOUGHT_MARKS if marks.open in answer.text]
+    if source and any(mark not in source or before.endswith(mark) for mark in written):
+        # The template shows no thoughts, and the renderer wrote one into the content: it is not the model's format.
         answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ()), ""
     shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
     return _calling_turns(renderer, thought) if shows_calls else (), answer

@@ -124,7 +124,7 @@ class JsonArguments:
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         end = value_end(text, position, limit)
         if end < 0:
-            raise MalformedCall("the arguments have no end", name, text[position:].lstrip())
+            raise MalformedCall("the arguments have no end", name, text[position:limit].lstrip())
         return read_arguments(text[position:end], name), end
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
@@ -149,7 +149,7 @@ class Literals:
         token = re.compile(rf"{self._strings}|([\[{{(])|([\]}})])", re.DOTALL)
         end = value_end(text, position, limit, token, depth=1)
         if end < 0:
-            raise MalformedCall("the arguments have no end", name, self._as_json(text[position:]))
+            raise MalformedCall("the arguments have no end", name, self._as_json(text[position:limit]))
         written = self._as_json(text[position : end - 1])
         return read_arguments(written + "}", name), end - 1
 
@@ -163,16 +163,23 @@ class Literals:
         return "{" + literals_as_json(text, self._strings, self.quote, self.assign)
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
-        def value(schema: Mapping[str, JSON]) -> JSON:
-            if self.quote and _types(schema) == {"string"} and "enum" not in schema:
-                return {"type": "tag", "begin": self.quote, "content": {"type": "any_text"}, "end": self.quote}
-            return call_json(schema)
-
         pieces = [
-            ([{"type": "const_string", "value": f"{key}{self.assign}"}, value(schema)], is_required)
+            ([{"type": "const_string", "value": f"{key}{self.assign}"}, self._value(schema)], is_required)
             for key, schema, is_required in _properties(parameters)
         ]
         return _listed(pieces, self.separator)
+
+    def _value(self, schema: Mapping[str, JSON]) -> JSON:
+        """The grammar of one value; within lists and objects it is written as JSON."""
+        types, values = _types(schema), schema.get("enum")
+        if types == {"string"} and self.quote:
+            return {"type": "tag", "begin": self.quote, "content": _text_form(schema), "end": self.quote}
+        if self.quote or types not in ({"string"}, {"boolean"}):
+            return call_json(schema)
+        pattern = "True|False" if types == {"boolean"} else r"'([^'\\\n]|\\['\\nt])*'"
+        if values is not None:
+            pattern = "|".join(re.escape(repr(value)) for value in values)
+        return {"type": "or", "elements": [{"type": "regex", "pattern": pattern}, call_json(schema)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,23 +218,25 @@ class TextParameters:
         return arguments.values, position
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
-        pieces = []
+        pieces, ends = [], marks_of(self.tail)
+        excluded = ends[:1] if len(ends) > 1 else []
         for key, schema, is_required in _properties(parameters):
             is_text = "string" in _types(schema)
             begin = f"{self.open}{key}{self.between[0 if is_text else -1]}"
-            content = self._text(schema) if is_text else call_json(schema)
+            content = _text_form(schema, excluded) if is_text else call_json(schema)
             pieces.append(([{"type": "tag", "begin": begin, "content": content, "end": self.close}], is_required))
         return _listed(pieces, "")
 
-    def _text(self, schema: Mapping[str, JSON]) -> JSON:
-        """The grammar of a string that stands as it is."""
-        if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-            return {"type": "or", "elements": [{"type": "const_string", "value": value} for value in values]}
-        if "pattern" in schema:
-            return {"type": "regex", "pattern": schema["pattern"]}
-        if "maxLength" in schema:
-            return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}"}
-        return {"type": "any_text", "excludes": marks_of(self.tail)[:1] if len(marks_of(self.tail)) > 1 else []}
+
+def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> JSON:
+    """Return the structural tag of a string that stands as it is."""
+    if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
+        return {"type": "or", "elements": [{"type": "const_string", "value": value} for value in values]}
+    if "pattern" in schema:
+        return {"type": "regex", "pattern": schema["pattern"]}
+    if "maxLength" in schema:
+        return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}"}
+    return {"type": "any_text", "excludes": list(excluded)}
 
 
 def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, JSON], bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.arguments import JsonArguments, ObjectKeys, TextParameters
+from agentloop.parsers.arguments import JsonArguments, Literals, ObjectKeys, TextParameters
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
 from agentloop.parsers.call_format import ID, CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
@@ -65,6 +65,16 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
     "mistral": (
         CallFormat("[TOOL_CALLS]", "", JsonArguments(), middle=f"[CALL_ID]{ID}[ARGS]", separator=""),
         CallFormat("", "", ObjectKeys(id="id"), section=("[TOOL_CALLS] [", "]"), separator=", "),
+    ),
+    "lfm2": (
+        CallFormat(
+            "",
+            ")",
+            Literals(),
+            middle="(",
+            section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+            separator=", ",
+        ),
     ),
     "granite": (CallFormat("", "", ObjectKeys(), section=("<|tool_call|>[", "]"), separator=", "),),
 }

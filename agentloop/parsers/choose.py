@@ -25,6 +25,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
     ("harmony", ("<|channel|>", "<|message|>", "functions")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("lfm2", ("<|tool_list_start|>", "<|im_start|>")),
+    ("lfm2", ("List of tools: [", "keep_past_thinking")),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),

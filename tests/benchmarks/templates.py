@@ -40,8 +40,9 @@ _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
     "<|return|>", "<|end|>", "<end_of_utterance>", "<|message_sep|>", "<|endofturn|>", "<|assistant_end|>",
     "[e~[", "<seed:eos>", "<|user|>", "<SPECIAL_12>",
-    "</assistant>", "<sep>", "<end_of_sentence>", "<｜hy_eos:opensource｜>", "<|eos|>",
+    "</assistant>", "<sep>", "<end_of_sentence>", "<|eos|>",
 )  # fmt: skip
+_BUILT_ENDS = {"hy_eos": "<｜hy_eos:opensource｜>"}  # which the template puts together
 _FURTHER_ENDS = (
     "<|observation|>", "<|call|>", "<|eom_id|>", "<|tools_suffix|>", "<|tool_response>", "<|calls|>",
 )  # fmt: skip
@@ -89,7 +90,8 @@ def judge(path: Path) -> Verdict:
 
 def _family(source: str) -> Family:
     marks = list(dict.fromkeys([*_MARK.findall(source), *([_PUNCTUATION] if _PUNCTUATION in source else [])]))
-    end = next((end for end in _ENDS if end in source), _EOS)
+    ends = _BUILT_ENDS | {end: end for end in _ENDS}
+    end = next((end for sign, end in ends.items() if sign in source), _EOS)
     special = dict.fromkeys([_BOS, _EOS, end, *(mark for mark in marks if not _is_markup(mark))])
     markup = tuple(mark for mark in marks if _is_markup(mark) and mark not in special)
     stops = (end, *(mark for mark in _FURTHER_ENDS if mark in source))

@@ -106,6 +106,14 @@ def _harmony(calls: list[Call]) -> str:
     return "<|call|>".join(one.format(name, dumps(arguments)) for name, arguments in calls)
 
 
+def _lfm2(calls: list[Call]) -> str:
+    def value(one: Any) -> str:
+        return dumps(one) if isinstance(one, dict | list) else repr(one)
+
+    written = [f"{name}({', '.join(f'{key}={value(one)}' for key, one in a.items())})" for name, a in calls]
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
+
+
 WRITE: dict[str, Callable[[list[Call]], str]] = {
     "hermes": _hermes,
     "qwen3_xml": _qwen3_xml,
@@ -116,6 +124,7 @@ WRITE: dict[str, Callable[[list[Call]], str]] = {
     "kimi_k2": _kimi_k2,
     "mistral": _mistral,
     "harmony": _harmony,
+    "lfm2": _lfm2,
     "granite": lambda calls: mistral_list(calls, has_ids=False).replace("[TOOL_CALLS] ", "<|tool_call|>"),
 }
 
@@ -173,6 +182,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         *(" to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>commentary json<|message|>", "{}"),
         *("<|constrain|>", "<|start|>", "commentary"),
     ),
+    "lfm2": ("<|tool_call_start|>[", "<|tool_call_end|>", "f(", "count=1", ")", "text='", "'", ", ", "]"),
     "granite": ("<|tool_call|>", "[{", '[{"name": "f", "arguments": {}}', "{}", ", ", "]"),
 }
 """Parts of well-written and broken calls: any row of them is a text that a policy could write."""
