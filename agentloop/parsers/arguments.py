@@ -176,7 +176,8 @@ class Literals:
             return {"type": "tag", "begin": self.quote, "content": _text_form(schema), "end": self.quote}
         if self.quote or types not in ({"string"}, {"boolean"}):
             return call_json(schema)
-        pattern = "True|False" if types == {"boolean"} else r"'([^'\\\n]|\\['\\nt])*'"
+        bounds = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if values is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
         return {"type": "or", "elements": [{"type": "regex", "pattern": pattern}, call_json(schema)]}

@@ -23,8 +23,8 @@ from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.parsers.test_call_constraint import BOOKED, BOOKING, allows, walk
 from tests.parsers.writing import COMMON_FRAGMENTS
 from tests.support.families import table
+from tests.support.families.derived import NAMES, derived_chat
 
-FAMILIES = [family.name for family in table.DERIVED]
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": parameters}}
     for name, parameters in (
@@ -42,25 +42,16 @@ TOOLS = [
 ]
 JOTTED = {"level": 3, "note": "é it"}
 SHORT_FUZZ, LONG_FUZZ = 100, 1000  # turns of each of ten families
-_cache: dict[str, tuple[TemplateRenderer, FormatParser]] = {}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=NAMES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def chat(family: str, tmp_path: Path) -> tuple[TemplateRenderer, FormatParser]:
-    if family not in _cache:
-        row = next(row for row in table.DERIVED if row.name == family)
-        folder = table.write_model(tmp_path, row, row.template)
-        renderer = TemplateRenderer.from_directory(folder, RenderSettings(on_unstable=OnUnstable.FORK))
-        name, parser = derived_parser(renderer)
-        assert name in (DERIVED, "lfm2")
-        assert isinstance(parser, FormatParser)
-        _cache[family] = renderer, parser
-    return _cache[family]
+def chat(family: str) -> tuple[TemplateRenderer, FormatParser]:
+    return derived_chat(family)
 
 
 def rendered(renderer: TemplateRenderer, *calls: tuple[str, dict]) -> str:
