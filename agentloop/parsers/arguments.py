@@ -52,8 +52,8 @@ class ObjectKeys:
 
     def read(
         self, written: str, names: Collection[str] | None, *, lenient: bool
-    ) -> tuple[str, dict[str, JSON], str] | None:
-        """Return name, arguments and id of an object. Raises MalformedCall.
+    ) -> tuple[str, dict[str, JSON], str, str | None] | None:
+        """Return name, arguments and id of an object, and what was forgiven. Raises MalformedCall.
 
         With `names`, those of the tools, an object is None that is no call: it has other keys.
         """
@@ -86,7 +86,8 @@ class ObjectKeys:
         if not isinstance(arguments, dict):
             raise MalformedCall(f'"{key}" is not a JSON object', name)
         written_id = call.get(self.id) if self.id else ""
-        return check_name(name), arguments, written_id if isinstance(written_id, str) else ""
+        note = None if key else f"no {self.arguments[0]}"
+        return check_name(name), arguments, written_id if isinstance(written_id, str) else "", note
 
     def begun(self, name: str) -> str:
         """Return a call up to its arguments."""

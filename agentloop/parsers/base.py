@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentloop.errors import InvalidRequest
@@ -164,12 +164,18 @@ class TurnBuilder:
             self._reasoning.append(stripped)
 
     def add_call(
-        self, start: int, end: int, name: str, arguments: Mapping[str, JSON], written_id: str = ""
+        self,
+        start: int,
+        end: int,
+        name: str,
+        arguments: Mapping[str, JSON],
+        written_id: str = "",
+        forgiven: str | None = None,
     ) -> None:
         first, last = self._decoded.token_span(start, end)
-        self._calls.append(
-            ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last, written_id=written_id)
-        )
+        error = forgiven and f"read leniently: {forgiven}"
+        call = ToolCall(self._next_id(), name, arguments, ToolCallStatus.OK, error, first, last)
+        self._calls.append(replace(call, written_id=written_id))
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Add a malformed call. `is_cut`: the turn's end alone ended it."""

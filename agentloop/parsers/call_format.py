@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from agentloop.errors import InvalidRequest
@@ -39,8 +39,8 @@ _TOOL_NAME = r"""[^\s<>{}\[\]()"'=][^<>{}\[\]()"'=\n]{0,255}?"""
 _NUMBERED = re.compile(r"(?:functions\.)?(.*?)(:[0-9]+)?")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
-_Call: TypeAlias = tuple[str, Mapping[str, JSON], str, int]
-"""Name, arguments, the id that was written, and where the call ends."""
+_Call: TypeAlias = tuple[str, Mapping[str, JSON], str, int, str | None]
+"""Name, arguments, the id that was written, where the call ends, and what was forgiven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class FormatParser(MarkedParser):
     def __init__(
         self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, lenient: bool = False
     ) -> None:
-        """`lenient` reads what other engines read too: see `ObjectKeys.read`."""
-        self.form = form
+        """`lenient` reads as vLLM and SGLang do: objects without arguments, and a list where one object stands."""
+        self.form, self._others = form, others
         outer, inner, ends, last = form.outer, form.inner, marks_of(form.end), marks_of(form.section[1])
         self.counted = inner or outer or '"name"'
         self.writes_one = form.is_bare
@@ -102,6 +102,14 @@ class FormatParser(MarkedParser):
         either = f"(?:{first}\\s*+)?{each}|{first}" if inner and inner != outer else first
         self.opening = re.compile(either if openings else "(?!)")
         self._readers = [_CallReader(one, self.opening, self.counted, lenient) for one in (form, *others)]
+        self._writers = tuple(self._readers)
+        if lenient and isinstance(form.arguments, ObjectKeys) and form.begin.strip():
+            listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
+            self._readers.append(_CallReader(listed, self.opening, self.counted, lenient, "a list of calls"))
+
+    def lenient(self) -> FormatParser:
+        """Return the lenient reader of the same formats, whose grammar is the same."""
+        return FormatParser(self.marks.thoughts, self.form, *self._others, lenient=True)
 
     def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
         begun = (one for one in self._readers if one.begins(builder.text, found.start()))
@@ -118,7 +126,7 @@ class FormatParser(MarkedParser):
         is_parallel = is_parallel and not self.writes_one
         constraints = [
             constraint_of_calls(tools, one.tag, one.turn, forced=forced, is_parallel=is_parallel)
-            for one in self._readers
+            for one in self._writers
         ]
         return constraints[0] if len(constraints) == 1 else either_constraint(*constraints)
 
@@ -126,8 +134,11 @@ class FormatParser(MarkedParser):
 class _CallReader:
     """Reads and writes the calls of one format."""
 
-    def __init__(self, form: CallFormat, opening: re.Pattern[str], counted: str, lenient: bool) -> None:
-        self.form, self._opening, self._counted, self._lenient = form, opening, counted, lenient
+    def __init__(
+        self, form: CallFormat, opening: re.Pattern[str], counted: str, lenient: bool, note: str | None = None
+    ) -> None:
+        """`note` is what every call of this format is forgiven."""
+        self.form, self._opening, self._counted, self._lenient, self._note = form, opening, counted, lenient, note
         notation = form.arguments
         self._keys = notation if isinstance(notation, ObjectKeys) else None
         has_tag = bool(form.outer) and form.is_bare
@@ -184,8 +195,8 @@ class _CallReader:
                 return end
             if call is None:
                 return start
-            name, arguments, written_id, end = call
-            builder.add_call(start, end, name, arguments, written_id)
+            name, arguments, written_id, end, note = call
+            builder.add_call(start, end, name, arguments, written_id, note)
             if (following := self._next.match(text, end)) is None:
                 return end
             if builder.is_full:
@@ -209,7 +220,8 @@ class _CallReader:
             expected = notation.expects + "".join(marks_of(self.form.end))
             error = f"the tool call has something else where {expected} must stand"
             raise MalformedCall(error, name, json.dumps(arguments, ensure_ascii=False)[:-1], end)
-        return name, arguments, call_id if _ID.fullmatch(call_id) else "", end if closed is None else closed.end()
+        call_id = call_id if _ID.fullmatch(call_id) else ""
+        return name, arguments, call_id, end if closed is None else closed.end(), None
 
     def _object(self, text: str, start: int, limit: int, tools: Tools, *, is_marked: bool) -> _Call | None:
         assert self._keys is not None
@@ -219,7 +231,10 @@ class _CallReader:
             end = self._ends(text, start)[0]
         names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
         found = self._keys.read(text[start:end], names, lenient=self._lenient)
-        return None if found is None else (*found, end if closed is None else closed.end())
+        if found is None:
+            return None
+        name, arguments, written_id, note = found
+        return name, arguments, written_id, end if closed is None else closed.end(), note or self._note
 
     def _ends(self, text: str, start: int) -> tuple[int, int]:
         """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""

@@ -18,6 +18,7 @@ from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
 from agentloop.parsers.base import Parser
 from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.call_format import FormatParser
 from agentloop.parsers.choose import choose_parser
 from agentloop.plugins import install_hint, resolve
 from agentloop.rendering.port import Renderer
@@ -53,6 +54,8 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     ParserMismatch for a parser that does not read what the renderer writes.
     """
     chosen = load_parser(folder, settings, load_renderer(folder, settings))
+    if settings.lenient and isinstance(chosen.parser, FormatParser):
+        chosen = replace(chosen, parser=chosen.parser.lenient())
     facts = chosen.renderer.facts
     _log.info(
         "chat_format",
