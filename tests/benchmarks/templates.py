@@ -52,7 +52,7 @@ _FURTHER_ENDS = (
 _TABLE_BEGIN, _TABLE_END = "<!-- templates -->", "<!-- /templates -->"
 _REASONS = {
     "cannot be derived: of": "it writes a part of a call in more than one way",
-    "'derived' does not read": "its answers stand in marks of their own, or its history is not what prompts begin with",
+    "'derived' does not read": "its answers stand in marks, or its history is not what its prompts begin with",
     "chat template failed: ": "without tools, or without its own arguments, its template fails",
 }
 _SYSTEM = Message("system", "Antworte knapp.")
