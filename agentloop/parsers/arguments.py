@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
-from agentloop.parsers.grammar import call_json, loads
+from agentloop.parsers.grammar import call_json, loads, tagged
 from agentloop.types import JSON
 
 Tools: TypeAlias = Sequence[Mapping[str, JSON]]
@@ -52,7 +52,7 @@ class ObjectKeys:
 
     def read(
         self, written: str, names: Collection[str] | None, *, lenient: bool
-    ) -> tuple[str, dict[str, JSON], str, str | None] | None:
+    ) -> tuple[str, dict[str, JSON], str, str] | None:
         """Return name, arguments and id of an object, and what was forgiven. Raises MalformedCall.
 
         With `names`, those of the tools, an object is None that is no call: it has other keys.
@@ -86,8 +86,8 @@ class ObjectKeys:
         if not isinstance(arguments, dict):
             raise MalformedCall(f'"{key}" is not a JSON object', name)
         written_id = call.get(self.id) if self.id else ""
-        note = None if key else f"no {self.arguments[0]}"
-        return check_name(name), arguments, written_id if isinstance(written_id, str) else "", note
+        forgiven = "" if key else f"no {self.arguments[0]}"
+        return check_name(name), arguments, written_id if isinstance(written_id, str) else "", forgiven
 
     def begun(self, name: str) -> str:
         """Return a call up to its arguments."""
@@ -165,7 +165,7 @@ class Literals:
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces = [
-            ([{"type": "const_string", "value": f"{key}{self.assign}"}, self._value(schema)], is_required)
+            (_sequence(_text(f"{key}{self.assign}"), self._value(schema)), is_required)
             for key, schema, is_required in _properties(parameters)
         ]
         return _listed(pieces, self.separator)
@@ -174,7 +174,7 @@ class Literals:
         """The grammar of one value; within lists and objects it is written as JSON."""
         types, values = _types(schema), schema.get("enum")
         if types == {"string"} and self.quote:
-            return {"type": "tag", "begin": self.quote, "content": _text_form(schema), "end": self.quote}
+            return tagged(self.quote, _text_form(schema), self.quote)
         if self.quote or types not in ({"string"}, {"boolean"}):
             return call_json(schema)
         bounds = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -199,41 +199,55 @@ class TextParameters:
         return f"{self.open}... or "
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
-        arguments, close = TextArguments(name, parameter_schemas(tools, name)), self.close.strip()
-        between = "|".join(loose(one) for one in dict.fromkeys(self.between))
+        close, schemas = self.close.strip(), parameter_schemas(tools, name)
+        between = "|".join(map(loose, self.between))
         opening = re.compile(rf"\s*+{loose(self.open)}([^<>\n]{{1,256}}?)(?:{between})")
         tail = re.compile(loose(self.tail)) if len(marks_of(self.tail)) > 1 else None
+        values: dict[str, JSON] = {}
         while (found := opening.match(text, position)) is not None:
             key, start = found[1].strip(), found.end()
             end = text.find(close, start)
             cut = tail.search(text, start, end if end >= 0 else len(text)) if tail is not None else None
+            written = json.dumps(values, ensure_ascii=False)[:-1]
             if cut is not None or end < 0:
+                value = text[start : cut.start() if cut is not None else len(text)].removeprefix("\n")
                 at = cut.start() if cut is not None else start if tail is None else len(text)
-                value = text[start : cut.start() if cut is not None else len(text)]
-                error = f"parameter {key!r} has no {close}"
-                raise arguments.malformed(error, (key, value.removeprefix("\n")), at)
-            value = text[start:end]
+                written += f"{', ' if values else ''}{json.dumps(key)}: {_cut_text(value, schemas.get(key))}"
+                raise MalformedCall(f"parameter {key!r} has no {close}", name, written, at)
+            value, position = text[start:end], end + len(close)
             if self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
-            arguments.add(key, value, end + len(close))
-            position = end + len(close)
-        return arguments.values, position
+            try:
+                if key in values or len(values) == MAX_PARAMETERS:
+                    raise ValueError("twice in one call" if key in values else f"after the first {MAX_PARAMETERS}")
+                values[key] = typed_value(value, schemas.get(key))
+            except ValueError as error:
+                raise MalformedCall(f"parameter {key!r}: {error}", name, written, position) from error
+        return values, position
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces, ends = [], marks_of(self.tail)
         excluded = ends[:1] if len(ends) > 1 else []
         for key, schema, is_required in _properties(parameters):
             is_text = "string" in _types(schema)
-            begin = f"{self.open}{key}{self.between[0 if is_text else -1]}"
             content = _text_form(schema, excluded) if is_text else call_json(schema)
-            pieces.append(([{"type": "tag", "begin": begin, "content": content, "end": self.close}], is_required))
+            end = self.close.lstrip() if content["type"] == "any_text" else self.close
+            pieces.append(
+                (tagged(f"{self.open}{key}{self.between[0 if is_text else -1]}", content, end), is_required)
+            )
         return _listed(pieces, "")
 
 
-def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> JSON:
+def _cut_text(value: str, schema: Mapping[str, JSON] | None) -> str:
+    """Return a value that the turn's end cut, as JSON as far as it goes."""
+    is_text = schema is None or "string" in _types(schema)
+    return json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
+
+
+def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
     """Return the structural tag of a string that stands as it is."""
     if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-        return {"type": "or", "elements": [{"type": "const_string", "value": value} for value in values]}
+        return {"type": "or", "elements": [_text(value) for value in values]}
     if "pattern" in schema:
         return {"type": "regex", "pattern": schema["pattern"]}
     if "maxLength" in schema:
@@ -248,29 +262,27 @@ def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, 
     return [(key, {**schema, **shared}, key in parameters.get("required", ())) for key, schema in found.items()]
 
 
-def _listed(pieces: Sequence[tuple[list[JSON], bool]], separator: str) -> JSON:
+def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
     """Return the structural tag of pieces in their order, the optional ones left out or not."""
-
-    def rest(index: int) -> list[JSON]:
-        elements: list[JSON] = []
-        for piece, is_required in pieces[index:]:
-            with_separator = [*([{"type": "const_string", "value": separator}] if separator else []), *piece]
-            one = {"type": "sequence", "elements": with_separator}
-            elements.append(one if is_required else {"type": "optional", "content": one})
-        return elements
-
-    if not pieces:
-        return {"type": "const_string", "value": ""}
-    if not separator:
-        return {"type": "sequence", "elements": rest(0)}
-    num_first = next((i for i, (_, is_required) in enumerate(pieces) if is_required), len(pieces)) + 1
-    firsts = [
-        {"type": "sequence", "elements": [*piece, *rest(index + 1)]}
-        for index, (piece, _) in enumerate(pieces[:num_first])
+    behind = [_sequence(_text(separator), piece) if separator else piece for piece, _ in pieces]
+    behind = [
+        one if is_required else {"type": "optional", "content": one}
+        for one, (_, is_required) in zip(behind, pieces, strict=True)
     ]
-    may_be_none = num_first > len(pieces)
-    either: JSON = {"type": "or", "elements": firsts} if len(firsts) > 1 else firsts[0]
-    return {"type": "optional", "content": either} if may_be_none else either
+    if not separator or not pieces:
+        return _sequence(*(behind or [_text("")]))
+    num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
+    firsts = [_sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)]
+    either = {"type": "or", "elements": firsts}
+    return {"type": "optional", "content": either} if num_first is None else either
+
+
+def _sequence(*elements: JSON) -> JSON:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _text(value: str) -> JSON:
+    return {"type": "const_string", "value": value}
 
 
 # Marks of a literal: tags, and the text between them. A tag may lack its end, as `<function=` does.
@@ -324,19 +336,15 @@ def literals_as_json(text: str, strings: str = _STRINGS, quote: str = "", assign
 
 def _python_string(written: str) -> str:
     """A string of Python or JSON as JSON; one without its end stays without it."""
-    mark = written[0]
-    is_whole = len(written) > 1 and written.endswith(mark)
-    try:
-        value = json.loads(written) if mark == '"' and is_whole else None
-    except ValueError:
-        value = None
-    if value is None:
+    mark, is_whole = written[0], len(written) > 1 and written.endswith(written[0])
+    for read in (loads, ast.literal_eval):
         try:
-            value = ast.literal_eval(written.replace("\n", "\\n") + ("" if is_whole else mark))
+            value = read(written.replace("\n", "\\n") + ("" if is_whole else mark))
         except (SyntaxError, ValueError):
-            return written
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if is_whole else shown[:-1]
+            continue
+        shown = json.dumps(value, ensure_ascii=False)
+        return shown if is_whole else shown[:-1]
+    return written
 
 
 def read_arguments(text: str, name: str) -> dict[str, JSON]:
@@ -356,36 +364,6 @@ def check_name(name: JSON) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise MalformedCall('the tool call has no "name", or one that is not a short string')
     return name
-
-
-class TextArguments:
-    """The arguments of one call, parameter by parameter. Raises MalformedCall for one that cannot be."""
-
-    def __init__(self, name: str, schemas: Mapping[str, Mapping[str, JSON]]) -> None:
-        self._name = name
-        self._schemas = schemas
-        self.values: dict[str, JSON] = {}
-
-    def add(self, key: str, value: str, at: int) -> None:
-        """Add a parameter as it was written; reading goes on at `at` if it cannot be."""
-        if key in self.values:
-            raise self.malformed(f"parameter {key!r} twice in one call", at=at)
-        if len(self.values) == MAX_PARAMETERS:
-            raise self.malformed(f"more than {MAX_PARAMETERS} parameters", at=at)
-        try:
-            self.values[key] = typed_value(value, self._schemas.get(key))
-        except ValueError as error:
-            raise self.malformed(f"parameter {key!r} does not have its schema's type: {error}", at=at) from error
-
-    def malformed(self, error: str, cut: tuple[str, str] | None = None, at: int = 0) -> MalformedCall:
-        """Return the error of a call that cannot be read; `cut` is the key and text of an unended parameter."""
-        written = json.dumps(self.values, ensure_ascii=False)[:-1]
-        if cut is not None:
-            key, value = cut
-            is_text = "string" in _types(self._schemas.get(key, {"type": "string"}))
-            shown = json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
-            written += f"{', ' if self.values else ''}{json.dumps(key, ensure_ascii=False)}: {shown}"
-        return MalformedCall(error, self._name, written, at)
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, JSON]], name: str) -> dict[str, Mapping[str, JSON]]:
@@ -423,11 +401,11 @@ def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
     if "string" in types:
         return value
     try:
-        return loads(bare)
-    except ValueError:
         try:
-            return loads(literals_as_json(bare))  # some templates print Python's spelling
+            return loads(bare)
         except ValueError:
-            if types:
-                raise
-            return value  # any type is allowed, text too
+            return loads(literals_as_json(bare))  # some templates print Python's spelling
+    except ValueError as error:
+        if types:
+            raise ValueError(f"it does not have its schema's type: {error}") from error
+        return value  # any type is allowed, text too

@@ -6,9 +6,10 @@ call, MALFORMED where it cannot be read; all other text is content. Every parser
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from agentloop.errors import InvalidRequest
@@ -164,18 +165,14 @@ class TurnBuilder:
             self._reasoning.append(stripped)
 
     def add_call(
-        self,
-        start: int,
-        end: int,
-        name: str,
-        arguments: Mapping[str, JSON],
-        written_id: str = "",
-        forgiven: str | None = None,
+        self, start: int, end: int, name: str, arguments: Mapping[str, JSON], call_id: str = "", note: str = ""
     ) -> None:
+        """Add a call with the id that was written; `note` is what a lenient parser forgave."""
         first, last = self._decoded.token_span(start, end)
-        error = forgiven and f"read leniently: {forgiven}"
-        call = ToolCall(self._next_id(), name, arguments, ToolCallStatus.OK, error, first, last)
-        self._calls.append(replace(call, written_id=written_id))
+        status = ToolCallStatus.OK
+        self._calls.append(
+            ToolCall(self._next_id(), name, arguments, status, note or None, first, last, "", call_id)
+        )
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Add a malformed call. `is_cut`: the turn's end alone ended it."""
@@ -199,6 +196,26 @@ class TurnBuilder:
         num_calls = max(1, self.text.count(open_tag, start))
         error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
         self.add_malformed(start, len(self.text), MalformedCall(error))
+
+    def read(
+        self,
+        opening: re.Pattern[str],
+        read_call: Callable[[TurnBuilder, re.Match[str]], int],
+        counted: str,
+        position: int = 0,
+    ) -> ParsedTurn:
+        """Read the turn from `position` on. `read_call` adds the calls behind a mark and returns where they end.
+
+        Calls that are too many are numbered by `counted`, or their mark.
+        """
+        while (found := opening.search(self.text, position)) is not None:
+            self.add_content(self.text[position : found.start()])
+            if self.is_full:
+                self.add_rest(found.start(), counted or found[0])
+                return self.finish()
+            position = read_call(self, found)
+        self.add_content(self.text[position:])
+        return self.finish()
 
     def finish(self) -> ParsedTurn:
         return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))

@@ -12,78 +12,43 @@ from agentloop.parsers.harmony import HarmonyParser
 from agentloop.plugins import resolve
 
 _QWEN_END = "</function>\n</tool_call>"
-_QWEN = CallFormat(
-    "<tool_call>\n<function=",
-    _QWEN_END,
-    TextParameters("<parameter=", (">\n",), "\n</parameter>\n", tail=_QWEN_END),
-    middle=">\n",
-)
+_QWEN = TextParameters("<parameter=", (">\n",), "\n</parameter>\n", _QWEN_END)
 _GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n", "</tool_call>")
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_CALL, _DEEPSEEK_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_V3_CALL, _V3_END, _V3_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-_MISTRAL_THOUGHTS = ThoughtMarks("[THINK]", "[/THINK]")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_LLAMA = ObjectKeys(arguments=("parameters", "arguments"))
+_JSON, _CALLS = JsonArguments(), "[TOOL_CALLS]"
 
 FORMATS: dict[str, tuple[CallFormat, ...]] = {
     "hermes": (CallFormat("<tool_call>\n", "\n</tool_call>", ObjectKeys()),),
-    "glm45": (CallFormat("<tool_call>", "</tool_call>", _GLM, middle="\n"),),
+    "glm45": (CallFormat("<tool_call>", "</tool_call>", _GLM, "\n"),),
     "deepseek_v3": (
-        CallFormat(
-            f"{_DEEPSEEK_CALL}function{_SEP}",
-            f"\n```{_DEEPSEEK_END}",
-            JsonArguments(),
-            middle="\n```json\n",
-            section=_DEEPSEEK,
-        ),
+        CallFormat(f"{_V3_CALL}function{_V3_SEP}", f"\n```{_V3_END}", _JSON, "\n```json\n", section=_V3),
     ),
-    "deepseek_v31": (
-        CallFormat(_DEEPSEEK_CALL, _DEEPSEEK_END, JsonArguments(), middle=_SEP, section=_DEEPSEEK, separator=""),
-    ),
+    "deepseek_v31": (CallFormat(_V3_CALL, _V3_END, _JSON, _V3_SEP, _V3, ""),),
     "kimi_k2": (
-        CallFormat(
-            "<|tool_call_begin|>",
-            "<|tool_call_end|>",
-            JsonArguments(),
-            middle="<|tool_call_argument_begin|>",
-            section=_KIMI,
-            separator="",
-            is_numbered=True,
-        ),
+        CallFormat("<|tool_call_begin|>", "<|tool_call_end|>", _JSON, _KIMI_ARGUMENTS, _KIMI, "", is_numbered=True),
     ),
-    "qwen3_xml": (_QWEN,),
-    "qwen3_coder": (_QWEN,),
-    "llama3_json": (
-        CallFormat(
-            "",
-            "",
-            ObjectKeys(arguments=("parameters", "arguments")),
-            section=("<|python_tag|>", ""),
-            separator="; ",
-            is_bare=True,
-        ),
-    ),
+    "qwen3_xml": (CallFormat("<tool_call>\n<function=", _QWEN_END, _QWEN, ">\n"),),
+    "llama3_json": (CallFormat("", "", _LLAMA, section=("<|python_tag|>", ""), separator="; ", is_bare=True),),
     "mistral": (
-        CallFormat("[TOOL_CALLS]", "", JsonArguments(), middle=f"[CALL_ID]{ID}[ARGS]", separator=""),
-        CallFormat("", "", ObjectKeys(id="id"), section=("[TOOL_CALLS] [", "]"), separator=", "),
+        CallFormat(_CALLS, "", _JSON, f"[CALL_ID]{ID}[ARGS]", separator=""),
+        CallFormat("", "", ObjectKeys(id="id"), section=(f"{_CALLS} [", "]"), separator=", "),
     ),
-    "lfm2": (
-        CallFormat(
-            "",
-            ")",
-            Literals(),
-            middle="(",
-            section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
-            separator=", ",
-        ),
-    ),
+    "lfm2": (CallFormat("", ")", Literals(), "(", ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", "),),
     "granite": (CallFormat("", "", ObjectKeys(), section=("<|tool_call|>[", "]"), separator=", "),),
 }
+FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
 """The formats that are data, from the models' chat templates; ids and further forms from Kimi-K2's guide to tool
 calls, mistral-common, and llama-models."""
 
 
 def _parser(name: str) -> FormatParser:
-    return FormatParser(_MISTRAL_THOUGHTS if name == "mistral" else ThoughtMarks(), *FORMATS[name])
+    return FormatParser(
+        ThoughtMarks("[THINK]", "[/THINK]") if name == "mistral" else ThoughtMarks(), *FORMATS[name]
+    )
 
 
 _PARSERS: dict[str, Parser] = {**{name: _parser(name) for name in FORMATS}, "harmony": HarmonyParser()}

@@ -1,13 +1,11 @@
-"""The parser of a model, by its chat template and its tokenizer; and the parsers that read a given text."""
+"""The parser of a model, by its chat template and its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from agentloop.parsers.base import DecodedText
-from agentloop.parsers.by_name import PARSER_NAMES, get_parser
-from agentloop.types import JSON, ToolCall, ToolCallStatus
+from agentloop.parsers.by_name import PARSER_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +44,3 @@ def choose_parser(template_source: str, literals: Collection[str]) -> ChosenPars
             known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
             return ChosenParser(name, f"the chat template writes {' '.join(signs)}{known}")
     return ChosenParser(None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them")
-
-
-def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Sequence[Mapping[str, JSON]]) -> bool:
-    """Tell if a parser reads exactly these calls, names and arguments, in a turn's text."""
-    decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
-    found = get_parser(name).parse(decoded, tools, 0).calls
-    expected = [(call.name, dict(call.arguments)) for call in calls]
-    are_sound = all(call.status is ToolCallStatus.OK for call in found)
-    return are_sound and [(call.name, dict(call.arguments)) for call in found] == expected

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 from agentloop.errors import TemplateError
-from agentloop.parsers.arguments import (
-    MARK,
-    JsonArguments,
-    Literals,
-    Notation,
-    ObjectKeys,
-    TextParameters,
-)
+from agentloop.parsers.arguments import MARK, JsonArguments, Literals, Notation, ObjectKeys, TextParameters
 from agentloop.parsers.call_format import ID, CallFormat
 from agentloop.types import JSON, ToolCall
 
@@ -32,6 +26,8 @@ PROBES = tuple(
 _NUMBERS = ToolCall("prb4x0003", NAMES[0], {_KEYS[0]: 731946, _KEYS[1]: 602758})
 _BRACKETS = {"(": "()", "{": "{}"}
 
+_Found = tuple[ObjectKeys | Notation, str, tuple[str, ...]]
+"""The notation, the text between name and arguments, and what stands before, between and behind the calls."""
 Write = Callable[[Sequence[ToolCall]], str]
 """The turn of these calls as a policy would sample it, behind its thought. Raises TemplateError."""
 
@@ -53,23 +49,15 @@ def derive(write: Write) -> CallFormat:
         text = text.replace(call.id, ID)
         if call.name not in text:
             raise Underivable(f"a call is not shown in its turn, which is {text[:80]!r}")
-    found = _objects(text, calls)
-    if found is None:
-        found = _named(text, calls, write)
-    notation, middle, pieces = found
-    before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else ("", *_alone(*pieces), "")
-    section = (before.lstrip(), behind.rstrip())
+    notation, middle, pieces = _objects(text, calls) or _named(text, calls, write)
+    alone = ("", pieces[0], pieces[-1], "\n", "")
+    before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else alone
+    section, end = (before.lstrip(), behind.rstrip()), end if behind.strip() else end.rstrip()
     if isinstance(notation, TextParameters):
-        notation = TextParameters(notation.open, notation.between, notation.close, end)
-    form = CallFormat(
-        begin.lstrip(),
-        end.rstrip() if not behind.strip() else end,
-        notation,
-        middle,
-        section,
-        separator or begin[: len(begin) - len(begin.lstrip())],
-        is_bare=not begin.strip() and section[0].strip() in ("", "["),
-    )
+        notation = replace(notation, tail=end)
+    separator = separator or begin[: len(begin) - len(begin.lstrip())]
+    is_bare = not begin.strip() and section[0].strip() in ("", "[")
+    form = CallFormat(begin.lstrip(), end, notation, middle, section, separator, is_bare)
     literals = (*section, form.begin, form.middle, form.end, form.separator)
     if any(word in literal for word in (*NAMES, *_KEYS) for literal in literals):
         raise Underivable(f"a call shows its name or a key in more than one place: {text[:160]!r}")
@@ -78,72 +66,57 @@ def derive(write: Write) -> CallFormat:
     return form
 
 
-_Found = tuple[ObjectKeys | Notation, str, tuple[str, ...]]
-"""The notation, the text between name and arguments, and what stands before, between and behind the calls."""
-
-
 def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
     """Find calls that are objects of JSON."""
     spans: list[tuple[int, int]] = []
     for call in calls:
         start = at = text.index(call.name)
         value: JSON = None
-        while not isinstance(value, dict) or (call.name not in value and call.name not in value.values()):
+        while not isinstance(value, dict) or call.name not in (*value, *map(str, value.values())):
             if (start := text.rfind("{", 0, start)) < 0:
                 return None
             value, end = _decoded(text, start)
-        spans.append((start, end))
         if end < at:
             return None
-    arguments = dict(calls[-1].arguments)
+        spans.append((start, end))
+    arguments, pieces = dict(call.arguments), _between(text, spans)
     if value == {call.name: arguments}:
-        return ObjectKeys("", ("",)), "", _between(text, spans)
-    keys = {
-        kind: key
-        for key, one in value.items()
-        for kind, is_one in (
-            ("name", one == call.name),
-            ("id", one == ID),
-            ("arguments", one == arguments or (isinstance(one, str) and _decoded(one, 0)[0] == arguments)),
-        )
-        if is_one
-    }
-    if "arguments" not in keys:
+        return ObjectKeys("", ("",)), "", pieces
+    keys = {one: key for key, one in value.items() if isinstance(one, str)}  # of the name and of the id
+    shown = (key for key, one in value.items() if arguments in (one, _decoded(str(one), 0)[0]))
+    if (key := next(shown, None)) is None:
         raise Underivable(f"the object of a call does not show its arguments: {text[:160]!r}")
-    return ObjectKeys(keys["name"], (keys["arguments"],), keys.get("id", "")), "", _between(text, spans)
+    return ObjectKeys(keys[call.name], (key,), keys.get(ID, "")), "", pieces
 
 
 def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
     """Find calls whose name stands before their arguments."""
     starts = [text.index(call.name) for call in calls]
     ends = [start + len(call.name) for start, call in zip(starts, calls, strict=True)]
-    opened = [text.find("{", end) for end in ends]
-    found = [_decoded(text, at) if at >= 0 else (None, 0) for at in opened]
+    opened = [max(text.find("{", end), 0) for end in ends]
+    found = [_decoded(text, at) for at in opened]
     if [value for value, _ in found] == [call.arguments for call in calls]:
         pieces = _between(text, [(start, end) for start, (_, end) in zip(starts, found, strict=True)])
         return JsonArguments(), text[ends[0] : opened[0]], pieces
     places = [_places(text, call) for call in calls]
-    (key, key_end, value, value_end), (other, _, _, last) = places[0]
+    (key, key_end, value, value_end), (other, *_, last) = places[0]
     before, between, apart = text[ends[0] : key], text[key_end:value], text[value_end:other]
     lasts = [one[1][3] for one in places]
-    opening = before.rstrip()[-1:]
-    if opening in _BRACKETS and len(between.strip()) > 0:
+    if (opening := before.rstrip()[-1:]) in _BRACKETS and between.strip():
         quote = between[1:]
-        cut = _between(text, [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)])
-        mark = "" if quote in ("'", '"') else quote
-        notation = Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), mark)
-        return notation, before, cut
+        pieces = _between(text, [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)])
+        own = "" if quote in ("'", '"') else quote
+        return Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), own), before, pieces
     middle, open_, close, blanks, _ = _framed(before, apart, text[last:])
     if not open_.strip() or not close.strip():
         raise Underivable(f"no marks stand around a parameter: {text[:160]!r}")
-    lasts = [at + len(close) for at in lasts]
-    if all(text.startswith(blanks, at) for at in lasts):
-        close, lasts = close + blanks, [at + len(blanks) for at in lasts]
+    if all(text.startswith(close + blanks, at) for at in lasts):
+        close += blanks
+    pieces = _between(text, [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)])
     typed = write([_NUMBERS])
     shown = typed.find(_KEYS[0]) + len(_KEYS[0])
     others = typed[shown : typed.find(str(_NUMBERS.arguments[_KEYS[0]]), shown)]
-    notation_ = TextParameters(open_, tuple(dict.fromkeys((between, others))), close)
-    return notation_, middle, _between(text, list(zip(starts, lasts, strict=True)))
+    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close), middle, pieces
 
 
 def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
@@ -180,10 +153,6 @@ def _framed(before: str, between: str, behind: str) -> tuple[str, str, str, str,
         between[len(end) : begun],
         behind[last[num_end - 1].end() :] if num_end else behind,
     )
-
-
-def _alone(before: str, behind: str) -> tuple[str, str, str]:
-    return before, behind, "\n"
 
 
 def _decoded(text: str, start: int) -> tuple[JSON, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import orjson
 
@@ -39,25 +38,16 @@ MAX_JSON_DEPTH = 64
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSyntax:
-    """The text around and between the calls of one turn."""
-
-    begin: str = ""
-    separator: str = "\n"
-    end: str = ""
-
-
 def constraint_of_calls(
     tools: Sequence[Mapping[str, JSON]],
     tag: Callable[[Mapping[str, JSON]], JSON],
-    turn: TurnSyntax = TurnSyntax(),
+    section: tuple[str, str] = ("", ""),
+    separator: str = "\n",
     *,
     forced: str | None,
     is_parallel: bool,
 ) -> Constraint:
-    """Return what `Parser.call_constraint` does. By default a line break separates calls, as most templates write
-    them."""
+    """Return what `Parser.call_constraint` does, with the `tag` of each tool's call."""
     functions = [tool.get("function", tool) for tool in tools]
     callable_ones = [function for function in functions if forced is None or function.get("name") == forced]
     if not callable_ones:
@@ -66,13 +56,16 @@ def constraint_of_calls(
     calls: dict[str, JSON] = {
         "type": "tags_with_separator",
         "tags": [tag(function) for function in callable_ones],
-        "separator": turn.separator,
+        "separator": separator,
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
-    if turn.begin:
-        calls = {"type": "tag", "begin": turn.begin, "content": calls, "end": turn.end}
-    return _constraint_of(calls)
+    return _constraint_of(tagged(section[0], calls, section[1]) if section[0] else calls)
+
+
+def tagged(begin: str, content: JSON, end: str) -> dict[str, JSON]:
+    """Return the structural tag of a content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.arguments import Tools, check_name, read_arguments
-from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import NO_PARAMETERS, call_json, constraint_of_calls
-from agentloop.parsers.marked import MarkedParser
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
+from agentloop.parsers.grammar import NO_PARAMETERS, call_json, constraint_of_calls, tagged
 from agentloop.types import JSON, Constraint
 
 _START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
@@ -26,6 +25,7 @@ _PREAMBLE = "<|channel|>commentary<|message|>"
 _CALL_STOP = "<|call|>"
 
 _BEGIN = re.compile(r"<\|start\|>|<\|channel\|>")
+_OPENING = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?([^<]*+)(?:<\|channel\|>([^<]*+))?(?:<\|constrain\|>([^<]*+))?<\|message\|>"
 )
@@ -34,7 +34,7 @@ _BODY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|cha
 _RECIPIENT = re.compile(r"(?:\s|\A)to=(\S++)")
 
 
-class HarmonyParser(MarkedParser):
+class HarmonyParser:
     """Messages of the harmony format. The thought at the turn's beginning is read before, by its marks."""
 
     marks = Marks(
@@ -47,12 +47,8 @@ class HarmonyParser(MarkedParser):
         thoughts=ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>"),
     )
 
-    opening = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
-    counted = "to="
-
-    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`: a message, with or without a call."""
-        return _read_message(builder.text, found.start(), builder)
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
+        return TurnBuilder(decoded, turn_index).read(_OPENING, _read_message, "to=")
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """See `Parser.call_constraint`: one call, as it ends the model's turn."""
@@ -63,12 +59,12 @@ def _tag(function: Mapping[str, JSON]) -> JSON:
     if re.fullmatch(r"[^\s<>]{1,256}", name := str(function.get("name"))) is None:
         raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
     begin = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-    content = call_json(function.get("parameters") or NO_PARAMETERS)
-    return {"type": "tag", "begin": begin, "content": content, "end": _CALL_STOP}
+    return tagged(begin, call_json(function.get("parameters") or NO_PARAMETERS), _CALL_STOP)
 
 
-def _read_message(text: str, start: int, builder: TurnBuilder) -> int:
+def _read_message(builder: TurnBuilder, found: re.Match[str]) -> int:
     """Add the message that begins there; return where it ends. A mark that begins none is content."""
+    text, start = builder.text, found.start()
     header = _HEADER.match(text, start)
     if header is None:
         return _read_cut_header(text, start, builder)

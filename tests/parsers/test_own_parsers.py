@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from agentloop.parsers.base import MAX_CALLS
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
-from agentloop.parsers.choose import reads
 from agentloop.types import ToolCall, ToolCallStatus
-from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE, mistral_list, parse, repeated
+from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE, mistral_list, parse, reads, repeated
 
 PROPERTIES = {
     "text": {"type": "string"},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
+from agentloop.types import ToolCall, ToolCallStatus
 
 Arguments = Mapping[str, Any]
 Call = tuple[str, Arguments]
@@ -17,6 +18,15 @@ Call = tuple[str, Arguments]
 def parse(parser: str, text: str, tools: Any = (), turn_index: int = 0) -> ParsedTurn:
     """One token a character, so that spans are offsets into the text."""
     return get_parser(parser).parse(DecodedText(text, tuple(range(1, len(text) + 1))), tools, turn_index)
+
+
+def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
+    """Tell if a parser reads exactly these calls, names and arguments, in a turn's text."""
+    found = parse(name, text, tools).calls
+    are_sound = all(call.status is ToolCallStatus.OK for call in found)
+    return are_sound and [(c.name, dict(c.arguments)) for c in found] == [
+        (c.name, dict(c.arguments)) for c in calls
+    ]
 
 
 def repeated(unit: str, num_chars: int) -> str:
