@@ -31,10 +31,6 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 class Notation(Protocol):
     """The notation of the arguments behind a call's name."""
 
-    @property
-    def expects(self) -> str:
-        """The text of an argument, for messages about what else stands there."""
-
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         """Return the arguments and where they end. Raises MalformedCall, with the place from which to go on."""
 
@@ -120,8 +116,6 @@ class ObjectKeys:
 class JsonArguments:
     """An object of JSON."""
 
-    expects = ""
-
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         end = value_end(text, position, limit)
         if end < 0:
@@ -143,8 +137,6 @@ class Literals:
     assign: str = "="
     separator: str = ", "
     quote: str = ""  # empty: Python's strings
-
-    expects = ""
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         token = re.compile(rf"{self._strings}|([\[{{(])|([\]}})])", re.DOTALL)
@@ -193,11 +185,6 @@ class TextParameters:
     close: str
     tail: str = ""  # what ends the call; a value that holds all of it was never closed
 
-    @property
-    def expects(self) -> str:
-        """See `Notation.expects`."""
-        return f"{self.open}... or "
-
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         close, schemas = self.close.strip(), parameter_schemas(tools, name)
         between = "|".join(map(loose, self.between))
@@ -212,7 +199,9 @@ class TextParameters:
             if cut is not None or end < 0:
                 value = text[start : cut.start() if cut is not None else len(text)].removeprefix("\n")
                 at = cut.start() if cut is not None else start if tail is None else len(text)
-                written += f"{', ' if values else ''}{json.dumps(key)}: {_cut_text(value, schemas.get(key))}"
+                is_text = "string" in _types(schemas.get(key, {"type": "string"}))
+                shown = json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
+                written += f"{', ' if values else ''}{json.dumps(key)}: {shown}"
                 raise MalformedCall(f"parameter {key!r} has no {close}", name, written, at)
             value, position = text[start:end], end + len(close)
             if self.between[0].endswith("\n"):
@@ -236,12 +225,6 @@ class TextParameters:
                 (tagged(f"{self.open}{key}{self.between[0 if is_text else -1]}", content, end), is_required)
             )
         return _listed(pieces, "")
-
-
-def _cut_text(value: str, schema: Mapping[str, JSON] | None) -> str:
-    """Return a value that the turn's end cut, as JSON as far as it goes."""
-    is_text = schema is None or "string" in _types(schema)
-    return json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
 
 
 def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:

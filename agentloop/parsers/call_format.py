@@ -40,7 +40,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _NEVER = "(?!)"
 
 _Call: TypeAlias = tuple[int, str, Mapping[str, JSON], str, str]
-"""Where the call ends, its name, its arguments, the id that was written, and what was forgiven."""
+"""Where the call ends, its name and arguments, the id that was written, and what was forgiven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +216,8 @@ class _CallReader:
         arguments, end = notation.read(text, head.end(), limit, name, tools)
         closed = self._end.match(text, end)
         if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
-            error = (
-                f"the tool call has something else where {notation.expects}{''.join(marks_of(form.end))} must stand"
-            )
+            further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
+            error = f"the tool call has something else where {further}{''.join(marks_of(form.end))} must stand"
             raise MalformedCall(error, name, json.dumps(arguments, ensure_ascii=False)[:-1], end)
         call_id = call_id if _ID.fullmatch(call_id) else ""
         return end if closed is None else closed.end(), name, arguments, call_id, ""
@@ -231,9 +230,7 @@ class _CallReader:
         found = keys.read(text[start:end], names, lenient=self._lenient)
         if found is None:
             return None
-        forgiven = found[3] or self._note
-        note = f"read leniently: {forgiven}" if forgiven else ""
-        return end if closed is None else closed.end(), *found[:3], note
+        return end if closed is None else closed.end(), *found[:3], found[3] or self._note
 
     def _ends(self, text: str, start: int) -> tuple[int, int]:
         """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""

@@ -17,9 +17,8 @@ import structlog
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
 from agentloop.parsers.base import Parser
-from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
-from agentloop.parsers.choose import choose_parser
 from agentloop.plugins import install_hint, resolve
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
