@@ -169,10 +169,8 @@ class TurnBuilder:
     ) -> None:
         """Add a call with the id that was written; `note` is what a lenient parser forgave."""
         first, last = self._decoded.token_span(start, end)
-        status = ToolCallStatus.OK
-        self._calls.append(
-            ToolCall(self._next_id(), name, arguments, status, note or None, first, last, "", call_id)
-        )
+        about = ToolCallStatus.OK, f"read leniently: {note}" if note else None, first, last, "", call_id
+        self._calls.append(ToolCall(self._next_id(), name, arguments, *about))
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Add a malformed call. `is_cut`: the turn's end alone ended it."""
