@@ -153,9 +153,10 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
                     turn = cut(calls, content)
                 except AgentLoopError:
                     continue  # no such turn is ever rendered
-                if any(call.name not in turn.text for call in calls[1:]):
-                    continue  # the template shows one call a turn
-                if (problem := _problem(reader, turn, _PROBE_TOOLS)) is not None and not content:
+                is_shown = all(call.name in turn.text for call in calls)
+                if (content and parser.form.is_bare) or not (is_shown or (len(calls) == 1 and not content)):
+                    continue  # the template shows one call a turn, or none beside text, or not apart from text
+                if (problem := _problem(reader, turn, _PROBE_TOOLS)) is not None:
                     raise Underivable(f"of {turn.text[:_MAX_TURN_CHARS]!r} the derived reader reads {problem}")
     except (Underivable, TemplateError) as error:
         raise ParserMismatch(f"its calls cannot be derived: {error}", param="parser") from error

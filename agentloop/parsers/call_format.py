@@ -168,7 +168,8 @@ class _CallReader:
         if isinstance(notation, JsonArguments):
             ahead = r"(?=\{)"
         elif isinstance(notation, TextParameters) and not middle.strip():  # nothing else ends the name
-            ahead = f"(?={'|'.join(re.escape(marks_of(one)[0]) for one in (notation.open, form.end))})"
+            behind_name = (*marks_of(notation.open)[:1], *marks_of(form.end)[:1])
+            ahead = f"(?={'|'.join(map(re.escape, behind_name))})"
         return rf"(?P<name>{_TOOL_NAME})\s*+{pattern}\s*+{ahead}"
 
     def begins(self, text: str, start: int) -> bool:

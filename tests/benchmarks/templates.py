@@ -189,7 +189,10 @@ def _table(verdicts: Sequence[Verdict]) -> str:
         if one.fault is not None:
             row = "refused", _reason(one.fault)
         elif one.tools == "yes":
-            row = "tools", f"`{one.parser}`" + (f": `{one.mark}`" if one.parser == DERIVED else "")
+            row = (
+                "tools",
+                f"`{one.parser}`" + (f": `{one.mark}`" if one.parser == DERIVED else "").replace("|", r"\|"),
+            )
         else:
             row = "plain chat", _reason(one.objection) if one.tools == "off" else "its template shows no tools"
         rows.setdefault(row, []).append(name)
