@@ -191,7 +191,7 @@ def _turns(renderer: Renderer) -> _Turns:
     written = [marks.open for marks in THOUGHT_MARKS if marks.open in answer.text]
     if source and any(mark not in source or before.endswith(mark) for mark in written):
         # The template shows no thoughts, and the renderer wrote one into the content: it is not the model's format.
-        answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ()), ""
+        answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [_ASKED], ()), ""
     shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
     return _calling_turns(renderer, thought) if shows_calls else (), answer
 
