@@ -184,7 +184,10 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of the policy. A MALFORMED one has `error`; a tool error answers it."""
+    """One call of the policy. A MALFORMED one has `error`; a tool error answers it.
+
+    Of a call that is OK, `error` says what a lenient parser forgave.
+    """
 
     id: str
     name: str

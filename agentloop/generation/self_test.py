@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
-from agentloop.errors import AgentLoopError, ParserMismatch
+from agentloop.errors import AgentLoopError, ParserMismatch, TemplateError
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Parser, ThoughtMarks
-from agentloop.parsers.by_name import PARSER_NAMES, get_parser
+from agentloop.parsers.by_name import FORMATS, PARSER_NAMES, get_parser
+from agentloop.parsers.call_format import FormatParser
+from agentloop.parsers.derive import NAMES, PROBES, Underivable, derive
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.prompt_text import thought_marks
 from agentloop.rendering.trial import QUESTION, TOOL_NAME, TOOLS
@@ -30,7 +32,33 @@ _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be 
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
 _MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
 _LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+_CLOSED = re.compile(rf"\s*(?:{'|'.join(re.escape(marks.close) for marks in THOUGHT_MARKS)})")
 _MAX_TURN_CHARS = 600
+DERIVED = "derived"
+_TYPES = ("string", "integer", "boolean", "array", "object")
+_PROBE_TOOLS: tuple[Mapping[str, JSON], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look it up.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    **{key: {"type": "string"} for key in PROBES[0].arguments},
+                    **{kind: {"type": kind} for kind in _TYPES},
+                },
+            },
+        },
+    }
+    for name in NAMES
+)
+_PROVING = (
+    ToolCall("prb4x0004", NAMES[1], {"string": 'né "q"\n{x} 日本', "integer": -3, "boolean": True}),
+    ToolCall("prb4x0005", NAMES[0], {}),
+    ToolCall("prb4x0006", NAMES[0], {"array": [1, "a", {"b": [None, False]}], "object": {"é": {"c": "</x>"}}}),
+    ToolCall("prb4x0007", NAMES[0], {"string": "3"}),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +126,44 @@ def _marks_of(turn: _RenderedTurn) -> ThoughtMarks | None:
     return ThoughtMarks(before, behind) if before and behind else next(known, None)
 
 
+def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
+    """Derive the parser of what the renderer writes, and prove it. Returns the name of an own format, if it is one.
+
+    Raises ParserMismatch with the difference.
+    """
+    _, answer = _turns(renderer)
+    facts = renderer.facts
+    marks = _marks_of(answer) or thought_marks(facts.template_source, facts.literals)
+    plain = TurnReader(renderer, NoCallsParser(marks))
+
+    def cut(calls: Sequence[ToolCall], content: str = "") -> _RenderedTurn:
+        replies = [Message("tool", "a bird", tool_call_id=call.id, name=call.name) for call in calls]
+        written = Message("assistant", content, tuple(calls))
+        return _cut(renderer, [_ASKED], written, replies, _PROBE_TOOLS)
+
+    def write(calls: Sequence[ToolCall]) -> str:
+        return _read(plain, cut(calls), ()).content.strip()
+
+    try:
+        parser = FormatParser(marks, derive(write))
+        reader = TurnReader(renderer, parser)
+        for calls in (*((call,) for call in _PROVING), _PROVING[:2]):
+            for content in ("", _CALLING.content):
+                try:
+                    turn = cut(calls, content)
+                except AgentLoopError:
+                    continue  # no such turn is ever rendered
+                is_shown = all(call.name in turn.text for call in calls)
+                if (content and parser.form.is_bare) or not (is_shown or (len(calls) == 1 and not content)):
+                    continue  # the template shows one call a turn, or none beside text, or not apart from text
+                if (problem := _problem(reader, turn, _PROBE_TOOLS)) is not None:
+                    raise Underivable(f"of {turn.text[:_MAX_TURN_CHARS]!r} the derived reader reads {problem}")
+    except (Underivable, TemplateError) as error:
+        raise ParserMismatch(f"its calls cannot be derived: {error}", param="parser") from error
+    known = (name for name, forms in FORMATS.items() if forms == (parser.form,) and marks == ThoughtMarks())
+    return next(known, DERIVED), parser
+
+
 def parsers_that_fit(renderer: Renderer) -> tuple[str, ...]:
     """Return the names of our own parsers that pass the test with this renderer."""
     return _fitting(renderer, _turns(renderer))
@@ -121,10 +187,11 @@ def _in_one_form(reader: TurnReader, turns: _Turns) -> list[_RenderedTurn]:
 
 def _turns(renderer: Renderer) -> _Turns:
     answer, thought = _cut(renderer, [_ASKED], _ANSWER, [], ()), _CALLING.reasoning
-    source = renderer.facts.template_source
-    if source and any(marks.open in answer.text and marks.open not in source for marks in THOUGHT_MARKS):
-        # The template knows no thoughts, and the renderer wrote one into the content: it is not the model's format.
-        answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ()), ""
+    source, before = renderer.facts.template_source, answer.before.rstrip()
+    written = [marks.open for marks in THOUGHT_MARKS if marks.open in answer.text]
+    if source and any(mark not in source or before.endswith(mark) for mark in written):
+        # The template shows no thoughts, and the renderer wrote one into the content: it is not the model's format.
+        answer, thought = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [_ASKED], ()), ""
     shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
     return _calling_turns(renderer, thought) if shows_calls else (), answer
 
@@ -167,11 +234,14 @@ def _cut(
     if start < len(prompt) and (begun := _MARK_BEGUN.search(whole[:start])) is not None:
         start = begun.start()  # the prompt has another mark there, with the same beginning
     text = whole[start : _end_of_turn(renderer, prompt, whole, start)]
+    shown = prompt[:start]
+    if start < len(prompt) and (closed := _CLOSED.match(text)) is not None:
+        shown, text = shown + closed[0], text[closed.end() :]  # the prompt ends its thought in another way
     if written.reasoning not in text:  # such a template shows no thoughts
         written = replace(written, reasoning="")
     if written.tool_calls and written.content not in text:  # some drop the text beside a call
         written = replace(written, content="")
-    return _RenderedTurn(text, written, prompt[:start])
+    return _RenderedTurn(text, written, shown)
 
 
 def _end_of_turn(renderer: Renderer, prompt: str, whole: str, start: int) -> int:
@@ -187,20 +257,23 @@ def _num_common(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _problem(reader: TurnReader, turn: _RenderedTurn) -> str | None:
-    """Return what is read otherwise than it was written; None if all is well."""
-    tools = TOOLS if turn.written.tool_calls else ()
+def _read(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[str, JSON]]) -> Message:
     decoded = DecodedText(turn.text, tuple(range(1, len(turn.text) + 1)))
     is_thinking = turn.before.rstrip().endswith(reader.marks.thoughts.open)
     reading = Reading(tools, 0, reads_calls=bool(tools), reads_thoughts=True, is_thinking=is_thinking)
-    read, _ = reader.read(decoded, reading)
+    return reader.read(decoded, reading)[0]
+
+
+def _problem(reader: TurnReader, turn: _RenderedTurn, tools: Sequence[Mapping[str, JSON]] = TOOLS) -> str | None:
+    """Return what is read otherwise than it was written; None if all is well."""
     written = turn.written
+    read = _read(reader, turn, tools if written.tool_calls else ())
     calls = [(call.name, dict(call.arguments)) for call in written.tool_calls]
     if any(call.status is ToolCallStatus.MALFORMED for call in read.tool_calls):
         return f"a malformed call: {next(call.error for call in read.tool_calls if call.error)}"
     if [(call.name, dict(call.arguments)) for call in read.tool_calls] != calls:
         found = ", ".join(call.name for call in read.tool_calls) or "no call"
-        return f"{found} instead of {TOOL_NAME}({dict(_ARGUMENTS)})"
+        return f"{found} instead of {', '.join(f'{name}({arguments})' for name, arguments in calls)}"
     if read.reasoning.strip() != written.reasoning:
         return f"the thought {read.reasoning!r} instead of {written.reasoning!r}"
     if read.content.strip() != written.content:

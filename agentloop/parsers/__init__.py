@@ -1,1 +1,1 @@
-"""Sampled turns to tool calls: one file a model family, one function to pick it."""
+"""Sampled turns to tool calls: one reader for all formats that are data, known or derived, and one for harmony."""

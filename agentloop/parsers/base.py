@@ -6,8 +6,9 @@ call, MALFORMED where it cannot be read; all other text is content. Every parser
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,14 +128,16 @@ class NoCallsParser:
 class MalformedCall(Exception):
     """The reason why a call cannot be read, in one line for the policy.
 
-    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read.
+    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read. The call goes up
+    to `at` at least.
     """
 
-    def __init__(self, error: str, name: str = "", partial: str = "") -> None:
+    def __init__(self, error: str, name: str = "", partial: str = "", at: int = 0) -> None:
         super().__init__(error)
         self.error = error
         self.name = name
         self.partial = partial
+        self.at = at
 
 
 class TurnBuilder:
@@ -162,12 +165,12 @@ class TurnBuilder:
             self._reasoning.append(stripped)
 
     def add_call(
-        self, start: int, end: int, name: str, arguments: Mapping[str, JSON], written_id: str = ""
+        self, start: int, end: int, name: str, arguments: Mapping[str, JSON], call_id: str = "", note: str = ""
     ) -> None:
+        """Add a call with the id that was written; `note` is what a lenient parser forgave."""
         first, last = self._decoded.token_span(start, end)
-        self._calls.append(
-            ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last, written_id=written_id)
-        )
+        about = ToolCallStatus.OK, f"read leniently: {note}" if note else None, first, last, "", call_id
+        self._calls.append(ToolCall(self._next_id(), name, arguments, *about))
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Add a malformed call. `is_cut`: the turn's end alone ended it."""
@@ -191,6 +194,26 @@ class TurnBuilder:
         num_calls = max(1, self.text.count(open_tag, start))
         error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
         self.add_malformed(start, len(self.text), MalformedCall(error))
+
+    def read(
+        self,
+        opening: re.Pattern[str],
+        read_call: Callable[[TurnBuilder, re.Match[str]], int],
+        counted: str,
+        position: int = 0,
+    ) -> ParsedTurn:
+        """Read the turn from `position` on. `read_call` adds the calls behind a mark and returns where they end.
+
+        Calls that are too many are numbered by `counted`, or their mark.
+        """
+        while (found := opening.search(self.text, position)) is not None:
+            self.add_content(self.text[position : found.start()])
+            if self.is_full:
+                self.add_rest(found.start(), counted or found[0])
+                return self.finish()
+            position = read_call(self, found)
+        self.add_content(self.text[position:])
+        return self.finish()
 
     def finish(self) -> ParsedTurn:
         return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))

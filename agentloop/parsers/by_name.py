@@ -1,28 +1,56 @@
-"""Parsers by their name: our own, and users' by import path."""
+"""Parsers by their name: our own, and users' by import path; and the choice of one by a chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import JsonArguments, Literals, ObjectKeys, TextParameters
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
-from agentloop.parsers.formats import FORMATS
+from agentloop.parsers.call_format import ID, CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
-from agentloop.parsers.llama3_json import Llama3JsonParser
-from agentloop.parsers.mistral import MistralParser
-from agentloop.parsers.qwen3_xml import Qwen3XmlParser
 from agentloop.plugins import resolve
 
-_PARSERS: dict[str, Parser] = {
-    **FORMATS,
-    "qwen3_coder": Qwen3XmlParser(),
-    "qwen3_xml": Qwen3XmlParser(),
-    "llama3_json": Llama3JsonParser(),
-    "mistral": MistralParser(),
-    "harmony": HarmonyParser(),
-    "granite": MistralParser("<|tool_call|>", ThoughtMarks()),
-}
+_QWEN_END = "</function>\n</tool_call>"
+_QWEN = TextParameters("<parameter=", (">\n",), "\n</parameter>\n", _QWEN_END)
+_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n", "</tool_call>")
+_V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_V3_CALL, _V3_END, _V3_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_LLAMA = ObjectKeys(arguments=("parameters", "arguments"))
+_JSON, _CALLS = JsonArguments(), "[TOOL_CALLS]"
 
+FORMATS: dict[str, tuple[CallFormat, ...]] = {
+    "hermes": (CallFormat("<tool_call>\n", "\n</tool_call>", ObjectKeys()),),
+    "glm45": (CallFormat("<tool_call>", "</tool_call>", _GLM, "\n"),),
+    "deepseek_v3": (
+        CallFormat(f"{_V3_CALL}function{_V3_SEP}", f"\n```{_V3_END}", _JSON, "\n```json\n", section=_V3),
+    ),
+    "deepseek_v31": (CallFormat(_V3_CALL, _V3_END, _JSON, _V3_SEP, _V3, ""),),
+    "kimi_k2": (
+        CallFormat("<|tool_call_begin|>", "<|tool_call_end|>", _JSON, _KIMI_ARGUMENTS, _KIMI, "", is_numbered=True),
+    ),
+    "qwen3_xml": (CallFormat("<tool_call>\n<function=", _QWEN_END, _QWEN, ">\n"),),
+    "llama3_json": (CallFormat("", "", _LLAMA, section=("<|python_tag|>", ""), separator="; ", is_bare=True),),
+    "mistral": (
+        CallFormat(_CALLS, "", _JSON, f"[CALL_ID]{ID}[ARGS]", separator=""),
+        CallFormat("", "", ObjectKeys(id="id"), section=(f"{_CALLS} [", "]"), separator=", "),
+    ),
+    "lfm2": (CallFormat("", ")", Literals(), "(", ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", "),),
+    "granite": (CallFormat("", "", ObjectKeys(), section=("<|tool_call|>[", "]"), separator=", "),),
+}
+FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
+"""The formats that are data, from the models' chat templates; ids and further forms from Kimi-K2's guide to tool
+calls, mistral-common, and llama-models."""
+
+
+_THOUGHTS = {"mistral": ThoughtMarks("[THINK]", "[/THINK]")}
+_PARSERS: dict[str, Parser] = {
+    name: FormatParser(_THOUGHTS.get(name, ThoughtMarks()), *forms) for name, forms in FORMATS.items()
+} | {"harmony": HarmonyParser()}
 PARSER_NAMES = tuple(_PARSERS)
 
 
@@ -57,3 +85,41 @@ def _imported(path: str) -> Parser:
 
 def _is_instance(found: object) -> bool:
     return not isinstance(found, type) and hasattr(found, "parse")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParser:
+    """The name of a chosen parser, and the reason in one line; no name if none reads the template's calls."""
+
+    name: str | None
+    reason: str
+
+
+# What a template holds if it writes a family's calls, with the parser. Of several that are there the first counts.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
+    ("harmony", ("<|channel|>", "<|message|>", "functions")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("lfm2", ("<|tool_list_start|>", "<|im_start|>")),
+    ("lfm2", ("List of tools: [", "keep_past_thinking")),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
+    ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ', "tool_calls")),
+    ("hermes", ("<tool_call>", '"arguments"')),
+    ("hermes", ("<tool_call>", "tool_calls")),
+)
+
+
+def choose_parser(template_source: str, literals: Collection[str]) -> ChosenParser:
+    """Choose a parser by a template's text. The reason names `literals`, the tokenizer's added tokens."""
+    if "tool" not in template_source:
+        return ChosenParser(None, "the chat template shows no tools")
+    for name, signs in _SIGNS:
+        if all(sign in template_source for sign in signs):
+            tokens = [sign for sign in signs if sign in literals]
+            known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
+            return ChosenParser(name, f"the chat template writes {' '.join(signs)}{known}")
+    return ChosenParser(None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import orjson
 
@@ -39,35 +38,16 @@ MAX_JSON_DEPTH = 64
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """The text around the arguments of one tool's call, and xgrammar's name for their notation."""
-
-    begin: str
-    end: str
-    style: str = "json"
-    numbered: str = ""  # if not empty: behind `begin` stand digits and this, before the arguments
-
-
-@dataclass(frozen=True, slots=True)
-class TurnSyntax:
-    """The text around and between the calls of one turn."""
-
-    begin: str = ""
-    separator: str = "\n"
-    end: str = ""
-
-
 def constraint_of_calls(
     tools: Sequence[Mapping[str, JSON]],
-    syntax: Callable[[str], CallSyntax],
-    turn: TurnSyntax = TurnSyntax(),
+    tag: Callable[[Mapping[str, JSON]], JSON],
+    section: tuple[str, str] = ("", ""),
+    separator: str = "\n",
     *,
     forced: str | None,
     is_parallel: bool,
 ) -> Constraint:
-    """Return what `Parser.call_constraint` does. By default a line break separates calls, as most templates write
-    them."""
+    """Return what `Parser.call_constraint` does, with the `tag` of each tool's call."""
     functions = [tool.get("function", tool) for tool in tools]
     callable_ones = [function for function in functions if forced is None or function.get("name") == forced]
     if not callable_ones:
@@ -75,14 +55,17 @@ def constraint_of_calls(
         raise InvalidRequest(f"this tool_choice needs {wanted} among the tools", param="tool_choice")
     calls: dict[str, JSON] = {
         "type": "tags_with_separator",
-        "tags": [_tag(function, syntax(str(function.get("name")))) for function in callable_ones],
-        "separator": turn.separator,
+        "tags": [tag(function) for function in callable_ones],
+        "separator": separator,
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
-    if turn.begin:
-        calls = {"type": "tag", "begin": turn.begin, "content": calls, "end": turn.end}
-    return _constraint_of(calls)
+    return _constraint_of(tagged(section[0], calls, section[1]) if section[0] else calls)
+
+
+def tagged(begin: str, content: JSON, end: str) -> dict[str, JSON]:
+    """Return the structural tag of a content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
@@ -115,18 +98,13 @@ def format_of(constraint: Constraint) -> JSON:
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE_CHARS}
 
 
-def _tag(function: Mapping[str, JSON], syntax: CallSyntax) -> dict[str, JSON]:
-    arguments: dict[str, JSON] = {
+def call_json(schema: JSON) -> dict[str, JSON]:
+    """Return the structural tag of a value of JSON within a call."""
+    return {
         "type": "json_schema",
-        "json_schema": _bounded(function.get("parameters") or NO_PARAMETERS),
-        "style": syntax.style,
+        "json_schema": _bounded(schema),
         "max_whitespace_cnt": MAX_CALL_WHITESPACE_CHARS,
     }
-    content: dict[str, JSON] = arguments
-    if syntax.numbered:
-        before = [{"type": "regex", "pattern": "[0-9]{1,4}"}, {"type": "const_string", "value": syntax.numbered}]
-        content = {"type": "sequence", "elements": [*before, arguments]}
-    return {"type": "tag", "begin": syntax.begin, "content": content, "end": syntax.end}
 
 
 def _bounded(schema: JSON) -> JSON:

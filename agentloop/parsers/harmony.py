@@ -12,17 +12,20 @@ Linear: one pattern reads a message from its first mark to its last, and never l
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from agentloop.parsers.base import MalformedCall, Marks, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax
-from agentloop.parsers.json_call import check_name, read_arguments
-from agentloop.parsers.marked import MarkedParser, Tools
+from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import Tools, check_name, read_arguments
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
+from agentloop.parsers.grammar import NO_PARAMETERS, call_json, constraint_of_calls, tagged
+from agentloop.types import JSON, Constraint
 
 _START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
 _CALL_STOP = "<|call|>"
 
 _BEGIN = re.compile(r"<\|start\|>|<\|channel\|>")
+_OPENING = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?([^<]*+)(?:<\|channel\|>([^<]*+))?(?:<\|constrain\|>([^<]*+))?<\|message\|>"
 )
@@ -31,7 +34,7 @@ _BODY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|cha
 _RECIPIENT = re.compile(r"(?:\s|\A)to=(\S++)")
 
 
-class HarmonyParser(MarkedParser):
+class HarmonyParser:
     """Messages of the harmony format. The thought at the turn's beginning is read before, by its marks."""
 
     marks = Marks(
@@ -44,22 +47,24 @@ class HarmonyParser(MarkedParser):
         thoughts=ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>"),
     )
 
-    opening = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
-    counted = "to="
-    writes_one = True  # the model's turn ends with a call
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
+        return TurnBuilder(decoded, turn_index).read(_OPENING, _read_message, "to=")
 
-    def read_call(self, builder: TurnBuilder, found: re.Match[str], tools: Tools) -> int:
-        """See `MarkedParser.read_call`: a message, with or without a call."""
-        return _read_message(builder.text, found.start(), builder)
-
-    def syntax(self, name: str) -> CallSyntax | None:
-        if re.fullmatch(r"[^\s<>]{1,256}", name) is None:
-            return None
-        return CallSyntax(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _CALL_STOP)
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
+        """See `Parser.call_constraint`: one call, as it ends the model's turn."""
+        return constraint_of_calls(tools, _tag, forced=forced, is_parallel=False)
 
 
-def _read_message(text: str, start: int, builder: TurnBuilder) -> int:
+def _tag(function: Mapping[str, JSON]) -> JSON:
+    if re.fullmatch(r"[^\s<>]{1,256}", name := str(function.get("name"))) is None:
+        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+    begin = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return tagged(begin, call_json(function.get("parameters") or NO_PARAMETERS), _CALL_STOP)
+
+
+def _read_message(builder: TurnBuilder, found: re.Match[str]) -> int:
     """Add the message that begins there; return where it ends. A mark that begins none is content."""
+    text, start = builder.text, found.start()
     header = _HEADER.match(text, start)
     if header is None:
         return _read_cut_header(text, start, builder)

@@ -171,7 +171,10 @@ class PromptText:
         num_own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         if specials := self._tokens.specials(following[:num_own]):
             return specials[-1]
-        if specials := self._tokens.specials(following):
+        specials = self._tokens.specials(following)
+        if (declared := next((one for one in specials if one in self._stops), None)) is not None:
+            return declared
+        if specials:
             raise TemplateNotPrefixStable(
                 f"the chat template writes no declared stop token ({' '.join(self._stops)}), and none of "
                 f"{' '.join(specials)} is seen to end a turn: name it, as chat.stop_tokens"

@@ -309,9 +309,10 @@ def _shows_tools(subject: RenderedConversation, messages: Sequence[Message], *, 
     text = subject.text(messages, TOOLS)
     first_prompt = subject.text(messages[: _turns(messages)[0]], TOOLS)
     answers = [message.content for message in messages if message.role == "tool"]
-    words = [call.arguments["word"] for message in messages for call in message.tool_calls]
-    shown = (*answers, *words) if shows_calls else answers
-    return TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown)
+    arguments = [call.arguments for message in messages for call in message.tool_calls]
+    shown = (*answers, *(one["word"] for one in arguments)) if shows_calls else answers
+    is_printed = any(str(one) in text for one in arguments)  # as Python prints an object: it wants text
+    return TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown) and not is_printed
 
 
 def _plain_style(trial: _Trial, style: _Style) -> _Style:

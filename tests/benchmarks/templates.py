@@ -1,12 +1,13 @@
 """Published chat templates: which of them a service takes, and for what the others are refused.
 
-    python -m tests.benchmarks.templates FOLDER...
+    python -m tests.benchmarks.templates FOLDER... [--table docs/models.md]
 
 Each distinct `.jinja` file in the folders gets a model folder: a tokenizer of ours with the marks that the template
 writes, and the end of turn that it uses. `served` is a template that a service starts with and whose plain chats
 are rendered to the ids that transformers gives them. `tools` says what is left of them: `yes`, `none` where the
-template shows none, `off` where no parser reads its calls. Templates whose names end in `_training` mark what a
-trainer masks and are left out.
+template shows none, `off` where no parser reads its calls. Left out is what is no chat: the templates of folders
+named `pooling`, and those whose names end in `_training`, which mark what a trainer masks. `--table` writes the
+verdicts into a page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import structlog
 from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import AgentLoopError, TemplateError
+from agentloop.generation.self_test import DERIVED
 from agentloop.types import Message
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config import ChatSettings
@@ -39,9 +41,20 @@ _PUNCTUATION = '<|"|>'  # Gemma-4's mark of a string
 _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
     "<|return|>", "<|end|>", "<end_of_utterance>", "<|message_sep|>", "<|endofturn|>", "<|assistant_end|>",
-    "<[e~[", "<seed:eos>", "<|user|>",
+    "[e~[", "<seed:eos>", "<|user|>", "<SPECIAL_12>",
+    "</assistant>", "<sep>", "<end_of_sentence>", "<|eos|>",
 )  # fmt: skip
-_FURTHER_ENDS = ("<|observation|>", "<|call|>", "<|eom_id|>")  # of turns that call
+_BUILT_ENDS = {"hy_eos": "<｜hy_eos:opensource｜>"}  # which the template puts together
+_FURTHER_ENDS = (
+    "<|observation|>", "<|call|>", "<|eom_id|>", "<|tools_suffix|>", "<|tool_response>", "<|calls|>",
+)  # fmt: skip
+"""Of turns that call."""
+_TABLE_BEGIN, _TABLE_END = "<!-- templates -->", "<!-- /templates -->"
+_REASONS = {
+    "cannot be derived: of": "it writes a part of a call in more than one way",
+    "'derived' does not read": "its answers stand in marks, or its history is not what its prompts begin with",
+    "chat template failed: ": "without tools, or without its own arguments, its template fails",
+}
 _SYSTEM = Message("system", "Antworte knapp.")
 _CHAT = (
     Message("user", "Was ist ein “Turm”?"),
@@ -60,7 +73,9 @@ class Verdict:
     fault: str | None
     tools: str = ""
     parser: str = ""
+    mark: str = ""  # by which its calls are told, or what they begin with
     forks: bool = False  # a plain chat's second turn cannot be bridged
+    objection: str = ""  # why it has no tools
 
 
 def judge(path: Path) -> Verdict:
@@ -77,14 +92,15 @@ def judge(path: Path) -> Verdict:
             return Verdict(name, f"{type(error).__name__}: {error.message}")
     facts = chat.renderer.facts
     tools = "yes" if facts.supports_tools else "off" if "no parser reads" in str(facts.tools_objection) else "none"
-    marks = chat.parser.marks.thoughts
-    parser = f"{type(chat.parser).__name__} {marks.open} {marks.close}"
-    return Verdict(name, fault, tools, parser, facts.plain_turns is not None)
+    marks = chat.parser.marks
+    mark = next(iter((*marks.openings, *marks.leading)), "")
+    return Verdict(name, fault, tools, chat.name, mark, facts.plain_turns is not None, facts.tools_objection or "")
 
 
 def _family(source: str) -> Family:
     marks = list(dict.fromkeys([*_MARK.findall(source), *([_PUNCTUATION] if _PUNCTUATION in source else [])]))
-    end = next((end for end in _ENDS if end in source), _EOS)
+    ends = _BUILT_ENDS | {end: end for end in _ENDS}
+    end = next((end for sign, end in ends.items() if sign in source), _EOS)
     special = dict.fromkeys([_BOS, _EOS, end, *(mark for mark in marks if not _is_markup(mark))])
     markup = tuple(mark for mark in marks if _is_markup(mark) and mark not in special)
     stops = (end, *(mark for mark in _FURTHER_ENDS if mark in source))
@@ -142,20 +158,57 @@ def main() -> None:
     """Print a line a template, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--table", type=Path, help="a page whose table of templates is written anew")
+    given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     found: dict[bytes, Path] = {}
-    for folder in parser.parse_args().folders:
+    for folder in given.folders:
         for path in sorted(folder.rglob("*.jinja")):
-            if not path.stem.endswith("_training"):
+            if not path.stem.endswith("_training") and "pooling" not in path.parts:
                 found.setdefault(hashlib.sha256(path.read_bytes()).digest(), path)
     verdicts = [judge(path) for path in found.values()]
     for one in verdicts:
         state = "served " if one.fault is None else "REFUSED"
         fork = " forks" if one.forks else ""
-        print(f"{state} {one.name:60} tools {one.tools:4} {one.parser}{fork} {one.fault or ''}"[:400])
+        print(f"{state} {one.name:60} tools {one.tools:4} {one.parser}{fork} {one.fault or one.objection}"[:400])
     served = [one for one in verdicts if one.fault is None]
     kinds = ", ".join(f"{sum(one.tools == kind for one in served)} tools {kind}" for kind in ("yes", "none", "off"))
     print(f"{len(served)} of {len(verdicts)} templates are served: {kinds}")
+    if given.table is not None:
+        before, _, rest = given.table.read_text(encoding="utf-8").partition(_TABLE_BEGIN)
+        behind = rest.partition(_TABLE_END)[2]
+        page = f"{before}{_TABLE_BEGIN}\n{_table(verdicts)}\n{_TABLE_END}{behind}"
+        given.table.write_text(page, encoding="utf-8")
+
+
+def _table(verdicts: Sequence[Verdict]) -> str:
+    """Return the verdicts as a table: templates with tools by their parser, the others by the reason."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in verdicts:
+        name = one.name.rpartition("/")[2].removeprefix("tool_chat_template_")
+        if one.fault is not None:
+            row = "refused", _reason(one.fault)
+        elif one.tools == "yes":
+            row = (
+                "tools",
+                f"`{one.parser}`" + (f": `{one.mark}`" if one.parser == DERIVED else "").replace("|", r"\|"),
+            )
+        else:
+            row = "plain chat", _reason(one.objection) if one.tools == "off" else "its template shows no tools"
+        rows.setdefault(row, []).append(name)
+    kinds = ("tools", "plain chat", "refused")
+    ordered = sorted(rows.items(), key=lambda item: (kinds.index(item[0][0]), -len(item[1]), item[0][1]))
+    lines = [f"| {kind} | {why} | {', '.join(sorted(names))} |" for (kind, why), names in ordered]
+    return "\n".join(("| served for | parser, or the reason | templates |", "|---|---|---|", *lines))
+
+
+def _reason(text: str) -> str:
+    """Shorten an objection to what holds for several templates."""
+    for sign, reason in _REASONS.items():
+        if sign in text:
+            return reason
+    text = text.removeprefix("TemplateError: the chat template renders no plain conversation: ")
+    return re.split(r"[:,] ['\"]|, which is|; ", text.rpartition("cannot be derived: ")[2])[0].replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.types import Constraint, ConstraintKind, FinishReason, KVPolicy, PauseMode, ToolCallStatus
 from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated
+from tests.support.families.derived import NAMES, derived_chat
 
 NUM_TOP = 5
 FORCED = 100.0
@@ -306,10 +307,10 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("parser_name", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize("parser_name", ["hermes", "qwen3_xml", *NAMES])
 @pytest.mark.parametrize("forced", [None, "book"])
 async def test_forced_calls_can_be_read(constrainable: EngineCase, parser_name: str, forced: str | None) -> None:
-    case, parser = constrainable, get_parser(parser_name)
+    case, parser = constrainable, derived_chat(parser_name)[1] if parser_name in NAMES else get_parser(parser_name)
     assert case.text_of is not None
     constraint = parser.call_constraint(TOOLS, forced=forced, is_parallel=False)
     wanted = {"temperature": 1.0, "stop_token_ids": (case.stop_id,), "constraint": constraint}

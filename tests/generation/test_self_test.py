@@ -6,8 +6,7 @@ import pytest
 
 from agentloop.errors import ParserMismatch
 from agentloop.generation.self_test import parsers_that_fit, self_test
-from agentloop.parsers.by_name import PARSER_NAMES, get_parser
-from agentloop.parsers.choose import choose_parser
+from agentloop.parsers.by_name import PARSER_NAMES, choose_parser, get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 

@@ -11,12 +11,12 @@ import pytest
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
-from agentloop.parsers.by_name import PARSER_NAMES, get_parser
-from agentloop.parsers.choose import choose_parser, reads
+from agentloop.parsers.by_name import PARSER_NAMES, choose_parser, get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus
+from tests.parsers.writing import reads
 from tests.support.engine.scripted import RENDERER
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 

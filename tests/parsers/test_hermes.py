@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.call_format import FormatParser
 from agentloop.types import ToolCallStatus
 from tests.parsers.writing import check_linear_time
 
@@ -87,6 +88,29 @@ def test_a_call_that_cannot_be_read_is_reported(body: str, name: str, error: str
     assert "\n" not in broken.error
     assert (sound.status, sound.id) == (ToolCallStatus.OK, "call_0_1")
     assert turn.content == "before\nafter"
+
+
+def test_a_lenient_parser_reads_what_others_forgive_and_notes_it():
+    strict = get_parser("hermes")
+    assert isinstance(strict, FormatParser)
+    lenient = strict.lenient()
+    assert lenient.marks == strict.marks
+    one, listed = '{"name": "now"}', f'[{{"name": "now"}}, {json.dumps({"name": "add", "arguments": {"a": 1}})}]'
+    for body, calls, notes in (
+        (one, [("now", {})], ["no arguments"]),
+        (listed, [("now", {}), ("add", {"a": 1})], ["no arguments", "a list of calls"]),
+        ('{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], [None]),
+    ):
+        text = f"Well. <tool_call>\n{body}\n</tool_call> Done."
+        decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
+        turn = lenient.parse(decoded, [], 0)
+        assert [(call.name, dict(call.arguments)) for call in turn.calls] == calls
+        assert [call.error for call in turn.calls] == [note and f"read leniently: {note}" for note in notes]
+        assert turn.content == "Well.\nDone."
+        assert (strict.parse(decoded, [], 0) == turn) == (notes == [None])
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    written = [one.call_constraint(tools, forced=None, is_parallel=True) for one in (strict, lenient)]
+    assert written[0] == written[1]
 
 
 def test_arguments_given_as_a_string_are_decoded_once():

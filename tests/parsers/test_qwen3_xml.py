@@ -93,7 +93,7 @@ def test_two_calls_have_their_spans():
         ("<tool_call>junk</tool_call>", "", "<function=...>"),
         ("<tool_call></tool_call>", "", "<function=...>"),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", "<function=...>"),
-        ("<tool_call><function= ></function></tool_call>", "", "empty function name"),
+        ("<tool_call><function= ></function></tool_call>", "", "<function=...>"),
         ("<tool_call><function=f>junk</function></tool_call>", "f", "something else"),
         ("<tool_call><function=f><parameter=text>1</function></tool_call>", "f", "no </parameter>"),
         ("<tool_call><function=f><parameter=text>1</parameter></tool_call>", "f", "</function>"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
+from agentloop.types import ToolCall, ToolCallStatus
 
 Arguments = Mapping[str, Any]
 Call = tuple[str, Arguments]
@@ -17,6 +18,15 @@ Call = tuple[str, Arguments]
 def parse(parser: str, text: str, tools: Any = (), turn_index: int = 0) -> ParsedTurn:
     """One token a character, so that spans are offsets into the text."""
     return get_parser(parser).parse(DecodedText(text, tuple(range(1, len(text) + 1))), tools, turn_index)
+
+
+def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
+    """Tell if a parser reads exactly these calls, names and arguments, in a turn's text."""
+    found = parse(name, text, tools).calls
+    are_sound = all(call.status is ToolCallStatus.OK for call in found)
+    return are_sound and [(c.name, dict(c.arguments)) for c in found] == [
+        (c.name, dict(c.arguments)) for c in calls
+    ]
 
 
 def repeated(unit: str, num_chars: int) -> str:
@@ -106,6 +116,14 @@ def _harmony(calls: list[Call]) -> str:
     return "<|call|>".join(one.format(name, dumps(arguments)) for name, arguments in calls)
 
 
+def _lfm2(calls: list[Call]) -> str:
+    def value(one: Any) -> str:
+        return dumps(one) if isinstance(one, dict | list) else repr(one)
+
+    written = [f"{name}({', '.join(f'{key}={value(one)}' for key, one in a.items())})" for name, a in calls]
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
+
+
 WRITE: dict[str, Callable[[list[Call]], str]] = {
     "hermes": _hermes,
     "qwen3_xml": _qwen3_xml,
@@ -116,6 +134,7 @@ WRITE: dict[str, Callable[[list[Call]], str]] = {
     "kimi_k2": _kimi_k2,
     "mistral": _mistral,
     "harmony": _harmony,
+    "lfm2": _lfm2,
     "granite": lambda calls: mistral_list(calls, has_ids=False).replace("[TOOL_CALLS] ", "<|tool_call|>"),
 }
 
@@ -173,6 +192,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         *(" to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>commentary json<|message|>", "{}"),
         *("<|constrain|>", "<|start|>", "commentary"),
     ),
+    "lfm2": ("<|tool_call_start|>[", "<|tool_call_end|>", "f(", "count=1", ")", "text='", "'", ", ", "]"),
     "granite": ("<|tool_call|>", "[{", '[{"name": "f", "arguments": {}}', "{}", ", ", "]"),
 }
 """Parts of well-written and broken calls: any row of them is a text that a policy could write."""

@@ -17,7 +17,7 @@ from agentloop.parsers.base import DecodedText, ThoughtMarks
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
-from agentloop.types import Message, ToolCall
+from agentloop.types import Message, ToolCall, ToolCallStatus
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config import ChatSettings
 from tests.support.families.table import FAMILY, write_family
@@ -129,8 +129,17 @@ def test_tools_are_offered_where_the_template_shows_them_and_answers_but_no_call
     assert "look_up" in chat.renderer.decode(chat.renderer.render(QUESTION, [TOOL]))
     own = loaded(tmp_path / "lfm2", "lfm2", parser=f"{HERE}:OwnParser")
     assert "look_up" in own.renderer.decode(own.renderer.render(QUESTION, [TOOL]))
-    with pytest.raises(TemplateError, match=r"name one as chat\.parser"):
-        loaded(tmp_path / "lfm2", "lfm2").renderer.render(QUESTION, [TOOL])
+    assert "<|tool_call_start|>" in loaded(tmp_path / "lfm2", "lfm2").parser.marks.openings
+
+
+def test_a_derived_parser_is_named_and_may_be_lenient(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        chat = loaded(tmp_path, "xlam_qwen", lenient=True)
+    assert (logs[0]["parser"], logs[0]["because"]) == ("derived", "it reads what the renderer writes")
+    text = '[{"name": "look_up"}]'
+    for one, num_calls in ((chat, 1), (loaded(tmp_path / "strict", "xlam_qwen"), 0)):
+        calls = one.parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), [TOOL], 0).calls
+        assert sum(call.status is ToolCallStatus.OK for call in calls) == num_calls
 
 
 def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_path: Path) -> None:

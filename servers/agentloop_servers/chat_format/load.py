@@ -15,10 +15,10 @@ from typing import Any, cast
 import structlog
 
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
-from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test, without_calls
+from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
 from agentloop.parsers.base import Parser
-from agentloop.parsers.by_name import get_parser
-from agentloop.parsers.choose import choose_parser
+from agentloop.parsers.by_name import choose_parser, get_parser
+from agentloop.parsers.call_format import FormatParser
 from agentloop.plugins import install_hint, resolve
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
@@ -53,6 +53,8 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     ParserMismatch for a parser that does not read what the renderer writes.
     """
     chosen = load_parser(folder, settings, load_renderer(folder, settings))
+    if settings.lenient and isinstance(chosen.parser, FormatParser):
+        chosen = replace(chosen, parser=chosen.parser.lenient())
     facts = chosen.renderer.facts
     _log.info(
         "chat_format",
@@ -117,10 +119,14 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
         except ParserMismatch as mismatch:
             _log.info("parser_passed_over", parser=chosen.name, because=mismatch.message)
             reason = mismatch.message
-    fitting = parsers_that_fit(renderer) if facts.supports_tools and facts.shows_calls else ()
-    if not fitting:
+    if not facts.supports_tools or not facts.shows_calls:
         return _without_tools(renderer, reason)
-    return _tested(get_parser(fitting[0]), fitting[0], "it reads what the renderer writes", renderer)
+    try:
+        name, derived = derived_parser(renderer)
+        parser = derived if name == DERIVED else get_parser(name)
+        return _tested(parser, name, "it reads what the renderer writes", renderer)
+    except ParserMismatch as mismatch:
+        return _without_tools(renderer, mismatch.message)
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:

@@ -197,7 +197,44 @@ UNTAUGHT = (
 )  # fmt: skip
 """Families whose calls no parser of ours reads, or whose templates show none of earlier turns."""
 
-FAMILY = {family.name: family for family in (*FAMILIES, *UNTAUGHT)}
+DERIVED = tuple(
+    Family(
+        name,
+        models_,
+        special=("<s>", *dict.fromkeys((*marks.split(), end, *stops.split()))),
+        markup=(),
+        stops=(end, *stops.split()),
+        eos=end,
+        bos="<s>",
+    )
+    for name, models_, marks, end, stops in (
+        ("seed_oss", "Seed-OSS-*", "<seed:bos> <seed:think> </seed:think>", "<seed:eos>", ""),
+        ("minimax_m2", "MiniMax-M2", "]~!b[ ]~b] <minimax:tool_call> </minimax:tool_call>", "[e~[", ""),
+        ("deepseek_v3_2", "DeepSeek-V3.2", "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜>", _DEEPSEEK[1], ""),
+        ("lfm2_5", "LFM2.5-*", "<|im_start|> <|tool_call_start|> <|tool_call_end|>", "<|im_end|>", ""),
+        ("apertus", "Apertus-*", "<|tools_prefix|> <|inner_prefix|>", "<|assistant_end|>", "<|tools_suffix|>"),
+        (
+            "functionary_3_1",
+            "functionary-v3.1",
+            "<|start_header_id|> <|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+        ),
+        ("hunyuan_a13b", "Hunyuan-A13B-*", "<|extra_0|> <|extra_4|>", "<|eos|>", ""),
+        (
+            "internlm2",
+            "internlm2-chat-*",
+            "<|im_start|> <|action_start|> <|action_end|> <|plugin|>",
+            "<|im_end|>",
+            "",
+        ),
+        ("xlam_qwen", "xLAM-2-*", "<|im_start|>", "<|im_end|>", ""),
+        ("gemma4", "gemma-4-*-it", " ".join(_GEMMA4), "<turn|>", "<|tool_response>"),
+    )
+)
+"""Families whose format of calls is derived from their template."""
+
+FAMILY = {family.name: family for family in (*DERIVED, *FAMILIES, *UNTAUGHT)}
 
 
 def write_family(folder: Path, name: str) -> Path:

@@ -1,0 +1,394 @@
+"""Notations of a call's arguments: how they are read, and the grammar that lets a policy write them.
+
+Values of `TextParameters` are not escaped: one runs to the first mark behind it, and the tool's schema gives it its
+type. Nothing is evaluated. A call takes linear time; bad brackets and values without an end are looked for up to a
+limit, or once.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
+from agentloop.parsers.grammar import call_json, loads, tagged
+from agentloop.types import JSON
+
+Tools: TypeAlias = Sequence[Mapping[str, JSON]]
+
+MAX_PARAMETERS = 256
+
+# Strings and brackets of any text, in linear time: a string without its end runs to the text's end.
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
+_STRINGS = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class Notation(Protocol):
+    """The notation of the arguments behind a call's name."""
+
+    def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
+        """Return the arguments and where they end. Raises MalformedCall, with the place from which to go on."""
+
+    def form(self, parameters: Mapping[str, JSON]) -> JSON:
+        """Return the structural tag of the arguments of a tool with these parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKeys:
+    """The keys of a call that is one object of JSON. Without `name` its only key is the name."""
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments",)
+    id: str = ""  # of the id that its answer names; empty if none is read
+
+    def read(
+        self, written: str, names: Collection[str] | None, *, lenient: bool
+    ) -> tuple[str, dict[str, JSON], str, str] | None:
+        """Return name, arguments and id of an object, and what was forgiven. Raises MalformedCall.
+
+        With `names`, those of the tools, an object is None that is no call: it has other keys.
+        """
+        if not written.strip():
+            raise MalformedCall("the tool call is empty")
+        try:
+            call = loads(written.strip())
+        except ValueError as error:
+            if names is not None and re.match(self._named, written) is None:
+                return None
+            raise MalformedCall(f"the tool call is not valid JSON: {error}", *self._cut_call(written)) from error
+        if not isinstance(call, dict):
+            raise MalformedCall(f'the tool call is not a JSON object with "{self.name}" and "{self.arguments[0]}"')
+        if not self.name:
+            name, arguments = next(iter(call.items())) if len(call) == 1 else ("", None)
+            key = name
+        else:
+            name, key = call.get(self.name), next((key for key in self.arguments if key in call), "")
+            if names is not None and not (isinstance(name, str) and key) and name not in names:
+                return None
+            name = check_name(name)
+            if not key and not lenient:
+                raise MalformedCall(f'the tool call has no "{self.arguments[0]}"', name)
+            arguments = call[key] if key else {}
+        if isinstance(arguments, str):
+            try:
+                arguments = loads(arguments)
+            except ValueError as error:
+                raise MalformedCall(f'"{key}" is a string that is not valid JSON: {error}', name) from error
+        if not isinstance(arguments, dict):
+            raise MalformedCall(f'"{key}" is not a JSON object', name)
+        written_id = call.get(self.id) if self.id else ""
+        forgiven = "" if key else f"no {self.arguments[0]}"
+        return check_name(name), arguments, written_id if isinstance(written_id, str) else "", forgiven
+
+    def begun(self, name: str) -> str:
+        """Return a call up to its arguments."""
+        shown = json.dumps(name, ensure_ascii=False)
+        return f'{{"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
+
+    def form(self, parameters: Mapping[str, JSON]) -> JSON:
+        """Return the structural tag of the arguments."""
+        return call_json(parameters)
+
+    def _cut_call(self, text: str) -> tuple[str, str]:
+        """Return the name and the argument text of an invalid call, as far as they are there."""
+        keys = "|".join(self.arguments)
+        behind = rf',\s*+"(?:{keys})"\s*+:\s*+(.*)' if self.name else r":\s*+(.*)"
+        found = re.match(rf'{self._named}("(?:[^"\\]|\\.)*+")\s*+(?:{behind})?', text, re.DOTALL)
+        try:
+            return ("", "") if found is None else (str(loads(found[1])), found[2] or "")
+        except ValueError:
+            return "", ""
+
+    @property
+    def _named(self) -> str:
+        """A pattern of a call up to its name."""
+        return r"\s*+\{\s*+" + (
+            rf'(?:"\w+"\s*+:\s*+"[^"]*+"\s*+,\s*+)*?"{self.name}"\s*+:\s*+' if self.name else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArguments:
+    """An object of JSON."""
+
+    def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
+        end = value_end(text, position, limit)
+        if end < 0:
+            raise MalformedCall("the arguments have no end", name, text[position:limit].lstrip())
+        return read_arguments(text[position:end], name), end
+
+    def form(self, parameters: Mapping[str, JSON]) -> JSON:
+        return call_json(parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Literals:
+    """Keys and values between brackets: `(word='rook', limit=3)` and `{word:<|"|>rook<|"|>,limit:3}`.
+
+    Values are Python's, or strings between marks of their own; those of JSON are read too.
+    """
+
+    brackets: str = "()"
+    assign: str = "="
+    separator: str = ", "
+    quote: str = ""  # empty: Python's strings
+
+    def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
+        token = re.compile(rf"{self._strings}|([\[{{(])|([\]}})])", re.DOTALL)
+        end = value_end(text, position, limit, token, depth=1)
+        if end < 0:
+            raise MalformedCall("the arguments have no end", name, self._as_json(text[position:limit]))
+        written = self._as_json(text[position : end - 1])
+        return read_arguments(written + "}", name), end - 1
+
+    @property
+    def _strings(self) -> str:
+        quote = re.escape(self.quote)
+        return f"{quote}(?:(?!{quote}).)*+(?:{quote})?|{_STRINGS}" if quote else _STRINGS
+
+    def _as_json(self, text: str) -> str:
+        """The text behind the first bracket as JSON without its last one, as far as it can be."""
+        return "{" + literals_as_json(text, self._strings, self.quote, self.assign)
+
+    def form(self, parameters: Mapping[str, JSON]) -> JSON:
+        pieces = [
+            (_sequence(_text(f"{key}{self.assign}"), self._value(schema)), is_required)
+            for key, schema, is_required in _properties(parameters)
+        ]
+        return _listed(pieces, self.separator)
+
+    def _value(self, schema: Mapping[str, JSON]) -> JSON:
+        """The grammar of one value; within lists and objects it is written as JSON."""
+        types, values = _types(schema), schema.get("enum")
+        if types == {"string"} and self.quote:
+            return tagged(self.quote, _text_form(schema), self.quote)
+        if self.quote or types not in ({"string"}, {"boolean"}):
+            return call_json(schema)
+        bounds = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
+        if values is not None:
+            pattern = "|".join(re.escape(repr(value)) for value in values)
+        return {"type": "or", "elements": [{"type": "regex", "pattern": pattern}, call_json(schema)]}
+
+
+@dataclass(frozen=True, slots=True)
+class TextParameters:
+    """Parameters one by one: `open KEY between VALUE close`."""
+
+    open: str
+    between: tuple[str, ...]  # before a string, and before any other value if that differs
+    close: str
+    tail: str = ""  # what ends the call; a value that holds all of it was never closed
+
+    def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
+        close, schemas = self.close.strip(), parameter_schemas(tools, name)
+        between = "|".join(map(loose, self.between))
+        opening = re.compile(rf"\s*+{loose(self.open)}([^<>\n]{{1,256}}?)(?:{between})")
+        tail = re.compile(loose(self.tail)) if len(marks_of(self.tail)) > 1 else None
+        values: dict[str, JSON] = {}
+        while (found := opening.match(text, position)) is not None:
+            key, start = found[1].strip(), found.end()
+            end = text.find(close, start)
+            cut = tail.search(text, start, end if end >= 0 else len(text)) if tail is not None else None
+            written = json.dumps(values, ensure_ascii=False)[:-1]
+            if cut is not None or end < 0:
+                value = text[start : cut.start() if cut is not None else len(text)].removeprefix("\n")
+                at = cut.start() if cut is not None else start if tail is None else len(text)
+                is_text = "string" in _types(schemas.get(key, {"type": "string"}))
+                shown = json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
+                written += f"{', ' if values else ''}{json.dumps(key)}: {shown}"
+                raise MalformedCall(f"parameter {key!r} has no {close}", name, written, at)
+            value, position = text[start:end], end + len(close)
+            if self.between[0].endswith("\n"):
+                value = value.removeprefix("\n").removesuffix("\n")
+            try:
+                if key in values or len(values) == MAX_PARAMETERS:
+                    raise ValueError("twice in one call" if key in values else f"after the first {MAX_PARAMETERS}")
+                values[key] = typed_value(value, schemas.get(key))
+            except ValueError as error:
+                raise MalformedCall(f"parameter {key!r}: {error}", name, written, position) from error
+        return values, position
+
+    def form(self, parameters: Mapping[str, JSON]) -> JSON:
+        pieces, ends = [], marks_of(self.tail)
+        excluded = ends[:1] if len(ends) > 1 else []
+        for key, schema, is_required in _properties(parameters):
+            is_text = "string" in _types(schema)
+            content = _text_form(schema, excluded) if is_text else call_json(schema)
+            end = self.close.lstrip() if content["type"] == "any_text" else self.close
+            pieces.append(
+                (tagged(f"{self.open}{key}{self.between[0 if is_text else -1]}", content, end), is_required)
+            )
+        return _listed(pieces, "")
+
+
+def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
+    """Return the structural tag of a string that stands as it is."""
+    if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
+        return {"type": "or", "elements": [_text(value) for value in values]}
+    if "pattern" in schema:
+        return {"type": "regex", "pattern": schema["pattern"]}
+    if "maxLength" in schema:
+        return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}"}
+    return {"type": "any_text", "excludes": list(excluded)}
+
+
+def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, JSON], bool]]:
+    """Return a tool's parameters in their order: key, schema with the definitions it may name, and if required."""
+    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    found = parameter_schemas([{"name": "", "parameters": parameters}], "")
+    return [(key, {**schema, **shared}, key in parameters.get("required", ())) for key, schema in found.items()]
+
+
+def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
+    """Return the structural tag of pieces in their order, the optional ones left out or not."""
+    behind = [_sequence(_text(separator), piece) if separator else piece for piece, _ in pieces]
+    behind = [
+        one if is_required else {"type": "optional", "content": one}
+        for one, (_, is_required) in zip(behind, pieces, strict=True)
+    ]
+    if not separator or not pieces:
+        return _sequence(*(behind or [_text("")]))
+    num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
+    firsts = [_sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)]
+    either = {"type": "or", "elements": firsts}
+    return {"type": "optional", "content": either} if num_first is None else either
+
+
+def _sequence(*elements: JSON) -> JSON:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _text(value: str) -> JSON:
+    return {"type": "const_string", "value": value}
+
+
+# Marks of a literal: tags, and the text between them. A tag may lack its end, as `<function=` does.
+MARK = re.compile(r"<[^<>\n]*>?|\[[^\[\]<\n]*\]|[\[\](){}]|[^\s<\[\](){}]+")
+
+
+def marks_of(literal: str) -> list[str]:
+    """Return the marks of a literal, in order, without the blanks between them."""
+    return [found[0] for found in MARK.finditer(literal)]
+
+
+def loose(literal: str) -> str:
+    """Return a pattern of a literal with any blanks between its marks; a fence of Markdown may be missing."""
+    escaped = (
+        f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(literal)
+    )
+    return r"\s*+".join(escaped)
+
+
+def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = _JSON_TOKEN, *, depth: int = 0) -> int:
+    """Return the end of the object or array at `start`; -1 if its last bracket is not before `limit`.
+
+    The text between the brackets need not be well-formed. `depth` brackets are open before. Takes linear time.
+    """
+    for found in token.finditer(text, start, limit):
+        opening, closing = found.groups()
+        depth += (opening is not None) - (closing is not None)
+        if depth <= 0:
+            return found.end() if closing is not None else -1
+    return -1
+
+
+def literals_as_json(text: str, strings: str = _STRINGS, quote: str = "", assign: str = "") -> str:
+    """Return Python's literals as JSON: its strings, its words, and bare keys before `assign`."""
+    key = rf"(?P<key>[^\W\d][\w.-]*+)\s*+{assign}" if assign else "(?P<key>(?!))"
+
+    def as_json(found: re.Match[str]) -> str:
+        written = found[0]
+        if found["key"] is not None:
+            return f'"{found["key"]}": '
+        if written in _PYTHON_WORDS:
+            return _PYTHON_WORDS[written]
+        if not quote or not written.startswith(quote):
+            return _python_string(written)
+        inner = written.removeprefix(quote)
+        shown = json.dumps(inner.removesuffix(quote), ensure_ascii=False)
+        return shown if inner.endswith(quote) else shown[:-1]
+
+    return re.sub(rf"{strings}|{key}|\b(?:True|False|None)\b", as_json, text, flags=re.DOTALL)
+
+
+def _python_string(written: str) -> str:
+    """A string of Python or JSON as JSON; one without its end stays without it."""
+    mark, is_whole = written[0], len(written) > 1 and written.endswith(written[0])
+    for read in (loads, ast.literal_eval):
+        try:
+            value = read(written.replace("\n", "\\n") + ("" if is_whole else mark))
+        except (SyntaxError, ValueError):
+            continue
+        shown = json.dumps(value, ensure_ascii=False)
+        return shown if is_whole else shown[:-1]
+    return written
+
+
+def read_arguments(text: str, name: str) -> dict[str, JSON]:
+    """Read the arguments of a call whose name stands before them. Raises MalformedCall."""
+    text = text.lstrip()
+    try:
+        arguments = loads(text)
+    except ValueError as error:
+        raise MalformedCall(f"the arguments are not valid JSON: {error}", name, text) from error
+    if not isinstance(arguments, dict):
+        raise MalformedCall("the arguments are not a JSON object", name)
+    return arguments
+
+
+def check_name(name: JSON) -> str:
+    """Return a name that a tool may have. Raises MalformedCall."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise MalformedCall('the tool call has no "name", or one that is not a short string')
+    return name
+
+
+def parameter_schemas(tools: Sequence[Mapping[str, JSON]], name: str) -> dict[str, Mapping[str, JSON]]:
+    """Return a tool's parameter schemas, its own `$defs` resolved; none of an unknown tool."""
+    functions = [tool.get("function", tool) for tool in tools]
+    parameters = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
+    definitions = parameters.get("$defs") or {}
+    return {
+        key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
+        for key, schema in (parameters.get("properties") or {}).items()
+        if isinstance(schema, dict)
+    }
+
+
+def _types(schema: Mapping[str, JSON]) -> set[str]:
+    """The JSON types a schema allows; empty if it does not say."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
+    if isinstance(declared, list):
+        return {str(name) for name in declared}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values and all(isinstance(value, str) for value in values):
+        return {"string"}
+    branches = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return {name for branch in branches if isinstance(branch, dict) for name in _types(branch)}
+
+
+def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
+    """Return the value as its schema types it; text where the schema is unknown. Raises ValueError."""
+    types = _types(schema) if schema is not None else {"string"}
+    bare = value.strip()
+    if "null" in types and bare in ("null", "None"):
+        return None
+    if "string" in types:
+        return value
+    try:
+        try:
+            return loads(bare)
+        except ValueError:
+            return loads(literals_as_json(bare))  # some templates print Python's spelling
+    except ValueError as error:
+        if types:
+            raise ValueError(f"it does not have its schema's type: {error}") from error
+        return value  # any type is allowed, text too

@@ -1,0 +1,280 @@
+"""One reader and one grammar for all formats of calls that are data: marks, and the notation of arguments.
+
+A format is written by hand (`by_name.py`) or derived from what a template writes (`derive.py`). The reader forgives
+blanks between marks, and missing marks behind a whole object; whatever else is wrong makes a call malformed, up to
+the next mark. Linear: a turn has at most `MAX_CALLS` calls, and an object's end is looked for up to the fourth mark
+that follows (a mark may stand inside a string), so each character is read a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from agentloop.errors import InvalidRequest
+from agentloop.parsers.arguments import (
+    JsonArguments,
+    Notation,
+    ObjectKeys,
+    TextParameters,
+    Tools,
+    check_name,
+    loose,
+    marks_of,
+    value_end,
+)
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
+from agentloop.parsers.grammar import NO_PARAMETERS, constraint_of_calls, either_constraint, tagged
+from agentloop.types import JSON, Constraint
+
+ID = "\0"
+"""The place of a call's id in a format's literals."""
+
+_MAX_MARKS_INSIDE = 4
+_TOOL_NAME = r"""[^\s<>{}\[\]()"'=][^<>{}\[\]()"'=\n]{0,255}?"""
+_NUMBERED = re.compile(r"(?:functions\.)?(.*?)(:[0-9]+)?")
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_NEVER = "(?!)"
+
+_Call: TypeAlias = tuple[int, str, Mapping[str, JSON], str, str]
+"""Where the call ends, its name and arguments, the id that was written, and what was forgiven."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The text around calls: `section begin NAME middle ARGUMENTS end separator begin ... end section`."""
+
+    begin: str
+    end: str
+    arguments: ObjectKeys | Notation
+    middle: str = ""
+    section: tuple[str, str] = ("", "")
+    separator: str = "\n"
+    is_bare: bool = False  # calls may begin a turn without a mark, one a turn
+    is_numbered: bool = False  # the name is written as `functions.NAME:NUMBER`, which is the call's id
+
+    @property
+    def outer(self) -> str:
+        """The mark of a turn's first call; empty if it has none."""
+        marks = marks_of(self.section[0]) or marks_of(self.begin.partition(ID)[0])
+        return marks[0] if marks and len(marks[0]) > 1 else ""
+
+    @property
+    def inner(self) -> str:
+        """The mark of each call, as `<function=` behind `<tool_call>`; empty if only the section has one."""
+        marks = marks_of(self.begin.partition(ID)[0])
+        begun = (mark for mark in marks if mark.startswith("<") and not mark.endswith(">"))
+        return "" if not marks else marks[0] if self.section[0].strip() else next(begun, marks[0])
+
+    @property
+    def is_listed(self) -> bool:
+        """True if what ends a call does not tell: another may follow, up to the section's end."""
+        return not self.begin.strip() or bool(self.separator.strip())
+
+
+class FormatParser:
+    """The reader of one format, or of two with the same first mark, told apart call by call."""
+
+    def __init__(
+        self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, lenient: bool = False
+    ) -> None:
+        """`lenient` reads as vLLM and SGLang do: objects without arguments, and a list where one object stands."""
+        self.form, self._others = form, others
+        ends, last, outer = marks_of(form.end), marks_of(form.section[1]), form.outer
+        is_certain = bool(ends) and len(last) < 2 and not (form.is_listed or others)
+        first = "{" if outer else form.section[0].strip() or "{"
+        self.marks = Marks(
+            tuple(dict.fromkeys(filter(None, (outer, form.inner)))),
+            ends[-1] if is_certain else None,
+            leading=(first,) if form.is_bare else (),
+            trailing="".join(last) if is_certain else "",
+            thoughts=thoughts,
+        )
+        self._counted = form.inner or outer or '"name"'
+        each = f"(?:{re.escape(outer)}\\s*+)?{re.escape(form.inner)}|" if form.inner not in ("", outer) else ""
+        self._opening = re.compile(each + (re.escape(outer) or _NEVER))
+        self._writers = [_CallReader(one, self._opening, self._counted, lenient) for one in (form, *others)]
+        self._readers = self._writers
+        if lenient and isinstance(form.arguments, ObjectKeys) and form.begin.strip():
+            listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
+            forgiving = _CallReader(listed, self._opening, self._counted, lenient, "a list of calls")
+            self._readers = [*self._writers, forgiving]
+
+    def lenient(self) -> FormatParser:
+        """Return the lenient reader of the same formats, whose grammar is the same."""
+        return FormatParser(self.marks.thoughts, self.form, *self._others, lenient=True)
+
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
+        def read_call(builder: TurnBuilder, found: re.Match[str]) -> int:
+            begun = (one for one in self._readers if one.begins(builder.text, found.start()))
+            return next(begun, self._readers[0]).read(builder, *found.span(), tools, is_marked=True)
+
+        builder, first = TurnBuilder(decoded, turn_index), self._readers[0]
+        is_begun = self.form.is_bare and first.begins(decoded.text, 0)
+        position = first.read(builder, 0, 0, tools, is_marked=False) if is_begun else 0
+        return builder.read(self._opening, read_call, self._counted, position)
+
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
+        """See `Parser.call_constraint`. Of two formats the policy chooses, at the first character that differs."""
+        several = is_parallel and not self.form.is_bare
+        constraints = [
+            constraint_of_calls(tools, one.tag, one.section, one.separator, forced=forced, is_parallel=several)
+            for one in self._writers
+        ]
+        return constraints[0] if len(constraints) == 1 else either_constraint(*constraints)
+
+
+class _CallReader:
+    """Reads and writes the calls of one format. `note` is what every call of it is forgiven."""
+
+    def __init__(
+        self, form: CallFormat, opening: re.Pattern[str], counted: str, lenient: bool, note: str = ""
+    ) -> None:
+        self._form, self._opening, self._counted, self._lenient, self._note = form, opening, counted, lenient, note
+        has_tag, is_object = bool(form.outer) and form.is_bare, isinstance(form.arguments, ObjectKeys)
+        self.section, self.separator = ("" if has_tag else form.section[0], form.section[1]), form.separator
+        section, begin, ends = loose(form.section[0]), _literal(form.begin), marks_of(form.end)
+        if not section and form.inner != form.outer:
+            section, begin = loose(form.outer), _literal(form.begin[form.begin.index(form.inner) :])
+        first = (
+            rf"\s*+(?:{section}\s*+){'?' if begin or has_tag else ''}{begin}\s*+"
+            if section
+            else rf"\s*+{begin}\s*+"
+        )
+        body = "" if is_object else self._body()
+        self._first, self._element = re.compile(first + body), re.compile(rf"{begin}\s*+{body}")
+        self._begins = re.compile(first + (body or r"(?=\{)"))
+        closes = rf"(?:\s*+{loose(form.section[1])})?" if form.section[1].strip() else ""
+        needed = next((mark for mark in ends if not mark.startswith("```")), "")
+        written = (rf"(?:\s*+{loose(mark)})" + ("" if mark == needed else "?") for mark in ends)
+        self._end = re.compile("".join(written) + closes)
+        self._forgiven = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
+        separator = loose(form.separator)
+        after = rf"{separator}\s*+" if separator and not form.is_bare else rf"(?:{separator})?\s*+(?=\{{)"
+        self._next = re.compile(rf"\s*+{after}" if form.is_listed else _NEVER)
+        self._closings = [mark for mark in (*ends[-1:], *marks_of(form.section[1])[-1:]) if len(mark) > 2]
+
+    def _body(self) -> str:
+        """The pattern of a name up to its arguments."""
+        form, notation = self._form, self._form.arguments
+        middle, is_there, behind = form.middle.partition(ID)
+        pattern = loose(middle)
+        if is_there:
+            pattern = rf"(?:{pattern}\s*+(?P<id>[^\[\]{{}}\n<]{{0,64}}?))?\s*+(?:{loose(behind)})?"
+        ahead = ""
+        if isinstance(notation, JsonArguments):
+            ahead = r"(?=\{)"
+        elif isinstance(notation, TextParameters) and not middle.strip():  # nothing else ends the name
+            behind_name = (*marks_of(notation.open)[:1], *marks_of(form.end)[:1])
+            ahead = f"(?={'|'.join(map(re.escape, behind_name))})"
+        return rf"(?P<name>{_TOOL_NAME})\s*+{pattern}\s*+{ahead}"
+
+    def begins(self, text: str, start: int) -> bool:
+        """Tell if a call of this format begins there."""
+        return self._begins.match(text, start) is not None
+
+    def read(self, builder: TurnBuilder, start: int, position: int, tools: Tools, *, is_marked: bool) -> int:
+        """Add the calls from `start` on, the mark of the first up to `position`; return where the last one ends."""
+        text, limit = builder.text, self._limit(builder.text, position)
+        head = self._first.match(text, start)
+        while True:
+            try:
+                call = self._call(text, head, limit, tools, is_marked=is_marked)
+            except MalformedCall as malformed:
+                begun = max(position, malformed.at, head.end() if head is not None else 0)
+                until, end = self._ends(text, begun)
+                builder.add_malformed(start, end, malformed, is_cut=until == len(text))
+                return end
+            if call is None:
+                return start
+            builder.add_call(start, *call)
+            if (following := self._next.match(text, end := call[0])) is None:
+                return end
+            if builder.is_full:
+                builder.add_rest(end, self._counted if self._form.middle else '"name"')
+                return len(text)
+            start, position, is_marked = end, following.end(), is_marked and not self._form.is_bare
+            head = self._element.match(text, position)
+
+    def _call(
+        self, text: str, head: re.Match[str] | None, limit: int, tools: Tools, *, is_marked: bool
+    ) -> _Call | None:
+        """Read one call; None if an object without a mark is none. Raises MalformedCall."""
+        form, notation = self._form, self._form.arguments
+        if head is None:
+            shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
+            raise MalformedCall(f"the tool call does not begin with {''.join(shown).replace(ID, 'ID')}")
+        if isinstance(notation, ObjectKeys):
+            names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
+            return self._object(notation, text, head.end(), limit, names)
+        written = head["name"].strip()
+        numbered = _NUMBERED.fullmatch(written) if form.is_numbered else None
+        name = check_name(numbered[1] if numbered is not None else written)
+        call_id = written if numbered is not None and numbered[2] else head.groupdict().get("id") or ""
+        arguments, end = notation.read(text, head.end(), limit, name, tools)
+        closed = self._end.match(text, end)
+        if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
+            further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
+            error = f"the tool call has something else where {further}{''.join(marks_of(form.end))} must stand"
+            raise MalformedCall(error, name, json.dumps(arguments, ensure_ascii=False)[:-1], end)
+        call_id = call_id if _ID.fullmatch(call_id) else ""
+        return end if closed is None else closed.end(), name, arguments, call_id, ""
+
+    def _object(self, keys: ObjectKeys, text: str, start: int, limit: int, names: set[str] | None) -> _Call | None:
+        end = value_end(text, start, limit) if text.startswith("{", start) else -1
+        closed = self._end.match(text, end) if end >= 0 else None
+        if end < 0 or (closed is None and self._forgiven.match(text, end) is None):
+            end = self._ends(text, start)[0]
+        found = keys.read(text[start:end], names, lenient=self._lenient)
+        if found is None:
+            return None
+        return end if closed is None else closed.end(), *found[:3], found[3] or self._note
+
+    def _ends(self, text: str, start: int) -> tuple[int, int]:
+        """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""
+        following = self._opening.search(text, start)
+        until = following.start() if following is not None else len(text)
+        places = [(at, at + len(mark)) for mark in self._closings if (at := text.find(mark, start, until)) >= 0]
+        if not places:
+            return until, until
+        at, end = min(places)
+        after = self._end.match(text, at)
+        return at, max(end, after.end()) if after is not None else end
+
+    def _limit(self, text: str, position: int) -> int:
+        """Return the limit of values: a later mark than the next, which they may hold."""
+        if self._opening.pattern == _NEVER:
+            return len(text)
+        for _ in range(_MAX_MARKS_INSIDE + 1):
+            if (found := text.find(self._counted, position)) < 0:
+                return len(text)
+            position = found + len(self._counted)
+        return found
+
+    def tag(self, function: Mapping[str, JSON]) -> JSON:
+        """Return the structural tag of one call. Raises InvalidRequest if its tool cannot be written."""
+        form, notation, name = self._form, self._form.arguments, str(function.get("name"))
+        content = notation.form(function.get("parameters") or NO_PARAMETERS)
+        if isinstance(notation, ObjectKeys):
+            return tagged(form.begin + notation.begun(name), content, "}" + form.end)
+        if re.fullmatch(_TOOL_NAME, name) is None or name != name.strip():
+            raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+        middle = form.middle.rpartition(ID)[2]
+        begin, has_id, behind = form.begin.partition(ID)
+        if not has_id and not form.is_numbered:
+            return tagged(begin + name + middle, content, form.end)
+        if form.is_numbered:
+            begin, pattern, written = f"{begin}functions.{name}:", "[0-9]{1,4}", middle
+        else:
+            pattern, written = "[a-zA-Z0-9]{9}", behind + name + middle
+        parts = [{"type": "regex", "pattern": pattern}, {"type": "const_string", "value": written}, content]
+        return tagged(begin, {"type": "sequence", "elements": parts}, form.end)
+
+
+def _literal(text: str) -> str:
+    """Return the loose pattern of a literal that may hold an id."""
+    before, is_there, behind = text.partition(ID)
+    return rf"{loose(before)}\s*+(?P<id>[^\s<\[]{{1,64}}?)\s*+{loose(behind)}" if is_there else loose(text)

@@ -1,0 +1,162 @@
+"""A format of calls, derived from what a template writes of calls that it cannot know.
+
+Two calls with names, ids, keys and values of our own are written as one turn. What stands alike before, between and
+behind both is a call's; the rest is the section's around all of them. Nothing here is proof: the self-test reads
+richer turns with the derived format before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from agentloop.errors import TemplateError
+from agentloop.parsers.arguments import MARK, JsonArguments, Literals, Notation, ObjectKeys, TextParameters
+from agentloop.parsers.call_format import ID, CallFormat
+from agentloop.types import JSON, ToolCall
+
+NAMES, _KEYS = ("zebrafinch", "yellowtail"), ("kaolin", "saffron")
+_VALUES = (("vermilion", "ultramarine"), ("celadon", "gamboge"))
+PROBES = tuple(
+    ToolCall(f"prb4x000{index}", name, dict(zip(_KEYS, values, strict=True)))
+    for index, (name, values) in enumerate(zip(NAMES, _VALUES, strict=True))
+)
+_NUMBERS = ToolCall("prb4x0003", NAMES[0], {_KEYS[0]: 731946, _KEYS[1]: 602758})
+_BRACKETS = {"(": "()", "{": "{}"}
+
+_Found = tuple[ObjectKeys | Notation, str, tuple[str, ...]]
+"""The notation, the text between name and arguments, and what stands before, between and behind the calls."""
+Write = Callable[[Sequence[ToolCall]], str]
+"""The turn of these calls as a policy would sample it, behind its thought. Raises TemplateError."""
+
+
+class Underivable(Exception):
+    """The reason why what a template writes is no format that can be read, in one line."""
+
+
+def derive(write: Write) -> CallFormat:
+    """Derive the format of calls. Raises Underivable, and TemplateError if not even one call can be written."""
+    calls = PROBES
+    try:
+        text = write(calls)
+    except TemplateError:
+        text = ""
+    if NAMES[1] not in text:  # one call is all that a turn shows
+        text, calls = write(PROBES[:1]), PROBES[:1]
+    for call in calls:
+        text = text.replace(call.id, ID)
+        if call.name not in text:
+            raise Underivable(f"a call is not shown in its turn, which is {text[:80]!r}")
+    notation, middle, pieces = _objects(text, calls) or _named(text, calls, write)
+    alone = ("", pieces[0], pieces[-1], "\n", "")
+    before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else alone
+    section, end = (before.lstrip(), behind.rstrip()), end if behind.strip() else end.rstrip()
+    if isinstance(notation, TextParameters):
+        notation = replace(notation, tail=end)
+    separator = separator or begin[: len(begin) - len(begin.lstrip())]
+    is_bare = not begin.strip() and section[0].strip() in ("", "[")
+    form = CallFormat(begin.lstrip(), end, notation, middle, section, separator, is_bare)
+    literals = (*section, form.begin, form.middle, form.end, form.separator)
+    if any(word in literal for word in (*NAMES, *_KEYS) for literal in literals):
+        raise Underivable(f"a call shows its name or a key in more than one place: {text[:160]!r}")
+    if form.outer[:1].isalnum() or (not form.outer and not isinstance(notation, ObjectKeys)):
+        raise Underivable(f"no mark tells a call from text: {text[:80]!r}")
+    return form
+
+
+def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
+    """Find calls that are objects of JSON."""
+    spans: list[tuple[int, int]] = []
+    for call in calls:
+        start = at = text.index(call.name)
+        value: JSON = None
+        while not isinstance(value, dict) or call.name not in (*value, *map(str, value.values())):
+            if (start := text.rfind("{", 0, start)) < 0:
+                return None
+            value, end = _decoded(text, start)
+        if end < at:
+            return None
+        spans.append((start, end))
+    arguments, pieces = dict(call.arguments), _between(text, spans)
+    if value == {call.name: arguments}:
+        return ObjectKeys("", ("",)), "", pieces
+    keys = {one: key for key, one in value.items() if isinstance(one, str)}  # of the name and of the id
+    shown = (key for key, one in value.items() if arguments in (one, _decoded(str(one), 0)[0]))
+    if (key := next(shown, None)) is None:
+        raise Underivable(f"the object of a call does not show its arguments: {text[:160]!r}")
+    return ObjectKeys(keys[call.name], (key,), keys.get(ID, "")), "", pieces
+
+
+def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
+    """Find calls whose name stands before their arguments."""
+    starts = [text.index(call.name) for call in calls]
+    ends = [start + len(call.name) for start, call in zip(starts, calls, strict=True)]
+    opened = [max(text.find("{", end), 0) for end in ends]
+    found = [_decoded(text, at) for at in opened]
+    if [value for value, _ in found] == [call.arguments for call in calls]:
+        pieces = _between(text, [(start, end) for start, (_, end) in zip(starts, found, strict=True)])
+        return JsonArguments(), text[ends[0] : opened[0]], pieces
+    places = [_places(text, call) for call in calls]
+    (key, key_end, value, value_end), (other, *_, last) = places[0]
+    before, between, apart = text[ends[0] : key], text[key_end:value], text[value_end:other]
+    lasts = [one[1][3] for one in places]
+    if (opening := before.rstrip()[-1:]) in _BRACKETS and between.strip():
+        quote = between[1:]
+        pieces = _between(text, [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)])
+        own = "" if quote in ("'", '"') else quote
+        return Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), own), before, pieces
+    middle, open_, close, blanks, _ = _framed(before, apart, text[last:])
+    if not open_.strip() or not close.strip():
+        raise Underivable(f"no marks stand around a parameter: {text[:160]!r}")
+    if all(text.startswith(close + blanks, at) for at in lasts):
+        close += blanks
+    pieces = _between(text, [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)])
+    typed = write([_NUMBERS])
+    shown = typed.find(_KEYS[0]) + len(_KEYS[0])
+    others = typed[shown : typed.find(str(_NUMBERS.arguments[_KEYS[0]]), shown)]
+    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close), middle, pieces
+
+
+def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
+    """Return where each key of a call, and the value behind it, begins and ends."""
+    at, places = text.index(call.name) + len(call.name), []
+    for key, value in call.arguments.items():
+        start = text.find(key, at)
+        at = text.find(str(value), start)
+        if start < 0 or at < 0:
+            raise Underivable(f"a call does not show its arguments in their order: {text[:160]!r}")
+        places.append((start, start + len(key), at, at := at + len(str(value))))
+    return places
+
+
+def _between(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """Return what stands before, between and behind spans of a text."""
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return tuple(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _framed(before: str, between: str, behind: str) -> tuple[str, str, str, str, str]:
+    """Tell what belongs to each of two things: text before both, before each, behind each, between, behind both."""
+    first, middle, last = (list(MARK.finditer(text)) for text in (before, between, behind))
+    num_end = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1][0], zip(middle, last, strict=False)))
+    rest = middle[num_end:]
+    pairs = zip(reversed(first), reversed(rest), strict=False)
+    num_begin = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+    end = between[: middle[num_end - 1].end()] if num_end else ""
+    begun = rest[-num_begin].start() if num_begin else len(between)
+    return (
+        before[: first[-num_begin].start()] if num_begin else before,
+        between[begun:],
+        end,
+        between[len(end) : begun],
+        behind[last[num_end - 1].end() :] if num_end else behind,
+    )
+
+
+def _decoded(text: str, start: int) -> tuple[JSON, int]:
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text, start)
+    except ValueError:
+        return None, start
