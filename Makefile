@@ -16,7 +16,7 @@ rollout: $(VENV)/.cpu
 # Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
 	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
 	$(BIN)/python -m pytest -m hosts -k a_cut_a_join_and_a_kill $(ARGS) tests/hosts
 

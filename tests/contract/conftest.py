@@ -20,6 +20,20 @@ REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "specu
 """`speculative` is vLLM with drafts."""
 
 
+SHORT_WITH_DRAFTS = ("test_logprobs_contract.py", "test_scores_contract.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what shares an engine in one process, and what drafts seldom touch in `make test-long` alone."""
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        engine = params.get("engine_case")
+        item.add_marker(pytest.mark.xdist_group(engine or str(item.path)))
+        if engine == "speculative" and item.path.name not in SHORT_WITH_DRAFTS:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.engine)])
 async def adapter_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
