@@ -6,8 +6,8 @@ NeMo Gym lives in an environment of its own (0.4.0 asks for Python 3.12), and sa
         --model-url http://127.0.0.1:9/v1 --model-api-key none
     agentloop rollout --tasks tasks.jsonl --agent-command "python examples/16_nemo_gym.py URL example.jsonl"
 
-A task's id ends with a row of the file, `workplace/3`. Its tools are the server's, its reward is what `/verify` says;
-the steps are those of NeMo Gym's own `simple_agent`.
+A task's id ends with a row of the file, `workplace/3`. Its tools are the server's, its reward is what `/verify`
+says; the steps are those of NeMo Gym's own `simple_agent`.
 """
 
 import json
@@ -25,7 +25,7 @@ MAX_STEPS = 6
 def run(row: dict[str, Any], server: httpx.Client) -> float:
     """Let the policy work on one row, and return the reward that the server gives it."""
     server.post("/seed_session", json=row).raise_for_status()  # its cookie is this episode's state
-    model, asked, said = OpenAI(), row["responses_create_params"], []  # OPENAI_BASE_URL and _API_KEY are the session's
+    model, asked, said = OpenAI(), row["responses_create_params"], []  # its URL and key are the session's
     shown = [{"role": "user", "content": asked["input"]}] if isinstance(asked["input"], str) else asked["input"]
     fields = {name: value for name, value in asked.items() if value is not None and name not in ("input", "model")}
     for _ in range(MAX_STEPS):

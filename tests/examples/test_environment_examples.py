@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WHY_NOT = refusal()
 
 
-@pytest.mark.parametrize("name", ["10_mcp_tool.py", "11_shell_tool.py", "12_verifiers.py"])
+@pytest.mark.parametrize("name", ["10_mcp_tool.py", "11_shell_tool.py", "12_verifiers.py", "16_nemo_gym.py"])
 def test_an_example_is_short(name: str):
     assert len((EXAMPLES / name).read_text().splitlines()) < 60
 
