@@ -32,7 +32,8 @@ _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be 
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
 _MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
 _LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
-_CLOSED = re.compile(rf"\s*(?:{'|'.join(re.escape(marks.close) for marks in THOUGHT_MARKS)})")
+_CLOSED = re.compile(rf"\s*(?:{'|'.join(re.escape(marks.open) for marks in THOUGHT_MARKS)})?\s*(?:{'|'.join(re.escape(marks.close) for marks in THOUGHT_MARKS)})")
+_MARKED = re.compile(r"\S*[>\]]")  # a mark around content
 _MAX_TURN_CHARS = 600
 DERIVED = "derived"
 _TYPES = ("string", "integer", "boolean", "array", "object")
@@ -104,26 +105,31 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
 def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
     """Return a parser of thoughts alone, by the renderer's marks, and the findings. Raises TemplateError if nothing
     can be rendered."""
-    _, answer = _turns(renderer)
-    marks, facts = _marks_of(answer), renderer.facts
-    parser = NoCallsParser(marks or thought_marks(facts.template_source, facts.literals))
+    thoughts, headers, shows_thoughts = _marks_of(renderer)
+    parser = NoCallsParser(thoughts, headers)
     opens = TurnReader(renderer, parser).is_thinking(renderer.render([_ASKED], ()))
-    return parser, SelfTest(thoughts=marks is not None, opens_thought=opens)
+    return parser, SelfTest(thoughts=shows_thoughts, opens_thought=opens)
 
 
-def _marks_of(turn: _RenderedTurn) -> ThoughtMarks | None:
-    """Return what stands before and behind the thought of a rendered answer; None where nothing tells."""
+def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
+    """Return the marks around an answer's thought and around its content, and whether thoughts are shown."""
+    (_, turn), facts = _turns(renderer), renderer.facts
     thought, content = turn.written.reasoning, turn.written.content
-    if not thought:
-        return None
-    before, _, behind = turn.text.partition(thought)
+    plain = _cut(renderer, [_ASKED], replace(_ANSWER, reasoning=""), [], ())
+    header, _, footer = (part.strip() for part in plain.text.partition(content))
+    header = _CLOSED.sub("", header).strip()
+    before, _, behind = turn.text.partition(content)[0].partition(thought) if thought else ("", "", "")
     if not before.strip() and (opened := _LAST_MARK.search(turn.before)) is not None:
         before = opened[0]
-    before, behind = before.strip(), behind.partition(content)[0].strip()
+    before, behind = before.strip(), behind.strip()
+    header = header if not thought or (behind.endswith(header) and behind != header) else ""
+    headers = tuple(mark for mark in (header, footer) if _MARKED.fullmatch(mark))
+    behind = behind.removesuffix(header).strip() if header in headers else behind
     known = (
         marks for marks in THOUGHT_MARKS if turn.before.rstrip().endswith(marks.open) and marks.close in behind
     )
-    return ThoughtMarks(before, behind) if before and behind else next(known, None)
+    found = ThoughtMarks(before, behind) if before and behind else next(known, None) if thought else None
+    return found or thought_marks(facts.template_source, facts.literals), headers, found is not None
 
 
 def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
@@ -131,10 +137,8 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
 
     Raises ParserMismatch with the difference.
     """
-    _, answer = _turns(renderer)
-    facts = renderer.facts
-    marks = _marks_of(answer) or thought_marks(facts.template_source, facts.literals)
-    plain = TurnReader(renderer, NoCallsParser(marks))
+    marks, headers, _ = _marks_of(renderer)
+    plain = TurnReader(renderer, NoCallsParser(marks, headers))
 
     def cut(calls: Sequence[ToolCall], content: str = "") -> _RenderedTurn:
         replies = [Message("tool", "a bird", tool_call_id=call.id, name=call.name) for call in calls]
@@ -145,7 +149,7 @@ def derived_parser(renderer: Renderer) -> tuple[str, FormatParser]:
         return _read(plain, cut(calls), ()).content.strip()
 
     try:
-        parser = FormatParser(marks, derive(write))
+        parser = FormatParser(marks, derive(write), headers=headers)
         reader = TurnReader(renderer, parser)
         for calls in (*((call,) for call in _PROVING), _PROVING[:2]):
             for content in ("", _CALLING.content):

@@ -38,14 +38,16 @@ class TurnSplitter:
         self._reader = reader
         self._reading = reading
         self._marks = reader.marks
-        self._in_content = _MarkSet((*self._marks.openings, *self._marks.headers) if reading.reads_calls else ())
+        headers = self._marks.headers if reading.reads_calls or reading.reads_thoughts else ()
+        self._in_content = _MarkSet((*(self._marks.openings if reading.reads_calls else ()), *headers))
         self._in_thought = _MarkSet((self._marks.thoughts.close,))
         self._phase = _Phase.START if reading.reads_thoughts else _Phase.HEAD
         if reading.reads_thoughts and reading.is_thinking:
             self._phase = _Phase.THOUGHT
         self._held = ""  # text that may be the beginning of a mark
         self._thought = _Strip(start=True, end=True)
-        self._segment = _Strip(start=reading.reads_calls, end=reading.reads_calls)  # between two calls
+        self._is_stripped = reading.reads_calls or bool(headers)
+        self._segment = _Strip(start=self._is_stripped, end=self._is_stripped)  # between two calls or headers
         self._region: list[str] = []  # from an opening mark on
         self._num_parses = 0
         self._num_calls = 0
@@ -117,25 +119,21 @@ class TurnSplitter:
         if mark is None:
             return None
         self._phase = _Phase.HEAD
-        if not self._reading.reads_calls:
-            self._segment = _Strip(start=True, end=False)
+        self._segment = _Strip(start=True, end=self._is_stripped)
         return after
 
     def _read_head(self, text: str) -> str | None:
-        """Tell the marks that count at the content's beginning: those of calls, or headers where none are read."""
-        if self._reading.reads_calls:
-            marks, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
-        else:
-            marks = self._marks.headers if self._reading.reads_thoughts else ()
-            bare = self._held + (text if self._held else self._segment.add(text))
-        found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
+        """Tell the marks of calls that count at the content's beginning only."""
+        if not self._reading.reads_calls:
+            self._phase = _Phase.CONTENT
+            return text
+        marks, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
         may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
-        self._held = bare if may_be or not marks else ""
+        self._held = bare if may_be else ""
         if marks and (may_be or not bare):
             return None
-        self._held = ""
-        self._phase = _Phase.WAITING if found and self._reading.reads_calls else _Phase.CONTENT
-        return bare.removeprefix(found) if found and not self._reading.reads_calls else bare
+        self._phase = _Phase.WAITING if bare.startswith(marks) else _Phase.CONTENT
+        return bare
 
     def _read_content(self, text: str) -> str | None:
         before, mark, after = self._until_mark(text, self._in_content)

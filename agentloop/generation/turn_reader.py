@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, segments
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.trajectory.node import Reply
@@ -101,18 +101,15 @@ class TurnReader:
 
     def _message(self, decoded: DecodedText, reading: Reading, reasoning: str) -> Message:
         if not reading.reads_calls:
-            header = self._header(decoded.text) if reading.reads_thoughts else ""
-            return Message("assistant", decoded.text[len(header) :], reasoning=reasoning)
+            headers = self.marks.headers if reading.reads_thoughts else ()
+            content = "\n".join(segments(decoded.text, headers)) if headers else decoded.text
+            return Message("assistant", content, reasoning=reasoning)
         parsed = self.parse(decoded, reading)
         calls = parsed.calls
         if self._keeps_calls:
             calls = tuple(call if call.text else replace(call, text=_text_of(call, decoded)) for call in calls)
         thoughts = "\n".join(filter(None, (reasoning, parsed.reasoning)))
         return Message("assistant", parsed.content, calls, reasoning=thoughts)
-
-    def _header(self, text: str) -> str:
-        """The header at the text's beginning; empty if it has none."""
-        return max((header for header in self.marks.headers if text.startswith(header)), key=len, default="")
 
     def _thought(self, text: str, reading: Reading) -> tuple[int, int, int] | None:
         """The thought's characters `[start, end)`, and where what follows its mark begins."""

@@ -85,8 +85,15 @@ class Marks:
     closing: str | None = None  # the mark that ends a call; None: calls are certain at the turn's end only
     leading: tuple[str, ...] = ()  # marks of a call at the beginning of the content only, behind blanks
     trailing: str = ""  # belongs to the call before it, blanks between: the end of a section of calls
-    headers: tuple[str, ...] = ()  # stand before content and are none; what is before and behind is two lines
+    headers: tuple[str, ...] = ()  # stand around content and are none; what is before and behind is two lines
     thoughts: ThoughtMarks = ThoughtMarks()
+
+
+def segments(text: str, headers: Sequence[str]) -> list[str]:
+    """Return the text between headers, stripped, without the empty parts."""
+    pattern = "|".join(re.escape(header) for header in sorted(headers, key=len, reverse=True))
+    parts = re.split(pattern, text) if pattern else [text]
+    return [part for part in map(str.strip, parts) if part]
 
 
 class Parser(Protocol):
@@ -113,11 +120,11 @@ class Parser(Protocol):
 class NoCallsParser:
     """The parser of models without readable calls, which are shown no tools: text behind the thought is content."""
 
-    def __init__(self, thoughts: ThoughtMarks) -> None:
-        self.marks = Marks((), thoughts=thoughts)
+    def __init__(self, thoughts: ThoughtMarks, headers: tuple[str, ...] = ()) -> None:
+        self.marks = Marks((), thoughts=thoughts, headers=headers)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        return ParsedTurn(decoded.text.strip(), ())
+        return ParsedTurn("\n".join(segments(decoded.text, self.marks.headers)), ())
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
@@ -143,8 +150,9 @@ class MalformedCall(Exception):
 class TurnBuilder:
     """The collector of a turn from left to right; it numbers the calls and finds their tokens."""
 
-    def __init__(self, decoded: DecodedText, turn_index: int) -> None:
+    def __init__(self, decoded: DecodedText, turn_index: int, headers: Sequence[str] = ()) -> None:
         self.text = decoded.text
+        self._headers = headers
         self._decoded = decoded
         self._turn_index = turn_index
         self._content: list[str] = []
@@ -157,8 +165,7 @@ class TurnBuilder:
         return len(self._calls) >= MAX_CALLS
 
     def add_content(self, text: str) -> None:
-        if stripped := text.strip():
-            self._content.append(stripped)
+        self._content += segments(text, self._headers)
 
     def add_reasoning(self, text: str) -> None:
         if stripped := text.strip():

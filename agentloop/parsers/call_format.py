@@ -79,7 +79,12 @@ class FormatParser:
     """The reader of one format, or of two with the same first mark, told apart call by call."""
 
     def __init__(
-        self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, lenient: bool = False
+        self,
+        thoughts: ThoughtMarks,
+        form: CallFormat,
+        *others: CallFormat,
+        headers: tuple[str, ...] = (),
+        lenient: bool = False,
     ) -> None:
         """`lenient` reads as vLLM and SGLang do: objects without arguments, and a list where one object stands."""
         self.form, self._others = form, others
@@ -91,6 +96,7 @@ class FormatParser:
             ends[-1] if is_certain else None,
             leading=(first,) if form.is_bare else (),
             trailing="".join(last) if is_certain else "",
+            headers=headers,
             thoughts=thoughts,
         )
         self._counted = form.inner or outer or '"name"'
@@ -105,14 +111,15 @@ class FormatParser:
 
     def lenient(self) -> FormatParser:
         """Return the lenient reader of the same formats, whose grammar is the same."""
-        return FormatParser(self.marks.thoughts, self.form, *self._others, lenient=True)
+        marks = self.marks
+        return FormatParser(marks.thoughts, self.form, *self._others, headers=marks.headers, lenient=True)
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         def read_call(builder: TurnBuilder, found: re.Match[str]) -> int:
             begun = (one for one in self._readers if one.begins(builder.text, found.start()))
             return next(begun, self._readers[0]).read(builder, *found.span(), tools, is_marked=True)
 
-        builder, first = TurnBuilder(decoded, turn_index), self._readers[0]
+        builder, first = TurnBuilder(decoded, turn_index, self.marks.headers), self._readers[0]
         is_begun = self.form.is_bare and first.begins(decoded.text, 0)
         position = first.read(builder, 0, 0, tools, is_marked=False) if is_begun else 0
         return builder.read(self._opening, read_call, self._counted, position)
