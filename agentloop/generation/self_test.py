@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import TypeAlias
 
 from agentloop.errors import AgentLoopError, ParserMismatch, TemplateError
@@ -34,6 +34,7 @@ _MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
 _LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _CLOSED = re.compile(rf"\s*(?:{'|'.join(re.escape(marks.open) for marks in THOUGHT_MARKS)})?\s*(?:{'|'.join(re.escape(marks.close) for marks in THOUGHT_MARKS)})")
 _MARKED = re.compile(r"\S*[>\]]")  # a mark around content
+_INK = re.compile(r"\S")
 _MAX_TURN_CHARS = 600
 DERIVED = "derived"
 _TYPES = ("string", "integer", "boolean", "array", "object")
@@ -234,12 +235,12 @@ def _cut(
         # The prompt closes an empty thought, or a thought is shown in other places only: this turn has none.
         written = replace(written, reasoning="")
         whole = renderer.decode(renderer.render([*before, written, *after], tools))
-    start = _num_common(prompt, whole)
-    if start < len(prompt) and (begun := _MARK_BEGUN.search(whole[:start])) is not None:
-        start = begun.start()  # the prompt has another mark there, with the same beginning
+    num_shared, start = _alike(prompt, whole)
+    if num_shared < len(prompt) and (begun := _MARK_BEGUN.search(whole[:start])) is not None:
+        num_shared, start = num_shared - len(begun[0]), begun.start()  # marks that begin alike
     text = whole[start : _end_of_turn(renderer, prompt, whole, start)]
-    shown = prompt[:start]
-    if start < len(prompt) and (closed := _CLOSED.match(text)) is not None:
+    shown = prompt[:num_shared]
+    if num_shared < len(prompt) and (closed := _CLOSED.match(text)) is not None:
         shown, text = shown + closed[0], text[closed.end() :]  # the prompt ends its thought in another way
     if written.reasoning not in text:  # such a template shows no thoughts
         written = replace(written, reasoning="")
@@ -253,6 +254,16 @@ def _end_of_turn(renderer: Renderer, prompt: str, whole: str, start: int) -> int
     found = [whole.find(stop, start) for stop in renderer.facts.stop_tokens]
     num_generation_prompt = _num_common(prompt[::-1], whole[::-1])
     return min((end for end in found if end >= 0), default=len(whole) - num_generation_prompt)
+
+
+def _alike(prompt: str, whole: str) -> tuple[int, int]:
+    """Return up to where a prompt and a rendering are alike from the question on, but for blanks."""
+    at, there = (max(text.find(QUESTION), 0) for text in (prompt, whole))
+    pairs = zip(_INK.finditer(prompt, at), _INK.finditer(whole, there), strict=False)
+    for one, other in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs):
+        at, there = one.end(), other.end()
+    num_blanks = _num_common(prompt[at:], whole[there:])
+    return at + num_blanks, there + num_blanks
 
 
 def _num_common(one: str, other: str) -> int:
