@@ -112,12 +112,21 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text; `kwargs` go before its own. Raises TemplateError with the objection."""
         values: dict[str, JSON] = {"documents": None, **self._special_tokens, **self._kwargs, **kwargs}
-        values["messages"], values["tools"] = list(messages), list(tools) if tools else None
-        values["add_generation_prompt"] = add_generation_prompt
+        values["messages"], values["add_generation_prompt"] = list(messages), add_generation_prompt
+        template = self._tool_template if tools else self._template
         try:
-            return (self._tool_template if tools else self._template).render(values)
-        except Exception as error:  # foreign code: it may raise anything, and all of it means the same
-            raise TemplateError(f"the chat template failed: {error or type(error).__name__}") from error
+            return _rendered(template, {**values, "tools": list(tools) if tools else None})
+        except TemplateError:
+            if tools:
+                raise
+        return _rendered(template, {**values, "tools": []})  # some go through the tools without asking for them
+
+
+def _rendered(template: jinja2.Template, values: Mapping[str, JSON]) -> str:
+    try:
+        return template.render(values)
+    except Exception as error:  # foreign code: it may raise anything, and all of it means the same
+        raise TemplateError(f"the chat template failed: {error or type(error).__name__}") from error
 
 
 def check_kwargs(kwargs: Mapping[str, JSON]) -> None:

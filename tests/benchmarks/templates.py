@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import itertools
 import logging
 import re
 import tempfile
@@ -141,13 +142,13 @@ def _chats() -> Iterator[Sequence[Message]]:
 def _expected(reference: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
     """Return transformers' ids; templates that read content as parts alone get parts."""
     texts = []
-    for has_parts in (False, True):
+    for has_parts, tools in itertools.product((False, True), (None, [])):  # some fail without a list of tools
         entries = [
             {"role": one.role, "content": [{"type": "text", "text": one.content}] if has_parts else one.content}
             for one in messages
         ]
         try:
-            texts.append(reference.apply_chat_template(entries, add_generation_prompt=True, tokenize=False))
+            texts.append(reference.apply_chat_template(entries, tools, add_generation_prompt=True, tokenize=False))
         except Exception:
             continue
     shown = next((text for text in texts if messages[-1].content in text), texts[0])
