@@ -143,8 +143,12 @@ class Literals:
         end = value_end(text, position, limit, token, depth=1)
         if end < 0:
             raise MalformedCall("the arguments have no end", name, self._as_json(text[position:limit]))
-        written = self._as_json(text[position : end - 1])
-        return read_arguments(written + "}", name), end - 1
+        values, schemas = read_arguments(self._as_json(text[position : end - 1]) + "}", name), parameter_schemas(tools, name)
+        try:
+            typed = {key: typed_value(one, schemas.get(key)) for key, one in values.items() if isinstance(one, str)}
+        except ValueError as error:
+            raise MalformedCall(str(error), name) from error
+        return {**values, **typed}, end - 1
 
     @property
     def _strings(self) -> str:
@@ -184,6 +188,7 @@ class TextParameters:
     between: tuple[str, ...]  # before a string, and before any other value if that differs
     close: str
     tail: str = ""  # what ends the call; a value that holds all of it was never closed
+    quote: tuple[str, str] = ("", "")  # around strings that hold marks
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         close, schemas = self.close.strip(), parameter_schemas(tools, name)
@@ -193,8 +198,10 @@ class TextParameters:
         values: dict[str, JSON] = {}
         while (found := opening.match(text, position)) is not None:
             key, start = found[1].strip(), found.end()
-            end = text.find(close, start)
-            cut = tail.search(text, start, end if end >= 0 else len(text)) if tail is not None else None
+            opened, closed = self.quote if text.startswith(self.quote[0], start) else ("", "")
+            end = text.find(closed + close, start)
+            is_open = tail is not None and not (opened and end >= 0)
+            cut = tail.search(text, start, end if end >= 0 else len(text)) if tail is not None and is_open else None
             written = json.dumps(values, ensure_ascii=False)[:-1]
             if cut is not None or end < 0:
                 value = text[start : cut.start() if cut is not None else len(text)].removeprefix("\n")
@@ -203,8 +210,8 @@ class TextParameters:
                 shown = json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
                 written += f"{', ' if values else ''}{json.dumps(key)}: {shown}"
                 raise MalformedCall(f"parameter {key!r} has no {close}", name, written, at)
-            value, position = text[start:end], end + len(close)
-            if self.between[0].endswith("\n"):
+            value, position = text[start + len(opened) : end], end + len(closed + close)
+            if not opened and self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
             try:
                 if key in values or len(values) == MAX_PARAMETERS:

@@ -24,6 +24,7 @@ PROBES = tuple(
     for index, (name, values) in enumerate(zip(NAMES, _VALUES, strict=True))
 )
 _NUMBERS = ToolCall("prb4x0003", NAMES[0], {_KEYS[0]: 731946, _KEYS[1]: 602758})
+_MARKED = ToolCall("prb4x0008", NAMES[0], {_KEYS[0]: 'a <b> "c"\nd'})
 _BRACKETS = {"(": "()", "{": "{}"}
 
 _Found = tuple[ObjectKeys | Notation, str, tuple[str, ...]]
@@ -113,10 +114,9 @@ def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
     if all(text.startswith(close + blanks, at) for at in lasts):
         close += blanks
     pieces = _between(text, [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)])
-    typed = write([_NUMBERS])
-    shown = typed.find(_KEYS[0]) + len(_KEYS[0])
-    others = typed[shown : typed.find(str(_NUMBERS.arguments[_KEYS[0]]), shown)]
-    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close), middle, pieces
+    (others, _), (opened, behind) = (_around(write([call]), call) for call in (_NUMBERS, _MARKED))
+    quote = (opened.removeprefix(between), behind.partition(close)[0]) if opened != between else ("", "")
+    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close, quote=quote), middle, pieces
 
 
 def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
@@ -129,6 +129,15 @@ def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
             raise Underivable(f"a call does not show its arguments in their order: {text[:160]!r}")
         places.append((start, start + len(key), at, at := at + len(str(value))))
     return places
+
+
+def _around(text: str, call: ToolCall) -> tuple[str, str]:
+    """Return what stands between a call's first key and its value, and behind that."""
+    (key, value), *_ = call.arguments.items()
+    start = text.find(key) + len(key)
+    if (at := text.find(str(value), start)) < 0:
+        raise Underivable(f"a value is not shown as it is: {text[:160]!r}")
+    return text[start:at], text[at + len(str(value)) :]
 
 
 def _between(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
