@@ -15,13 +15,14 @@ from typing import TypeAlias
 
 from agentloop.errors import AgentLoopError, ParserMismatch, TemplateError
 from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.parsers.arguments import marks_of
 from agentloop.parsers.base import THOUGHT_MARKS, DecodedText, NoCallsParser, Parser, ThoughtMarks
 from agentloop.parsers.by_name import FORMATS, PARSER_NAMES, get_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.parsers.derive import NAMES, PROBES, Underivable, derive
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.prompt_text import thought_marks
-from agentloop.rendering.trial import QUESTION, TOOL_NAME, TOOLS
+from agentloop.rendering.trial import CLOSED, OPENED, QUESTION, TOOL_NAME, TOOLS
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _ARGUMENTS: Mapping[str, JSON] = {"word": "rook", "limit": 3}
@@ -32,7 +33,7 @@ _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be 
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
 _MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
 _LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
-_CLOSED = re.compile(rf"\s*(?:{'|'.join(re.escape(marks.open) for marks in THOUGHT_MARKS)})?\s*(?:{'|'.join(re.escape(marks.close) for marks in THOUGHT_MARKS)})")
+_CLOSED = re.compile(rf"\s*(?:{OPENED})?\s*(?:{CLOSED})")
 _MARKED = re.compile(r"\S*[>\]]")  # a mark around content
 _INK = re.compile(r"\S")
 _MAX_TURN_CHARS = 600
@@ -124,7 +125,7 @@ def _marks_of(renderer: Renderer) -> tuple[ThoughtMarks, tuple[str, ...], bool]:
         before = opened[0]
     before, behind = before.strip(), behind.strip()
     header = header if not thought or (behind.endswith(header) and behind != header) else ""
-    headers = tuple(mark for mark in (header, footer) if _MARKED.fullmatch(mark))
+    headers = tuple(mark for mark in (header, *marks_of(footer)) if _MARKED.fullmatch(mark))
     behind = behind.removesuffix(header).strip() if header in headers else behind
     known = (
         marks for marks in THOUGHT_MARKS if turn.before.rstrip().endswith(marks.open) and marks.close in behind

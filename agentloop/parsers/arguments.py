@@ -18,6 +18,9 @@ from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
 from agentloop.parsers.grammar import call_json, loads, tagged
 from agentloop.types import JSON
 
+ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
+"""Places in a format's literals: of a call's id, of its name once more, of its number, and of a value's type."""
+
 Tools: TypeAlias = Sequence[Mapping[str, JSON]]
 
 MAX_PARAMETERS = 256
@@ -45,6 +48,7 @@ class ObjectKeys:
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments",)
     id: str = ""  # of the id that its answer names; empty if none is read
+    lead: str = ""  # written before the name
 
     def read(
         self, written: str, names: Collection[str] | None, *, lenient: bool
@@ -88,7 +92,7 @@ class ObjectKeys:
     def begun(self, name: str) -> str:
         """Return a call up to its arguments."""
         shown = json.dumps(name, ensure_ascii=False)
-        return f'{{"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
+        return f'{{{self.lead}"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         """Return the structural tag of the arguments."""
@@ -137,18 +141,21 @@ class Literals:
     assign: str = "="
     separator: str = ", "
     quote: str = ""  # empty: Python's strings
+    quotes_all: bool = False  # other values stand between the marks too
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
         token = re.compile(rf"{self._strings}|([\[{{(])|([\]}})])", re.DOTALL)
         end = value_end(text, position, limit, token, depth=1)
         if end < 0:
             raise MalformedCall("the arguments have no end", name, self._as_json(text[position:limit]))
-        values, schemas = read_arguments(self._as_json(text[position : end - 1]) + "}", name), parameter_schemas(tools, name)
-        try:
-            typed = {key: typed_value(one, schemas.get(key)) for key, one in values.items() if isinstance(one, str)}
-        except ValueError as error:
-            raise MalformedCall(str(error), name) from error
-        return {**values, **typed}, end - 1
+        values = read_arguments(self._as_json(text[position : end - 1]) + "}", name)
+        if self.quotes_all:
+            schemas, texts = parameter_schemas(tools, name), {k: v for k, v in values.items() if isinstance(v, str)}
+            try:
+                values |= {key: typed_value(value, schemas.get(key)) for key, value in texts.items()}
+            except ValueError as error:
+                raise MalformedCall(str(error), name) from error
+        return values, end - 1
 
     @property
     def _strings(self) -> str:
@@ -171,6 +178,8 @@ class Literals:
         types, values = _types(schema), schema.get("enum")
         if types == {"string"} and self.quote:
             return tagged(self.quote, _text_form(schema), self.quote)
+        if self.quotes_all:
+            return tagged(self.quote, call_json(schema), self.quote)
         if self.quote or types not in ({"string"}, {"boolean"}):
             return call_json(schema)
         bounds = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -225,12 +234,12 @@ class TextParameters:
         pieces, ends = [], marks_of(self.tail)
         excluded = ends[:1] if len(ends) > 1 else []
         for key, schema, is_required in _properties(parameters):
-            is_text = "string" in _types(schema)
+            is_text = "string" in (types := _types(schema))
+            shown = "string" if is_text else _SHOWN_TYPES.get(kind := min(types, default="string"), kind)
             content = _text_form(schema, excluded) if is_text else call_json(schema)
+            between = self.between[0 if is_text else -1]
             end = self.close.lstrip() if content["type"] == "any_text" else self.close
-            pieces.append(
-                (tagged(f"{self.open}{key}{self.between[0 if is_text else -1]}", content, end), is_required)
-            )
+            pieces.append((tagged(f"{self.open}{key}{between.replace(TYPE, shown)}", content, end), is_required))
         return _listed(pieces, "")
 
 
@@ -275,8 +284,13 @@ def _text(value: str) -> JSON:
     return {"type": "const_string", "value": value}
 
 
-# Marks of a literal: tags, and the text between them. A tag may lack its end, as `<function=` does.
-MARK = re.compile(r"<[^<>\n]*>?|\[[^\[\]<\n]*\]|[\[\](){}]|[^\s<\[\](){}]+")
+_PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
+_SHOWN_TYPES = {"integer": "number"}  # as Kimi-K3 names it
+
+# Marks of a literal: tags, Kimi-K3's of three tokens, and the text between them. A tag may lack its end.
+MARK = re.compile(
+    r"<\|(?:open|close)\|>[^<>\n]*(?:<\|sep\|>)?|<[^<>\n]*>?|\[[^\[\]<\n]*\]|[\[\](){}]|[^\s<\[\](){}]+"
+)
 
 
 def marks_of(literal: str) -> list[str]:
@@ -289,7 +303,8 @@ def loose(literal: str) -> str:
     escaped = (
         f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(literal)
     )
-    return r"\s*+".join(escaped)
+    pattern = r"\s*+".join(escaped)
+    return re.sub(f"[{NAME}{NUMBER}{TYPE}]", lambda place: _PLACES[place[0]], pattern)
 
 
 def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = _JSON_TOKEN, *, depth: int = 0) -> int:

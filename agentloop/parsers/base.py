@@ -68,6 +68,7 @@ THOUGHT_MARKS = (
     ThoughtMarks("<|channel>thought", "<channel|>"),
     ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ThoughtMarks(),
 )
 """The marks that families have for thoughts; those of most of them last."""

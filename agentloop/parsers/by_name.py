@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.arguments import JsonArguments, Literals, ObjectKeys, TextParameters
+from agentloop.parsers.arguments import ID, JsonArguments, Literals, ObjectKeys, TextParameters
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
-from agentloop.parsers.call_format import ID, CallFormat, FormatParser
+from agentloop.parsers.call_format import CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
 from agentloop.plugins import resolve
 

@@ -16,6 +16,9 @@ from typing import TypeAlias
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.arguments import (
+    ID,
+    NAME,
+    NUMBER,
     JsonArguments,
     Notation,
     ObjectKeys,
@@ -30,14 +33,12 @@ from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn
 from agentloop.parsers.grammar import NO_PARAMETERS, constraint_of_calls, either_constraint, tagged
 from agentloop.types import JSON, Constraint
 
-ID = "\0"
-"""The place of a call's id in a format's literals."""
-
 _MAX_MARKS_INSIDE = 4
 _TOOL_NAME = r"""[^\s<>{}\[\]()"'=][^<>{}\[\]()"'=\n]{0,255}?"""
 _NUMBERED = re.compile(r"(?:functions\.)?(.*?)(:[0-9]+)?")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _NEVER = "(?!)"
+_WRITTEN = {ID: "[a-zA-Z0-9]{9}", NUMBER: "[0-9]{1,4}"}
 
 _Call: TypeAlias = tuple[int, str, Mapping[str, JSON], str, str]
 """Where the call ends, its name and arguments, the id that was written, and what was forgiven."""
@@ -53,21 +54,26 @@ class CallFormat:
     middle: str = ""
     section: tuple[str, str] = ("", "")
     separator: str = "\n"
-    is_bare: bool = False  # calls may begin a turn without a mark, one a turn
+    is_bare: bool = False  # calls may begin a turn without a mark; without any `begin` one a turn
     is_numbered: bool = False  # the name is written as `functions.NAME:NUMBER`, which is the call's id
 
     @property
     def outer(self) -> str:
         """The mark of a turn's first call; empty if it has none."""
-        marks = marks_of(self.section[0]) or marks_of(self.begin.partition(ID)[0])
+        marks = marks_of(self.section[0]) or marks_of("" if self.is_bare else self.begin.partition(ID)[0])
         return marks[0] if marks and len(marks[0]) > 1 else ""
 
     @property
     def inner(self) -> str:
         """The mark of each call, as `<function=` behind `<tool_call>`; empty if only the section has one."""
-        marks = marks_of(self.begin.partition(ID)[0])
+        marks = marks_of("" if self.is_bare else self.begin.partition(ID)[0])
         begun = (mark for mark in marks if mark.startswith("<") and not mark.endswith(">"))
         return "" if not marks else marks[0] if self.section[0].strip() else next(begun, marks[0])
+
+    @property
+    def is_single(self) -> bool:
+        """True if one call a turn is read."""
+        return self.is_bare and not self.begin
 
     @property
     def is_listed(self) -> bool:
@@ -90,7 +96,7 @@ class FormatParser:
         self.form, self._others = form, others
         ends, last, outer = marks_of(form.end), marks_of(form.section[1]), form.outer
         is_certain = bool(ends) and len(last) < 2 and not (form.is_listed or others)
-        first = "{" if outer else form.section[0].strip() or "{"
+        first = "{" if outer else (form.section[0] or form.begin.partition(NAME)[0]).strip() or "{"
         self.marks = Marks(
             tuple(dict.fromkeys(filter(None, (outer, form.inner)))),
             ends[-1] if is_certain else None,
@@ -126,7 +132,7 @@ class FormatParser:
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """See `Parser.call_constraint`. Of two formats the policy chooses, at the first character that differs."""
-        several = is_parallel and not self.form.is_bare
+        several = is_parallel and not self.form.is_single
         constraints = [
             constraint_of_calls(tools, one.tag, one.section, one.separator, forced=forced, is_parallel=several)
             for one in self._writers
@@ -160,7 +166,7 @@ class _CallReader:
         self._end = re.compile("".join(written) + closes)
         self._forgiven = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
         separator = loose(form.separator)
-        after = rf"{separator}\s*+" if separator and not form.is_bare else rf"(?:{separator})?\s*+(?=\{{)"
+        after = rf"{separator}\s*+" if separator and not form.is_single else rf"(?:{separator})?\s*+(?=\{{)"
         self._next = re.compile(rf"\s*+{after}" if form.is_listed else _NEVER)
         self._closings = [mark for mark in (*ends[-1:], *marks_of(form.section[1])[-1:]) if len(mark) > 2]
 
@@ -203,7 +209,7 @@ class _CallReader:
             if builder.is_full:
                 builder.add_rest(end, self._counted if self._form.middle else '"name"')
                 return len(text)
-            start, position, is_marked = end, following.end(), is_marked and not self._form.is_bare
+            start, position, is_marked = end, following.end(), is_marked and not self._form.is_single
             head = self._element.match(text, position)
 
     def _call(
@@ -213,7 +219,8 @@ class _CallReader:
         form, notation = self._form, self._form.arguments
         if head is None:
             shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
-            raise MalformedCall(f"the tool call does not begin with {''.join(shown).replace(ID, 'ID')}")
+            written = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
+            raise MalformedCall(f"the tool call does not begin with {written}")
         if isinstance(notation, ObjectKeys):
             names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
             return self._object(notation, text, head.end(), limit, names)
@@ -266,19 +273,22 @@ class _CallReader:
         form, notation, name = self._form, self._form.arguments, str(function.get("name"))
         content = notation.form(function.get("parameters") or NO_PARAMETERS)
         if isinstance(notation, ObjectKeys):
-            return tagged(form.begin + notation.begun(name), content, "}" + form.end)
-        if re.fullmatch(_TOOL_NAME, name) is None or name != name.strip():
+            opened, end = form.begin + notation.begun(name), "}" + form.end
+        elif re.fullmatch(_TOOL_NAME, name) is None or name != name.strip():
             raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-        middle = form.middle.rpartition(ID)[2]
-        begin, has_id, behind = form.begin.partition(ID)
-        if not has_id and not form.is_numbered:
-            return tagged(begin + name + middle, content, form.end)
-        if form.is_numbered:
-            begin, pattern, written = f"{begin}functions.{name}:", "[0-9]{1,4}", middle
         else:
-            pattern, written = "[a-zA-Z0-9]{9}", behind + name + middle
-        parts = [{"type": "regex", "pattern": pattern}, {"type": "const_string", "value": written}, content]
-        return tagged(begin, {"type": "sequence", "elements": parts}, form.end)
+            written = f"functions.{name}:{NUMBER}" if form.is_numbered else name
+            opened, end = form.begin + written + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
+        first, *parts = re.split(f"([{ID}{NUMBER}])", opened.replace(NAME, name))
+        elements = [
+            {"type": "regex", "pattern": _WRITTEN[part]}
+            if part in _WRITTEN
+            else {"type": "const_string", "value": part}
+            for part in parts
+            if part
+        ]
+        behind = {"type": "sequence", "elements": [*elements, content]}
+        return tagged(first, behind if elements else content, end)
 
 
 def _literal(text: str) -> str:

@@ -8,13 +8,26 @@ richer turns with the derived format before it is used.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from agentloop.errors import TemplateError
-from agentloop.parsers.arguments import MARK, JsonArguments, Literals, Notation, ObjectKeys, TextParameters
-from agentloop.parsers.call_format import ID, CallFormat
+from agentloop.parsers.arguments import (
+    ID,
+    MARK,
+    NAME,
+    NUMBER,
+    TYPE,
+    JsonArguments,
+    Literals,
+    Notation,
+    ObjectKeys,
+    TextParameters,
+    marks_of,
+)
+from agentloop.parsers.call_format import CallFormat
 from agentloop.types import JSON, ToolCall
 
 NAMES, _KEYS = ("zebrafinch", "yellowtail"), ("kaolin", "saffron")
@@ -51,18 +64,21 @@ def derive(write: Write) -> CallFormat:
         if call.name not in text:
             raise Underivable(f"a call is not shown in its turn, which is {text[:80]!r}")
     notation, middle, pieces = _objects(text, calls) or _named(text, calls, write)
+    for call in calls:
+        pieces = tuple(piece.replace(call.name, NAME) for piece in pieces)
     alone = ("", pieces[0], pieces[-1], "\n", "")
     before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else alone
     section, end = (before.lstrip(), behind.rstrip()), end if behind.strip() else end.rstrip()
     if isinstance(notation, TextParameters):
         notation = replace(notation, tail=end)
     separator = separator or begin[: len(begin) - len(begin.lstrip())]
-    is_bare = not begin.strip() and section[0].strip() in ("", "[")
+    is_named = NAME in next(iter(marks_of(begin)), "")  # by a word, which text may hold too
+    is_bare = (is_named or not begin.strip()) and section[0].strip() in ("", "[")
     form = CallFormat(begin.lstrip(), end, notation, middle, section, separator, is_bare)
     literals = (*section, form.begin, form.middle, form.end, form.separator)
     if any(word in literal for word in (*NAMES, *_KEYS) for literal in literals):
         raise Underivable(f"a call shows its name or a key in more than one place: {text[:160]!r}")
-    if form.outer[:1].isalnum() or (not form.outer and not isinstance(notation, ObjectKeys)):
+    if form.outer[:1].isalnum() or not (form.outer or is_named or isinstance(notation, ObjectKeys)):
         raise Underivable(f"no mark tells a call from text: {text[:80]!r}")
     return form
 
@@ -87,12 +103,16 @@ def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
     shown = (key for key, one in value.items() if arguments in (one, _decoded(str(one), 0)[0]))
     if (key := next(shown, None)) is None:
         raise Underivable(f"the object of a call does not show its arguments: {text[:160]!r}")
-    return ObjectKeys(keys[call.name], (key,), keys.get(ID, "")), "", pieces
+    shown_names = [text.index(f'"{keys[call.name]}"', start) for start, _ in spans]
+    leads = [text[start + 1 : at] for (start, _), at in zip(spans, shown_names, strict=True)]
+    lead = _numbered(*leads) if f'"{key}"' not in leads[0] else ""
+    return ObjectKeys(keys[call.name], (key,), keys.get(ID, ""), lead), "", pieces
 
 
 def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
     """Find calls whose name stands before their arguments."""
-    starts = [text.index(call.name) for call in calls]
+    shown = [text.index(str(next(iter(call.arguments.values())))) for call in calls]
+    starts = [text.rindex(call.name, 0, at) for call, at in zip(calls, shown, strict=True)]
     ends = [start + len(call.name) for start, call in zip(starts, calls, strict=True)]
     opened = [max(text.find("{", end), 0) for end in ends]
     found = [_decoded(text, at) for at in opened]
@@ -100,23 +120,27 @@ def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
         pieces = _between(text, [(start, end) for start, (_, end) in zip(starts, found, strict=True)])
         return JsonArguments(), text[ends[0] : opened[0]], pieces
     places = [_places(text, call) for call in calls]
-    (key, key_end, value, value_end), (other, *_, last) = places[0]
-    before, between, apart = text[ends[0] : key], text[key_end:value], text[value_end:other]
+    (_, key_end, value, value_end), (other, *_, last) = places[0]
+    before = _numbered(*(text[end : one[0][0]] for end, one in zip(ends, places, strict=True)))
+    between, apart = text[key_end:value], text[value_end:other]
     lasts = [one[1][3] for one in places]
     if (opening := before.rstrip()[-1:]) in _BRACKETS and between.strip():
         quote = between[1:]
         pieces = _between(text, [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)])
         own = "" if quote in ("'", '"') else quote
-        return Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), own), before, pieces
+        quotes_all = bool(own) and _around(write([_NUMBERS]), _NUMBERS)[0].endswith(own)
+        return Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), own, quotes_all), before, pieces
     middle, open_, close, blanks, _ = _framed(before, apart, text[last:])
     if not open_.strip() or not close.strip():
         raise Underivable(f"no marks stand around a parameter: {text[:160]!r}")
     if all(text.startswith(close + blanks, at) for at in lasts):
         close += blanks
     pieces = _between(text, [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)])
-    (others, _), (opened, behind) = (_around(write([call]), call) for call in (_NUMBERS, _MARKED))
-    quote = (opened.removeprefix(between), behind.partition(close)[0]) if opened != between else ("", "")
-    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close, quote=quote), middle, pieces
+    (others, _), (quoted, behind) = (_around(write([call]), call) for call in (_NUMBERS, _MARKED))
+    marks = (quoted.removeprefix(between), behind.partition(close)[0]) if quoted != between else ("", "")
+    if any(others == between.replace("string", kind) for kind in ("number", "integer")):
+        between = others = between.replace("string", TYPE)
+    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close, quote=marks), middle, pieces
 
 
 def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
@@ -129,6 +153,12 @@ def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
             raise Underivable(f"a call does not show its arguments in their order: {text[:160]!r}")
         places.append((start, start + len(key), at, at := at + len(str(value))))
     return places
+
+
+def _numbered(one: str, *others: str) -> str:
+    """Return a text with places for its numbers, if that is all in which others differ."""
+    texts = {re.sub("[0-9]+", NUMBER, text) for text in (one, *others)}
+    return texts.pop() if {one} != {one, *others} and len(texts) == 1 else one
 
 
 def _around(text: str, call: ToolCall) -> tuple[str, str]:

@@ -60,7 +60,10 @@ def constraint_of_calls(
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
-    return _constraint_of(tagged(section[0], calls, section[1]) if section[0] else calls)
+    if not section[1]:
+        opening = {"type": "const_string", "value": section[0]}
+        return _constraint_of({"type": "sequence", "elements": [opening, calls]} if section[0] else calls)
+    return _constraint_of(tagged(section[0], calls, section[1]))
 
 
 def tagged(begin: str, content: JSON, end: str) -> dict[str, JSON]:

@@ -188,7 +188,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes for HTML, which changes the text the policy reads.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=list,  # what `map` gives
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -40,9 +40,9 @@ TOOLS: tuple[Mapping[str, JSON], ...] = (
     },
 )
 QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
-_OPENED, _CLOSED = ("|".join(map(re.escape, marks)) for marks in zip(*map(astuple, THOUGHT_MARKS), strict=True))
-_OPEN_THOUGHT = re.compile(rf"({_OPENED})\s*$")
-_EMPTY_THOUGHT = re.compile(rf"({_OPENED})\s*({_CLOSED})\s*")
+OPENED, CLOSED = ("|".join(map(re.escape, marks)) for marks in zip(*map(astuple, THOUGHT_MARKS), strict=True))
+_OPEN_THOUGHT = re.compile(rf"({OPENED})\s*$")
+_EMPTY_THOUGHT = re.compile(rf"({OPENED})\s*({CLOSED})\s*")
 _CHUNK_AS_TEXT = re.compile(r"""['"]thinking['"]: ?['"]""")  # of a template that writes any content as JSON
 
 

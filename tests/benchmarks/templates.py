@@ -195,7 +195,7 @@ def _table(verdicts: Sequence[Verdict]) -> str:
                 f"`{one.parser}`" + (f": `{one.mark}`" if one.parser == DERIVED else "").replace("|", r"\|"),
             )
         else:
-            row = "plain chat", _reason(one.objection) if one.tools == "off" else "its template shows no tools"
+            row = "plain chat", _reason(one.objection) if one.tools == "off" else "its template takes no tools"
         rows.setdefault(row, []).append(name)
     kinds = ("tools", "plain chat", "refused")
     ordered = sorted(rows.items(), key=lambda item: (kinds.index(item[0][0]), -len(item[1]), item[0][1]))

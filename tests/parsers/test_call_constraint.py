@@ -78,7 +78,7 @@ def walk(constraint: Constraint, seed: int) -> str:
         allowed = [int(value) for value in bits[:STOP].nonzero()[0]]
         if bits[STOP] and (not allowed or choose.random() < 0.5):
             return written.decode()
-        printable = [value for value in allowed if 32 <= value < 127 and value != ord("\\")]
+        printable = [value for value in allowed if value == 10 or (32 <= value < 127 and value != ord("\\"))]
         written.append(choose.choice(printable or allowed))
         assert walker.accept_token(written[-1])
     raise AssertionError("the walk did not end")

@@ -15,7 +15,7 @@ from agentloop.errors import ParserMismatch
 from agentloop.generation.self_test import DERIVED, derived_parser, self_test
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers.base import DecodedText
+from agentloop.parsers.base import DecodedText, segments
 from agentloop.parsers.call_format import FormatParser
 from agentloop.parsers.derive import Underivable, derive
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
@@ -54,8 +54,9 @@ def chat(family: str) -> tuple[TemplateRenderer, FormatParser]:
     return derived_chat(family)
 
 
-def rendered(renderer: TemplateRenderer, *calls: tuple[str, dict]) -> str:
-    """The turn of these calls as the model samples it."""
+def rendered(chat: tuple[TemplateRenderer, FormatParser], *calls: tuple[str, dict]) -> str:
+    """The turn of these calls as the model samples it, without the marks of a thought and of text."""
+    renderer, marks = chat[0], chat[1].marks
     asked = Message("user", "Well?")
     made = tuple(ToolCall(f"call0000{index}", name, arguments) for index, (name, arguments) in enumerate(calls))
     answers = [Message("tool", "noon", tool_call_id=call.id, name=call.name) for call in made]
@@ -64,12 +65,17 @@ def rendered(renderer: TemplateRenderer, *calls: tuple[str, dict]) -> str:
     start = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     ends = [at for stop in renderer.facts.stop_tokens if (at := whole.find(stop, start)) >= 0]
     turn = whole[start : min(ends)]
-    return re.sub(r"^\s*(?:<?/?think>)*", "", turn).strip()
+    begun = re.search(r"<[^<>\s]*$", whole[:start])  # the prompt has another mark there, which begins alike
+    turn = (begun[0] if begun is not None and start < len(prompt) else "") + turn
+    thoughts = "|".join(map(re.escape, (marks.thoughts.open, marks.thoughts.close)))
+    return "\n".join(segments(re.sub(rf"^(?:\s*(?:{thoughts}))*", "", turn), marks.headers))
 
 
-def read(reader: TurnReader, text: str, pieces: Sequence[str] | None = None) -> Message:
+def read(
+    reader: TurnReader, text: str, pieces: Sequence[str] | None = None, *, reads_calls: bool = True
+) -> Message:
     """The turn read whole; what is streamed in these pieces is the same."""
-    reading = Reading(TOOLS, 0, True, True, False)
+    reading = Reading(TOOLS, 0, reads_calls, True, False)
     message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
     splitter = TurnSplitter(reader, reading)
     given = [splitter.add(piece) for piece in pieces or list(text)]
@@ -90,7 +96,7 @@ def test_calls_are_read_as_they_were_written_and_cut_ones_are_no_others(family, 
     self_test(renderer, parser, DERIVED)
     reader = TurnReader(renderer, parser)
     calls = [("book", BOOKED), ("now", {}), ("order", {"note": "a\nb <x> 日本", "level": 3, "seats": []})]
-    text = rendered(renderer, *calls)
+    text = rendered(chat, *calls)
     message = read(reader, text)
     assert (made(message), message.content) == (calls, "")
     for end in range(0, len(text), 3):
@@ -102,8 +108,9 @@ def test_calls_are_read_as_they_were_written_and_cut_ones_are_no_others(family, 
 def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) -> None:
     renderer, parser = chat
     reader, choose = TurnReader(renderer, parser), random.Random(family)
-    wholes = [rendered(renderer, ("now", {})), rendered(renderer, ("book", BOOKED), ("now", {}))]
+    wholes = [rendered(chat, ("now", {})), rendered(chat, ("book", BOOKED), ("now", {}))]
     marks = [*parser.marks.openings, parser.form.end, *parser.form.section, parser.form.separator, "now", "book"]
+    marks += parser.marks.headers
     for _ in range(num_turns):
         text = ""
         for _ in range(choose.randint(1, 12)):
@@ -112,7 +119,10 @@ def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) ->
             parts = (*COMMON_FRAGMENTS, *marks, cut, cut, cut[: ends[1]], cut[slice(*ends)], "Well, ")
             text += choose.choice(parts)
         size = choose.choice((1, 2, 7, 31))
-        message = read(reader, text, [text[at : at + size] for at in range(0, len(text), size)])
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        message = read(reader, text, pieces)
+        answer = read(reader, text, pieces, reads_calls=False).content
+        assert not any(header in part for header in parser.marks.headers for part in answer.split("\n"))
         position, outside = 0, ""
         for call in reader.parse(
             DecodedText(text, tuple(range(1, len(text) + 1))), Reading(TOOLS, 0, True, False)
@@ -135,13 +145,13 @@ def test_what_the_grammar_writes_is_read(family, chat, is_parallel: bool) -> Non
 
 
 def test_what_the_template_writes_is_allowed(family, chat) -> None:
-    renderer, parser = chat
+    parser = chat[1]
     one = parser.call_constraint(TOOLS, forced="jot", is_parallel=False)
-    assert allows(one, rendered(renderer, ("jot", JOTTED)))
-    assert not allows(one, rendered(renderer, ("now", {})))
+    assert allows(one, rendered(chat, ("jot", JOTTED)))
+    assert not allows(one, rendered(chat, ("now", {})))
     if not parser.form.is_bare:
         many = parser.call_constraint(TOOLS, forced=None, is_parallel=True)
-        assert allows(many, rendered(renderer, ("jot", JOTTED), ("now", {}), ("jot", {"note": "b"})))
+        assert allows(many, rendered(chat, ("jot", JOTTED), ("now", {}), ("jot", {"note": "b"})))
 
 
 def test_what_cannot_be_told_apart_is_refused_with_the_text() -> None:
@@ -152,7 +162,7 @@ def test_what_cannot_be_told_apart_is_refused_with_the_text() -> None:
     with pytest.raises(Underivable, match="more than one place"):
         derive(
             lambda calls: "".join(
-                f'<c to={c.name}><f n="{c.name}">{json.dumps(dict(c.arguments))}</f></c>' for c in calls
+                f"<c>{c.name}{''.join(f'<{k}>{v}]</{k}>' for k, v in c.arguments.items())}</c>" for c in calls
             )
         )
     with pytest.raises(Underivable, match="no marks stand around"):

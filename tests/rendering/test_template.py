@@ -164,6 +164,15 @@ def test_a_template_that_wants_arguments_as_text_gets_text(tmp_path: Path):
     assert '"arguments": {"expression": "é"}}' in renderer.decode(renderer.render(messages, TOOLS))
 
 
+def test_a_template_that_asks_for_no_tools_may_go_through_them(tmp_path: Path):
+    template = TEMPLATE.replace("{%- if tools %}", "{%- if tools | map(attribute='function') | tojson != '[]' %}")
+    renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template))
+    assert renderer.facts.supports_tools
+    plain = TemplateRenderer.from_directory(write_folder(tmp_path / "plain", TEMPLATE))
+    for tools in ((), TOOLS):
+        assert renderer.render([Message("user", "Hi")], tools) == plain.render([Message("user", "Hi")], tools)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm4_5", "llama3_1", "kimi_k2"])
 def test_a_call_that_cannot_be_read_stays_the_text_it_is(tmp_path: Path, name: str):
     """Templates that go through a call's arguments would fail on it."""

@@ -229,6 +229,18 @@ DERIVED = tuple(
             "",
         ),
         ("xlam_qwen", "xLAM-2-*", "<|im_start|>", "<|im_end|>", ""),
+        ("kimi_k3", "Kimi-K3", "<|open|> <|close|> <|sep|>", "<|end_of_msg|>", ""),
+        ("muse_glimmer", "muse-glimmer", "<|start|> <|message|> <|eom|>", "<|eot|>", ""),
+        ("minicpm5", "MiniCPM5-*", "<|im_start|>", "<|im_end|>", ""),
+        (
+            "cohere2_moe",
+            "Cohere2 MoE",
+            "<|START_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|START_THINKING|> <|END_THINKING|>",
+            "<|END_OF_TURN_TOKEN|>",
+            "",
+        ),
+        ("solar_open", "Solar-Open-*", "<|begin|> <|content|> <|tool_calls|>", "<|end|>", "<|calls|>"),
+        ("functiongemma", "functiongemma-*", "<start_of_turn> <escape>", "<end_of_turn>", ""),
         ("gemma4", "gemma-4-*-it", " ".join(_GEMMA4), "<turn|>", "<|tool_response>"),
     )
 )
