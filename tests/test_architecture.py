@@ -45,6 +45,7 @@ COMMON = (
     "logs",
     "aio",
     "plugins",
+    "vocabulary",
     "engine",
     "sampled_tokens",
     "held_adapters",

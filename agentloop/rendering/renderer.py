@@ -26,16 +26,16 @@ from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixSta
 from agentloop.parsers.base import DecodedText
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
-from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, read_json, token_text
+from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.rendering.trial import BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking
+from agentloop.vocabulary import read_json, tokenizer_json
 
 T = TypeVar("T")
 
 _LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 _MAX_REMEMBERED = 128  # tool sets, and sets of template arguments
-_OTHER_VOCABULARIES = ("tiktoken.model", "tokenizer.model", "tekken.json")
 
 _log = structlog.get_logger(__name__)
 
@@ -320,22 +320,12 @@ class _Remembered(Generic[T]):
 
 
 def _tokens_of(folder: Path) -> Tokens:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        other = next((name for name in _OTHER_VOCABULARIES if (folder / name).is_file()), None)
-        if other is None:
-            raise TemplateError(f"{path}: no such file; a model folder has its tokenizer there")
-        raise TemplateError(
-            f"{path}: no such file, only {other}; make it once with transformers: "
-            f"AutoTokenizer.from_pretrained(folder) and, of its fast tokenizer, backend_tokenizer.save(path) "
-            f"(for tiktoken.model: transformers.integrations.tiktoken.convert_tiktoken_to_fast)"
-        )
     try:
-        return Tokens(Tokenizer.from_file(str(path)))
+        return Tokens(Tokenizer.from_buffer(tokenizer_json(folder)))
     except TemplateError:
         raise
     except Exception as error:  # the Rust library raises bare Exception
-        raise TemplateError(f"{path}: {error}") from error
+        raise TemplateError(f"{folder / 'tokenizer.json'}: {error}") from error
 
 
 def _stop_token_ids(folder: Path, config: Mapping[str, JSON], tokens: Tokens, chosen: Sequence[str]) -> list[int]:

@@ -19,31 +19,18 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentloop.errors import InvalidRequest, TemplateError
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.types import JSON
+from agentloop.vocabulary import TEKKEN, TEKKEN_NAMES, read_json, tekken_template
 
 FROZEN_DATE = datetime.date(2025, 1, 1)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
 ).union(_SPECIAL_TOKENS)
-
-
-def read_json(path: Path) -> dict[str, JSON]:
-    """Return the JSON object of a file, `{}` if it is absent. Raises TemplateError if it cannot be read."""
-    try:
-        value = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise TemplateError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise TemplateError(f"{path}: not a JSON object")
-    return value
 
 
 def token_text(value: JSON) -> str | None:
@@ -91,7 +78,8 @@ class ChatTemplate:
         Raises TemplateError if there is none, or one that does not compile.
         """
         config = read_json(directory / "tokenizer_config.json")
-        named = read_json(directory / "special_tokens_map.json") | config
+        own = TEKKEN_NAMES if (directory / TEKKEN).is_file() else {}
+        named = {**own, **read_json(directory / "special_tokens_map.json"), **config}
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := token_text(named.get(name))) is not None}
         source, tool_source = (_text_of(file), None) if file is not None else _sources(directory, config)
         return cls(source, tokens, tool_source=tool_source, kwargs=kwargs, date=date)
@@ -167,7 +155,7 @@ def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | No
     named = source if isinstance(source, dict) else {"default": source}
     if path.is_file():
         named = {"default": _text_of(path), **({"tool_use": _text_of(tool_path)} if tool_path.is_file() else {})}
-    default, tool_use = named.get("default"), named.get("tool_use")
+    default, tool_use = named.get("default") or tekken_template(directory), named.get("tool_use")
     if not isinstance(default, str):
         raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
     return default, tool_use if isinstance(tool_use, str) else None

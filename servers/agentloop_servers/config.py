@@ -39,6 +39,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
 from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
+from agentloop.vocabulary import tokenizer_json
 from agentloop_servers.engine_config import (
     EngineConfig,
     EngineEntry,
@@ -797,7 +798,7 @@ TOKENIZER_HASH_NAME = "tokenizer.sha256"
 
 def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
     """Keep the hash of a new run's tokenizer in its directory, and with `keep_tokenizer` the tokenizer."""
-    content, copy = (located(config.model) / TOKENIZER_NAME).read_bytes(), run_dir / TOKENIZER_NAME
+    content, copy = tokenizer_json(located(config.model)), run_dir / TOKENIZER_NAME
     kept_secret(run_dir, TOKENIZER_HASH_NAME, lambda: hashlib.sha256(content).hexdigest())
     if config.keep_tokenizer and not copy.exists():
         copy.write_bytes(content)

@@ -1,0 +1,112 @@
+"""A model folder's tokenizer: its tokenizer.json, or what transformers converts of a vocabulary as published.
+
+`tekken.json` is Mistral's, with a chat template by mistral-common; `tiktoken.model` is Kimi's and others', whose
+pattern stands in the folder's own code. That is read, never run. A token at another id than declared is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+from tokenizers import AddedToken, Tokenizer
+
+from agentloop.errors import AgentLoopError, TemplateError
+from agentloop.plugins import resolve
+from agentloop.types import JSON
+
+TEKKEN = "tekken.json"
+TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_TEMPLATE_OF = "mistral_common.integrations.chat_templates.chat_templates:convert_tokenizer_to_chat_template"
+_TEKKEN_CONVERTER = "transformers.integrations.mistral.tokenizer:MistralConverter"
+_TIKTOKEN_CONVERTER = "transformers.convert_slow_tokenizer:TikTokenConverter"
+
+
+def read_json(path: Path) -> dict[str, JSON]:
+    """Return the JSON object of a file, `{}` if it is absent. Raises TemplateError if it cannot be read."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise TemplateError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise TemplateError(f"{path}: not a JSON object")
+    return value
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether `tokenizer_json` finds one in a folder."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTERS))
+
+
+def tokenizer_json(folder: Path) -> bytes:
+    """Return the tokenizer of a model folder as its tokenizer.json has it. Raises TemplateError."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return path.read_bytes()
+    for name, convert in _CONVERTERS.items():
+        if (folder / name).is_file():
+            return cast(Tokenizer, _made(folder / name, convert)).to_str().encode()
+    raise TemplateError(f"{path}: no such file, nor {' or '.join(_CONVERTERS)}, of which a tokenizer is made")
+
+
+def tekken_template(folder: Path) -> str | None:
+    """Return the chat template that mistral-common has for a folder's tekken.json; None without one."""
+    path = folder / TEKKEN
+    return _made(path, lambda one: str(_function(_TEMPLATE_OF)(str(one)))) if path.is_file() else None
+
+
+def _made(path: Path, make: Callable[[Path], Any]) -> Any:
+    try:
+        return make(path)
+    except AgentLoopError as error:
+        raise TemplateError(f"{path}: {error.message}") from error
+    except Exception as error:  # foreign code on a foreign file
+        raise TemplateError(f"{path}: {error or type(error).__name__}") from error
+
+
+def _function(path: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], resolve(path, param="model"))
+
+
+def _of_tekken(path: Path) -> Tokenizer:
+    return cast(Tokenizer, _function(_TEKKEN_CONVERTER)(vocab_file=str(path)).converted())
+
+
+def _of_tiktoken(path: Path) -> Tokenizer:
+    declared = read_json(path.parent / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    added = {int(number): token for number, token in declared.items()}
+    pattern = _pattern(path.parent)
+    given = {} if pattern is None else {"pattern": pattern}
+    tokenizer = cast(Tokenizer, _function(_TIKTOKEN_CONVERTER)(vocab_file=str(path), **given).converted())
+    for number in range(tokenizer.get_vocab_size(), max(added, default=-1) + 1):
+        tokenizer.add_tokens([_token(added.get(number, {"content": f"<|reserved_token_{number}|>"}))])
+    for number, token in added.items():
+        if tokenizer.token_to_id(token["content"]) != number:
+            raise TemplateError(f"{token['content']!r} cannot have the id {number} that is declared")
+    return tokenizer
+
+
+def _token(declared: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(declared["content"], special=declared.get("special", True), normalized=False)
+
+
+def _pattern(folder: Path) -> str | None:
+    """Return the pattern that a folder's own tokenizer code assigns to `pat_str`; None if it has none."""
+    for file in sorted(folder.glob("tokenization*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and "pat_str" in ast.unparse(node.targets[0]).lower():
+                joined = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+                try:
+                    value = ast.literal_eval(joined)
+                except ValueError:
+                    continue  # `self.pat_str = pat_str`
+                return value if isinstance(value, str) else "|".join(value)
+    return None
+
+
+_CONVERTERS: Mapping[str, Callable[[Path], Tokenizer]] = {TEKKEN: _of_tekken, "tiktoken.model": _of_tiktoken}
