@@ -21,8 +21,11 @@ from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
 from agentloop.plugins import install_hint, resolve
 from agentloop.rendering.port import Renderer
+from agentloop.rendering.prompt_text import thought_marks
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
+from agentloop.vocabulary import read_json
+from agentloop_servers.chat_format.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
 from agentloop_servers.config import ChatSettings, located
 from agentloop_servers.engines.vllm.parsers import VLLM_PARSERS, vllm_parser
 
@@ -126,7 +129,14 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
         parser = derived if name == DERIVED else get_parser(name)
         return _tested(parser, name, "it reads what the renderer writes", renderer)
     except ParserMismatch as mismatch:
-        return _without_tools(renderer, mismatch.message)
+        reason = mismatch.message
+    if (template := read_json(folder / "tokenizer_config.json").get(RESPONSE_TEMPLATE)) is not None:
+        try:
+            by_template = ResponseTemplateParser(template, thought_marks(facts.template_source, facts.literals))
+            return _tested(by_template, RESPONSE_TEMPLATE, "the model folder has one", renderer)
+        except ParserMismatch as mismatch:
+            reason = mismatch.message
+    return _without_tools(renderer, reason)
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:

@@ -83,7 +83,8 @@ class VllmToolParser:
         if not found.tools_called:
             content = decoded.text if found.content is None else found.content
             return ParsedTurn(content.strip(), ())
-        return _turn(decoded, found.content or "", found.tool_calls, turn_index)
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return turn_of(decoded, found.content or "", calls, turn_index)
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
@@ -110,12 +111,13 @@ def _definition(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
-def _turn(decoded: DecodedText, content: str, calls: Sequence[Any], turn_index: int) -> ParsedTurn:
-    spans = _spans(decoded.text, content, [call.function.name for call in calls[:MAX_CALLS]])
+def turn_of(decoded: DecodedText, content: str, calls: Sequence[tuple[str, str]], turn_index: int) -> ParsedTurn:
+    """Return a turn of calls, names and JSON, whose places are found again by their names."""
+    spans = _spans(decoded.text, content, [name for name, _ in calls[:MAX_CALLS]])
     made = []
-    for index, (call, (start, end)) in enumerate(zip(calls, spans, strict=False)):
+    for index, ((name, written), (start, end)) in enumerate(zip(calls, spans, strict=False)):
         first, last = decoded.token_span(start, end)
-        call_id, name, written = f"call_{turn_index}_{index}", call.function.name, call.function.arguments
+        call_id = f"call_{turn_index}_{index}"
         try:
             arguments, error = loads(written), "the arguments are not a JSON object"
         except ValueError as caught:
