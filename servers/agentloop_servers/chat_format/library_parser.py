@@ -12,11 +12,11 @@ from pathlib import Path
 from renderers import ParsedToolCall, ToolCallParseStatus
 
 from agentloop.errors import TemplateError, UnsupportedParameter
-from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn
+from agentloop.parsers.base import MAX_CALLS, DecodedText, MalformedCall, Marks, ParsedTurn, TurnBuilder
 from agentloop.parsers.grammar import loads
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import RenderSettings, model_text
-from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
+from agentloop.types import JSON, Constraint
 from agentloop_servers.chat_format.library_renderer import THINK_CLOSE, THINK_OPEN, Library, family_of
 
 _READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  # unknown tools are for the toolbox
@@ -45,14 +45,19 @@ class LibraryParser:
             return ParsedTurn(decoded.text.strip(), ())
         num_before = len(self._no_thought)
         ends = [max(end - num_before, 0) for end in self._text.decode_with_offsets(ids).ends]
+        builder = TurnBuilder(decoded, turn_index)
+        builder.add_content(parsed.content)
+        builder.add_reasoning(parsed.reasoning_content or "")
         spans = [_chars(call, ends, len(decoded.text)) for call in parsed.tool_calls]
-        calls = [
-            _call(call, decoded, spans[i], f"call_{turn_index}_{i}")
-            for i, call in enumerate(parsed.tool_calls[:MAX_CALLS])
-        ]
+        for call, (start, end) in zip(parsed.tool_calls[:MAX_CALLS], spans, strict=False):
+            try:
+                builder.add_call(start, end, call.name or "", _arguments(call))
+            except MalformedCall as malformed:
+                builder.add_malformed(start, end, malformed)
         if len(spans) > MAX_CALLS:
-            calls.append(_rest(decoded, spans[MAX_CALLS:], f"call_{turn_index}_{MAX_CALLS}"))
-        return ParsedTurn(parsed.content.strip(), tuple(calls), (parsed.reasoning_content or "").strip())
+            error = f"{len(spans) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not read"
+            builder.add_malformed(spans[MAX_CALLS][0], spans[-1][1], MalformedCall(error))
+        return builder.finish()
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
@@ -71,25 +76,15 @@ def _chars(call: ParsedToolCall, ends: Sequence[int], num_chars: int) -> tuple[i
     return (ends[first - 1] if first > 0 else 0), (ends[last - 1] if 0 < last <= len(ends) else num_chars)
 
 
-def _call(call: ParsedToolCall, decoded: DecodedText, chars: tuple[int, int], call_id: str) -> ToolCall:
-    first, last = decoded.token_span(*chars)
-    name, arguments = call.name or "", call.arguments
+def _arguments(call: ParsedToolCall) -> dict[str, JSON]:
+    """Return the arguments of a call that the library could read. Raises MalformedCall."""
+    error = MalformedCall(f"the tool call cannot be read: {call.status.value}", call.name or "")
+    arguments = call.arguments
     if isinstance(arguments, str):
         try:
             arguments = loads(arguments)
         except ValueError:
-            arguments = None
-    if call.status in _READ and name and isinstance(arguments, dict):
-        return ToolCall(call_id, name, arguments, token_start=first, token_end=last)
-    written = decoded.text[slice(*chars)]
-    error = f"the tool call cannot be read: {call.status.value}"
-    return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, error, first, last, text=written)
-
-
-def _rest(decoded: DecodedText, spans: Sequence[tuple[int, int]], call_id: str) -> ToolCall:
-    """Report all calls behind the first `MAX_CALLS` as one."""
-    start, end = spans[0][0], spans[-1][1]
-    first, last = decoded.token_span(start, end)
-    error = f"{len(spans)} tool calls after the first {MAX_CALLS} were not read"
-    text = decoded.text[start:end]
-    return ToolCall(call_id, "", {}, ToolCallStatus.MALFORMED, error, first, last, text=text)
+            raise error from None
+    if call.status not in _READ or not call.name or not isinstance(arguments, dict):
+        raise error
+    return arguments

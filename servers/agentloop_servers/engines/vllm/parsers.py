@@ -14,9 +14,17 @@ from typing import Any
 import structlog
 
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn, ThoughtMarks
-from agentloop.parsers.grammar import loads
-from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
+from agentloop.parsers.arguments import read_arguments
+from agentloop.parsers.base import (
+    MAX_CALLS,
+    DecodedText,
+    MalformedCall,
+    Marks,
+    ParsedTurn,
+    ThoughtMarks,
+    TurnBuilder,
+)
+from agentloop.types import JSON, Constraint
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -113,29 +121,18 @@ def _definition(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 def turn_of(decoded: DecodedText, content: str, calls: Sequence[tuple[str, str]], turn_index: int) -> ParsedTurn:
     """Return a turn of calls, names and JSON, whose places are found again by their names."""
+    builder, num_chars = TurnBuilder(decoded, turn_index), len(decoded.text)
+    builder.add_content(content)
     spans = _spans(decoded.text, content, [name for name, _ in calls[:MAX_CALLS]])
-    made = []
-    for index, ((name, written), (start, end)) in enumerate(zip(calls, spans, strict=False)):
-        first, last = decoded.token_span(start, end)
-        call_id = f"call_{turn_index}_{index}"
+    for (name, written), (start, end) in zip(calls, spans, strict=False):
         try:
-            arguments, error = loads(written), "the arguments are not a JSON object"
-        except ValueError as caught:
-            arguments, error = None, f"the arguments are not valid JSON: {caught}"
-        if isinstance(arguments, dict):
-            made.append(ToolCall(call_id, name, arguments, token_start=first, token_end=last))
-        else:
-            text, status = decoded.text[start:end], ToolCallStatus.MALFORMED
-            made.append(ToolCall(call_id, name, {}, status, error, first, last, text=text))
+            builder.add_call(start, end, name, read_arguments(written, name))
+        except MalformedCall as malformed:
+            builder.add_malformed(start, end, malformed)
     if len(calls) > MAX_CALLS:
         error = f"{len(calls) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not read"
-        end = len(decoded.ends)
-        made.append(
-            ToolCall(
-                f"call_{turn_index}_{MAX_CALLS}", "", {}, ToolCallStatus.MALFORMED, error, end, end, text=error
-            )
-        )
-    return ParsedTurn(content.strip(), tuple(made))
+        builder.add_malformed(num_chars, num_chars, MalformedCall(error))
+    return builder.finish()
 
 
 def _spans(text: str, content: str, names: Sequence[str]) -> list[tuple[int, int]]:
