@@ -7,6 +7,7 @@ service does with it. Nothing is given out that has not passed its self-test.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,13 @@ from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, se
 from agentloop.parsers.base import Parser
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
+from agentloop.parsers.whole_turn import WholeTurnParser
 from agentloop.plugins import install_hint, resolve
-from agentloop.rendering.port import Renderer
+from agentloop.rendering.port import ModelFacts, Renderer
 from agentloop.rendering.prompt_text import thought_marks
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
 from agentloop.vocabulary import read_json
-from agentloop_servers.chat_format.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
 from agentloop_servers.config import ChatSettings, located
 from agentloop_servers.engines.vllm.parsers import VLLM_PARSERS, vllm_parser
 
@@ -34,6 +35,7 @@ _LIBRARY = "renderers"
 _LIBRARY_RENDERER = "agentloop_servers.chat_format.library_renderer:LibraryRenderer"
 _LIBRARY_PARSER = "agentloop_servers.chat_format.library_parser:LibraryParser"
 NO_PARSER = "none"
+_TEMPLATE = "response_template"
 
 _log = structlog.stdlib.get_logger("chat_format")
 
@@ -130,13 +132,24 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
         return _tested(parser, name, "it reads what the renderer writes", renderer)
     except ParserMismatch as mismatch:
         reason = mismatch.message
-    if (template := read_json(folder / "tokenizer_config.json").get(RESPONSE_TEMPLATE)) is not None:
+    if (template := read_json(folder / "tokenizer_config.json").get(_TEMPLATE)) is not None:
         try:
-            by_template = ResponseTemplateParser(template, thought_marks(facts.template_source, facts.literals))
-            return _tested(by_template, RESPONSE_TEMPLATE, "the model folder has one", renderer)
+            return _tested(_by_template(template, facts), _TEMPLATE, "the model folder has one", renderer)
         except ParserMismatch as mismatch:
             reason = mismatch.message
     return _without_tools(renderer, reason)
+
+
+def _by_template(template: JSON, facts: ModelFacts) -> WholeTurnParser:
+    """Return transformers' reader of turns by a folder's own template. Raises InvalidRequest without it."""
+    parse = cast(Callable[..., Any], resolve("transformers.utils.chat_parsing:parse_response", param="parser"))
+
+    def read(text: str, tools: Sequence[Mapping[str, JSON]]) -> tuple[str, list[tuple[str, str]]]:
+        found = parse(text, template, prefix="", tools=list(tools) or None)
+        calls = [call["function"] for call in found.get("tool_calls") or ()]
+        return found.get("content") or "", [(call["name"], json.dumps(call["arguments"])) for call in calls]
+
+    return WholeTurnParser(_TEMPLATE, read, thought_marks(facts.template_source, facts.literals))
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:
