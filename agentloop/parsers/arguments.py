@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
-from agentloop.parsers.grammar import call_json, loads, tagged
+from agentloop.parsers.grammar import call_json, literal, loads, matching, sequence, tagged
 from agentloop.types import JSON
 
 ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
@@ -168,7 +168,7 @@ class Literals:
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces = [
-            (_sequence(_text(f"{key}{self.assign}"), self._value(schema)), is_required)
+            (sequence(literal(f"{key}{self.assign}"), self._value(schema)), is_required)
             for key, schema, is_required in _properties(parameters)
         ]
         return _listed(pieces, self.separator)
@@ -186,7 +186,7 @@ class Literals:
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if values is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return {"type": "or", "elements": [{"type": "regex", "pattern": pattern}, call_json(schema)]}
+        return {"type": "or", "elements": [matching(pattern), call_json(schema)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,11 @@ class TextParameters:
 def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
     """Return the structural tag of a string that stands as it is."""
     if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-        return {"type": "or", "elements": [_text(value) for value in values]}
+        return {"type": "or", "elements": [literal(value) for value in values]}
     if "pattern" in schema:
-        return {"type": "regex", "pattern": schema["pattern"]}
+        return matching(schema["pattern"])
     if "maxLength" in schema:
-        return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}"}
+        return matching(f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}")
     return {"type": "any_text", "excludes": list(excluded)}
 
 
@@ -263,25 +263,17 @@ def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, 
 
 def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
     """Return the structural tag of pieces in their order, the optional ones left out or not."""
-    behind = [_sequence(_text(separator), piece) if separator else piece for piece, _ in pieces]
+    behind = [sequence(literal(separator), piece) if separator else piece for piece, _ in pieces]
     behind = [
         one if is_required else {"type": "optional", "content": one}
         for one, (_, is_required) in zip(behind, pieces, strict=True)
     ]
     if not separator or not pieces:
-        return _sequence(*(behind or [_text("")]))
+        return sequence(*(behind or [literal("")]))
     num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
-    firsts = [_sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)]
+    firsts = [sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)]
     either = {"type": "or", "elements": firsts}
     return {"type": "optional", "content": either} if num_first is None else either
-
-
-def _sequence(*elements: JSON) -> JSON:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _text(value: str) -> JSON:
-    return {"type": "const_string", "value": value}
 
 
 _PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
@@ -293,15 +285,15 @@ MARK = re.compile(
 )
 
 
-def marks_of(literal: str) -> list[str]:
+def marks_of(written: str) -> list[str]:
     """Return the marks of a literal, in order, without the blanks between them."""
-    return [found[0] for found in MARK.finditer(literal)]
+    return [found[0] for found in MARK.finditer(written)]
 
 
-def loose(literal: str) -> str:
+def loose(written: str) -> str:
     """Return a pattern of a literal with any blanks between its marks; a fence of Markdown may be missing."""
     escaped = (
-        f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(literal)
+        f"(?:{re.escape(mark)})?" if mark.startswith("```") else re.escape(mark) for mark in marks_of(written)
     )
     pattern = r"\s*+".join(escaped)
     return re.sub(f"[{NAME}{NUMBER}{TYPE}]", lambda place: _PLACES[place[0]], pattern)

@@ -30,7 +30,15 @@ from agentloop.parsers.arguments import (
     value_end,
 )
 from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import NO_PARAMETERS, constraint_of_calls, either_constraint, tagged
+from agentloop.parsers.grammar import (
+    NO_PARAMETERS,
+    constraint_of_calls,
+    either_constraint,
+    literal,
+    matching,
+    sequence,
+    tagged,
+)
 from agentloop.types import JSON, Constraint
 
 _MAX_MARKS_INSIDE = 4
@@ -280,15 +288,8 @@ class _CallReader:
             written = f"functions.{name}:{NUMBER}" if form.is_numbered else name
             opened, end = form.begin + written + form.middle.rpartition(ID)[2], form.end.replace(NAME, name)
         first, *parts = re.split(f"([{ID}{NUMBER}])", opened.replace(NAME, name))
-        elements = [
-            {"type": "regex", "pattern": _WRITTEN[part]}
-            if part in _WRITTEN
-            else {"type": "const_string", "value": part}
-            for part in parts
-            if part
-        ]
-        behind = {"type": "sequence", "elements": [*elements, content]}
-        return tagged(first, behind if elements else content, end)
+        elements = [matching(_WRITTEN[part]) if part in _WRITTEN else literal(part) for part in parts if part]
+        return tagged(first, sequence(*elements, content) if elements else content, end)
 
 
 def _literal(text: str) -> str:

@@ -60,15 +60,29 @@ def constraint_of_calls(
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
-    if not section[1]:
-        opening = {"type": "const_string", "value": section[0]}
-        return _constraint_of({"type": "sequence", "elements": [opening, calls]} if section[0] else calls)
-    return _constraint_of(tagged(section[0], calls, section[1]))
+    if section[0] and not section[1]:
+        calls = sequence(literal(section[0]), calls)
+    return _constraint_of(tagged(section[0], calls, section[1]) if section[1] else calls)
 
 
 def tagged(begin: str, content: JSON, end: str) -> dict[str, JSON]:
     """Return the structural tag of a content between two texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def sequence(*elements: JSON) -> dict[str, JSON]:
+    """Return the structural tag of several in a row."""
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def literal(text: str) -> dict[str, JSON]:
+    """Return the structural tag of a text and no other."""
+    return {"type": "const_string", "value": text}
+
+
+def matching(pattern: str) -> dict[str, JSON]:
+    """Return the structural tag of texts that a regular expression matches whole."""
+    return {"type": "regex", "pattern": pattern}
 
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
@@ -79,8 +93,7 @@ def either_constraint(one: Constraint, other: Constraint) -> Constraint:
 def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
     """Return the constraint with the end of an open thought, and a few blanks, allowed before it."""
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
-    blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
-    return _constraint_of({"type": "sequence", "elements": [thought, blanks, format_of(constraint)]})
+    return _constraint_of(sequence(thought, matching("[ \\n]{0,2}"), format_of(constraint)))
 
 
 def _constraint_of(form: JSON) -> Constraint:
@@ -94,7 +107,7 @@ def format_of(constraint: Constraint) -> JSON:
         case ConstraintKind.STRUCTURAL_TAG:
             return json.loads(constraint.text)["format"]
         case ConstraintKind.REGEX:
-            return {"type": "regex", "pattern": constraint.text}
+            return matching(constraint.text)
         case ConstraintKind.JSON_OBJECT | ConstraintKind.JSON_SCHEMA:
             is_any = constraint.kind is ConstraintKind.JSON_OBJECT
             schema = {"type": "object"} if is_any else json.loads(constraint.text)
