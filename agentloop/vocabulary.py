@@ -14,7 +14,7 @@ from typing import Any, cast
 import orjson
 from tokenizers import AddedToken, Tokenizer
 
-from agentloop.errors import AgentLoopError, TemplateError
+from agentloop.errors import TemplateError
 from agentloop.plugins import resolve
 from agentloop.types import JSON
 
@@ -38,11 +38,6 @@ def read_json(path: Path) -> dict[str, JSON]:
     return value
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Tell whether `tokenizer_json` finds one in a folder."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTERS))
-
-
 def tokenizer_json(folder: Path) -> bytes:
     """Return the tokenizer of a model folder as its tokenizer.json has it. Raises TemplateError."""
     path = folder / "tokenizer.json"
@@ -57,15 +52,13 @@ def tokenizer_json(folder: Path) -> bytes:
 def tekken_template(folder: Path) -> str | None:
     """Return the chat template that mistral-common has for a folder's tekken.json; None without one."""
     path = folder / TEKKEN
-    return _made(path, lambda one: str(_function(_TEMPLATE_OF)(str(one)))) if path.is_file() else None
+    return cast(str, _made(path, lambda one: _function(_TEMPLATE_OF)(str(one)))) if path.is_file() else None
 
 
 def _made(path: Path, make: Callable[[Path], Any]) -> Any:
     try:
         return make(path)
-    except AgentLoopError as error:
-        raise TemplateError(f"{path}: {error.message}") from error
-    except Exception as error:  # foreign code on a foreign file
+    except Exception as error:  # foreign code on a foreign file, or none that is installed
         raise TemplateError(f"{path}: {error or type(error).__name__}") from error
 
 
@@ -84,15 +77,13 @@ def _of_tiktoken(path: Path) -> Tokenizer:
     given = {} if pattern is None else {"pattern": pattern}
     tokenizer = cast(Tokenizer, _function(_TIKTOKEN_CONVERTER)(vocab_file=str(path), **given).converted())
     for number in range(tokenizer.get_vocab_size(), max(added, default=-1) + 1):
-        tokenizer.add_tokens([_token(added.get(number, {"content": f"<|reserved_token_{number}|>"}))])
+        token = added.get(number, {"content": f"<|reserved_token_{number}|>"})
+        special = token.get("special", True)
+        tokenizer.add_tokens([AddedToken(token["content"], special=special, normalized=False)])
     for number, token in added.items():
         if tokenizer.token_to_id(token["content"]) != number:
             raise TemplateError(f"{token['content']!r} cannot have the id {number} that is declared")
     return tokenizer
-
-
-def _token(declared: Mapping[str, Any]) -> AddedToken:
-    return AddedToken(declared["content"], special=declared.get("special", True), normalized=False)
 
 
 def _pattern(folder: Path) -> str | None:

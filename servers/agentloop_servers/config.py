@@ -797,10 +797,11 @@ TOKENIZER_HASH_NAME = "tokenizer.sha256"
 
 
 def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep the hash of a new run's tokenizer in its directory, and with `keep_tokenizer` the tokenizer."""
-    content, copy = tokenizer_json(located(config.model)), run_dir / TOKENIZER_NAME
+    """Keep the hash of a new run's tokenizer in its directory; with `keep_tokenizer`, or if it was converted, it too."""
+    model, copy = located(config.model), run_dir / TOKENIZER_NAME
+    content = tokenizer_json(model)
     kept_secret(run_dir, TOKENIZER_HASH_NAME, lambda: hashlib.sha256(content).hexdigest())
-    if config.keep_tokenizer and not copy.exists():
+    if (config.keep_tokenizer or not (model / TOKENIZER_NAME).is_file()) and not copy.exists():
         copy.write_bytes(content)
 
 

@@ -37,7 +37,6 @@ from agentloop.storage.home import Home
 from agentloop.storage.sqlite import one_thread
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Trajectory
-from agentloop.vocabulary import has_tokenizer, tokenizer_json
 from agentloop_servers.config import TOKENIZER_HASH_NAME, TOKENIZER_NAME
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.openapi import add_route, answered, errors
@@ -67,7 +66,7 @@ class TokenLabels:
     """
 
     def __init__(self, model: Path | None, run_dir: Path | None = None) -> None:
-        self._folders = [folder for folder in (run_dir, model) if folder is not None]
+        self._files = [folder / TOKENIZER_NAME for folder in (run_dir, model) if folder is not None]
         kept = None if run_dir is None else run_dir / TOKENIZER_HASH_NAME
         self._sha256 = kept.read_text() if kept is not None and kept.is_file() else None
         self._tokenizer: Tokenizer | None = None
@@ -76,12 +75,11 @@ class TokenLabels:
         """Return a record with its tokens' texts; without the tokenizer with none, and why. Blocks."""
         record = codec.decode(found.data, Trajectory)
         if self._tokenizer is None:
-            folder = next((one for one in self._folders if has_tokenizer(one)), None)
-            if folder is None:
-                sought = self._folders[-1] / TOKENIZER_NAME if self._folders else "tokenizer"
-                missing = f"there is no {sought} any more"
+            file = next(filter(Path.is_file, self._files), None)
+            if file is None:
+                missing = f"there is no {self._files[-1] if self._files else 'tokenizer'} any more"
                 return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
-            content, file = tokenizer_json(folder), folder / TOKENIZER_NAME
+            content = file.read_bytes()
             if self._sha256 not in (None, hashlib.sha256(content).hexdigest()):
                 missing = f"{file} is another tokenizer than the run's"
                 return RecordPage(record, {}, f"no texts of tokens: {missing}", found.annotations)
