@@ -127,12 +127,14 @@ class TurnSplitter:
         if not self._reading.reads_calls:
             self._phase = _Phase.CONTENT
             return text
-        marks, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
+        leading, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
+        marks = (*leading, *self._marks.headers) if leading else ()  # a header may begin as a leading mark does
+        found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
         may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
         self._held = bare if may_be else ""
         if marks and (may_be or not bare):
             return None
-        self._phase = _Phase.WAITING if bare.startswith(marks) else _Phase.CONTENT
+        self._phase = _Phase.WAITING if found in leading else _Phase.CONTENT
         return bare
 
     def _read_content(self, text: str) -> str | None:

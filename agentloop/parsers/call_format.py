@@ -134,7 +134,8 @@ class FormatParser:
             return next(begun, self._readers[0]).read(builder, *found.span(), tools, is_marked=True)
 
         builder, first = TurnBuilder(decoded, turn_index, self.marks.headers), self._readers[0]
-        is_begun = self.form.is_bare and first.begins(decoded.text, 0)
+        has_header = bool(self.marks.headers) and decoded.text.lstrip().startswith(self.marks.headers)
+        is_begun = self.form.is_bare and not has_header and first.begins(decoded.text, 0)
         position = first.read(builder, 0, 0, tools, is_marked=False) if is_begun else 0
         return builder.read(self._opening, read_call, self._counted, position)
 

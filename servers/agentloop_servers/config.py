@@ -797,7 +797,7 @@ TOKENIZER_HASH_NAME = "tokenizer.sha256"
 
 
 def keep_tokenizer(config: ServiceConfig, run_dir: Path) -> None:
-    """Keep the hash of a new run's tokenizer in its directory; with `keep_tokenizer`, or if it was converted, it too."""
+    """Keep the hash of a new run's tokenizer, and the tokenizer if that is set or it was converted."""
     model, copy = located(config.model), run_dir / TOKENIZER_NAME
     content = tokenizer_json(model)
     kept_secret(run_dir, TOKENIZER_HASH_NAME, lambda: hashlib.sha256(content).hexdigest())

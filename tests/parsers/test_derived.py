@@ -132,6 +132,11 @@ def test_what_is_streamed_is_what_is_read_whole(family, chat, num_turns: int) ->
         assert all(call.status is ToolCallStatus.OK or call.error for call in message.tool_calls), outside
 
 
+def test_an_answer_is_streamed_where_its_header_begins_as_a_call_does() -> None:
+    splitter = TurnSplitter(TurnReader(*derived_chat("muse_glimmer")), Reading(TOOLS, 0, True, True, False))
+    assert "".join(splitter.add(piece).content for piece in (" to=us", "er<|mess", "age|>A bi", "rd.")) == "A bird."
+
+
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_what_the_grammar_writes_is_read(family, chat, is_parallel: bool) -> None:
     renderer, parser = chat
