@@ -11,7 +11,7 @@ import pytest
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
-from agentloop_tools.sandbox import refusal
+from agentloop_tools.sandbox.bubblewrap import refusal
 from agentloop_tools.shell import ShellTool
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
