@@ -27,6 +27,7 @@ from agentloop.errors import InvalidRequest, ToolError
 from agentloop.rollout.tool import ToolSpec, arguments_model, parameters_schema, validated
 from agentloop.types import JSON, RolloutTask
 from agentloop_tools.sandbox.bubblewrap import Bubblewrap
+from agentloop_tools.sandbox.commands import answer, tar_of
 from agentloop_tools.sandbox.port import (
     DEFAULT_LIMITS,
     FOLDER,
@@ -35,8 +36,6 @@ from agentloop_tools.sandbox.port import (
     SandboxLimits,
     SandboxRun,
     SandboxSource,
-    answer,
-    tar_of,
 )
 
 MAX_STATE_BYTES = 1 << 20  # of a folder that can be carried to another worker

@@ -39,17 +39,14 @@ from pathlib import Path
 from typing import IO
 
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
+from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed, answer
 from agentloop_tools.sandbox.images import ImageStore, RootImage, host_image
 from agentloop_tools.sandbox.port import (
     DEFAULT_LIMITS,
-    DEFAULT_SOURCE,
     FOLDER,
     SandboxLimits,
     SandboxRun,
     SandboxSource,
-    answer,
-    in_session,
-    tar_of_folder,
 )
 
 NOBODY = 65534
@@ -134,66 +131,40 @@ def _give(folder: Path) -> None:
         os.chown(folder, NOBODY, NOBODY)
 
 
-class Bubblewrap:
+class Bubblewrap(CommandSandboxes):
     """Sandboxes of this host; owns their folders, below one of its own that goes with it."""
 
     def __init__(self, *, read_only: Sequence[str | Path] = (), images: str | Path | None = None) -> None:
         """`read_only` are folders of the host that commands see, where they are; `images` is a folder that keeps
         unpacked images (None: one that goes with this object). Raises InvalidRequest, with param "tools", where
         the host cannot isolate commands."""
+        super().__init__()
         self._read_only = [Path(path).resolve() for path in read_only]
         self._lock, self._base = _own_base()
         self._images = ImageStore(self._base / "images" if images is None else Path(images))
-        self._open: set[BubblewrapSandbox] = set()
         if (why_not := refusal(self._base)) is not None:
             self._remove()
             raise InvalidRequest(f"no sandbox can run here: {why_not}", param="tools")
 
-    async def create(
-        self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
-    ) -> BubblewrapSandbox:
+    async def make(self, source: SandboxSource, limits: SandboxLimits) -> BubblewrapSandbox:
         if source.network is not None:
             raise InvalidRequest("a bubblewrap sandbox has no network", param="network")
         image = host_image() if source.image is None else await self._images.unpacked(source.image)
-        content = None
-        if source.snapshot is not None:
-            content = await asyncio.to_thread((self._base / source.snapshot).read_bytes)
-        elif source.folder is not None:
-            content = await asyncio.to_thread(tar_of_folder, source.folder)
-        return await self.make(image.seeing(self._read_only), limits, content)
-
-    async def make(self, image: RootImage, limits: SandboxLimits, content: bytes | None) -> BubblewrapSandbox:
-        """Make a sandbox whose folder has the content of a tar file."""
         try:
             folder = Path(tempfile.mkdtemp(dir=self._base, prefix="task-"))
         except OSError as error:
             raise ToolLost(f"a sandbox cannot be made: {error}") from error
         _give(folder)
-        sandbox = BubblewrapSandbox(self, folder, image, limits)
-        self._open.add(sandbox)
+        sandbox = BubblewrapSandbox(self, source, limits, folder, image.seeing(self._read_only))
         try:
             await sandbox.start()
-            if content is not None:
-                await sandbox.put_tar(content)
         except BaseException:
             await sandbox.close()
             raise
         return sandbox
 
-    def keep(self, content: bytes) -> str:
-        """Write a snapshot, and name it."""
-        handle, path = tempfile.mkstemp(dir=self._base, prefix="snapshot-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        return Path(path).name
-
-    async def remove(self, sandbox: BubblewrapSandbox, folder: Path) -> None:
-        """Remove the folder of a sandbox in which nothing runs."""
-        self._open.discard(sandbox)
-        await asyncio.to_thread(remove_tree, folder)
-
     async def close(self) -> None:
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        await super().close()
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
@@ -202,51 +173,29 @@ class Bubblewrap:
             os.close(self._lock)
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(CommandSandbox):
     """A folder, and the namespaces around it while they live."""
 
-    def __init__(self, owner: Bubblewrap, folder: Path, image: RootImage, limits: SandboxLimits) -> None:
-        self._owner = owner
+    def __init__(
+        self, maker: Bubblewrap, source: SandboxSource, limits: SandboxLimits, folder: Path, image: RootImage
+    ) -> None:
+        super().__init__(maker, source, limits, shell=image.shell, variables=image.variables)
         self._folder = folder
         self._image = image
-        self._limits = limits
         self._namespaces = _Namespaces()
         self._watching: asyncio.Task[None] | None = None
         self._excess: str | None = None
 
-    async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
-        program = in_session(command, self._image.shell, self._image.variables)
-        return await self._run(program, limits or self._limits)
-
-    async def read(self, path: str) -> bytes:
-        return answer(await self._run(self._script('cat -- "$1"', path), self._limits))
-
-    async def write(self, path: str, data: bytes) -> None:
-        answer(await self._run(self._script('cat > "$1"', path), self._limits, data))
-
     async def put_tar(self, data: bytes) -> None:
-        answer(await self._run(self._script("tar -xpf -"), self._limits, data))
+        await super().put_tar(data)
         use = await asyncio.to_thread(folder_use, self._folder, self._limits)
-        if (excess := use.excess(self._limits)) is not None:
+        if (excess := use.excess(self._limits)) is not None:  # between two looks
             raise ToolError(excess)
 
-    async def get_tar(self, max_bytes: int | None = None) -> bytes:
-        max_bytes = 2 * self._limits.max_folder_bytes if max_bytes is None else max_bytes
-        ran = await self._run(self._script("tar -cf - ."), replace(self._limits, max_output_bytes=max_bytes))
-        if ran.num_cut_bytes:
-            raise ToolError(f"the folder is no tar file of {max_bytes >> 10} KiB")
-        return answer(ran)
-
-    async def snapshot(self) -> str:
-        return self._owner.keep(await self.get_tar())
-
-    async def fork(self) -> BubblewrapSandbox:
-        return await self._owner.make(self._image, self._limits, await self.get_tar())
-
-    async def close(self) -> None:
+    async def remove(self) -> None:
         self._unwatch()
         await self._namespaces.end()
-        await self._owner.remove(self, self._folder)
+        await asyncio.to_thread(remove_tree, self._folder)
 
     async def start(self) -> None:
         """Make the namespaces where there are none: at first, and after a limit has killed them.
@@ -257,10 +206,7 @@ class BubblewrapSandbox:
             await self._namespaces.end()
             await self._namespaces.start(self._image, self._folder)
 
-    def _script(self, script: str, *arguments: str) -> list[str]:
-        return [self._image.shell, "-c", f"cd {FOLDER}; {script}", self._image.shell, *arguments]
-
-    async def _run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
+    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
         ran = await self._run_once(program, limits, given)
         if ran.status == 1 and ran.output.startswith(b"nsenter: "):  # the last command was killing the sandbox
             await self._namespaces.end()
@@ -418,38 +364,32 @@ class _Entered:
             file.seek(0)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
             self.process = _popen(command, file)
-        self._max_bytes = max_bytes
-        self._kept = bytearray()
-        self._num_cut = 0
-        self._printed = _pipe(self.process.stdout)
-        os.set_blocking(self._printed.fileno(), False)
+        self._printed = Printed(max_bytes)
+        self._pipe = _pipe(self.process.stdout)
+        os.set_blocking(self._pipe.fileno(), False)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._printed.fileno(), self._read)
+        self._loop.add_reader(self._pipe.fileno(), self._read)
 
     @property
     def is_open(self) -> bool:
         """True while it runs, or a process that it left behind can print."""
-        return self.process.returncode is None or not self._printed.closed
+        return self.process.returncode is None or not self._pipe.closed
 
     def _read(self) -> bool:
         """Read once. Return whether there may be more now."""
-        if self._printed.closed:
-            return False
         try:
-            chunk = os.read(self._printed.fileno(), 65_536)
+            chunk = b"" if self._pipe.closed else os.read(self._pipe.fileno(), 65_536)
         except BlockingIOError:
             return False
         if not chunk:
             self._close()
-        room = self._max_bytes - len(self._kept)
-        self._kept += chunk[:room]
-        self._num_cut += max(0, len(chunk) - room)
+        self._printed.add(chunk)
         return bool(chunk)
 
     def _close(self) -> None:
-        if not self._printed.closed:
-            self._loop.remove_reader(self._printed.fileno())
-            self._printed.close()
+        if not self._pipe.closed:
+            self._loop.remove_reader(self._pipe.fileno())
+            self._pipe.close()
 
     async def wait(self) -> None:
         """Wait until the program has ended; what it left in the background may run on."""
@@ -460,9 +400,9 @@ class _Entered:
         for _ in range(_PIPE_READS):
             if not self._read():
                 break
-        status, kept = self.process.returncode, bytes(self._kept)
-        self._max_bytes, self._kept = 0, bytearray()
-        return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
+        run = self._printed.run(self.process.returncode, stopped)
+        self._printed = Printed(0)
+        return run
 
     async def end(self) -> None:
         """Wait until it is gone, killed with its namespaces, and stop reading."""

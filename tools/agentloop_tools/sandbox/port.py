@@ -3,30 +3,15 @@
 Owned by its consumers: the shell tool, and environments. The calls of one sandbox are made one after the other. An
 adapter raises ToolError for a mistake of the command's author (no such file, too many bytes) and ToolLost when the
 sandbox is gone by no fault of theirs. Each call ends within the limits given at `create`, or those of the call.
-
-`in_session` makes a session of separate commands, in any sandbox with a shell: a command begins with the folder and
-the exported variables that the last one ended with.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import shlex
-import tarfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentloop.errors import ToolError
-
 FOLDER = "/task"  # in the sandbox
-_SESSION = """
-if [ -r /tmp/.session ]; then . /tmp/.session; cd -- "$PWD" 2>/dev/null || cd /task; else {begin} fi
-trap '{{ trap "" XFSZ; export PWD; export -p > /tmp/.next && mv /tmp/.next /tmp/.session; }} 2>/dev/null' EXIT
-__command=$1; shift; eval "$__command"
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,41 +95,3 @@ class Sandboxes(Protocol):
 
     async def close(self) -> None:
         """Close what is open, and free the rest. Idempotent."""
-
-
-def in_session(command: str, shell: str, variables: Mapping[str, str] | None = None) -> list[str]:
-    """Return the argument list that runs a command in its sandbox's session, which begins with `variables`."""
-    begin = [
-        f"export {name}={shlex.quote(value)};"
-        for name, value in (variables or {}).items()
-        if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
-    ]
-    return [shell, "-c", _SESSION.format(begin=" ".join([*begin, "cd /task;"])), shell, command]
-
-
-def tar_of(files: Mapping[str, bytes]) -> bytes:
-    """Pack files by their paths as a tar file."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, data in files.items():
-            entry = tarfile.TarInfo(path)
-            entry.size, entry.mode = len(data), 0o644
-            archive.addfile(entry, io.BytesIO(data))
-    return packed.getvalue()
-
-
-def tar_of_folder(folder: Path) -> bytes:
-    """Pack the content of a folder as a tar file. Raises OSError."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in sorted(folder.iterdir()):
-            archive.add(name, arcname=name.name)
-    return packed.getvalue()
-
-
-def answer(ran: SandboxRun) -> bytes:
-    """Return the output of one of our own commands. Raises ToolError if it failed."""
-    if ran.status != 0 or ran.stopped is not None:
-        text = ran.output.decode(errors="replace").strip()[:200]
-        raise ToolError(ran.stopped or text or f"exit status {ran.status}")
-    return ran.output
