@@ -45,7 +45,6 @@ from agentloop_tools.sandbox.port import (
     DEFAULT_LIMITS,
     FOLDER,
     SandboxLimits,
-    SandboxRun,
     SandboxSource,
 )
 
@@ -112,12 +111,11 @@ def refusal(base: Path | None = None) -> str | None:
 
 
 async def _probe(folder: Path) -> str | None:
-    namespaces = _Namespaces()
+    namespaces, printed = _Namespaces(), Printed(1000)
     try:
         await namespaces.start(host_image(), folder)
-        entered = namespaces.enter(["touch", f"{FOLDER}/here"], DEFAULT_LIMITS)
-        await entered.wait()
-        answer(entered.result(None))
+        status = await namespaces.enter(["touch", f"{FOLDER}/here"], DEFAULT_LIMITS, b"", printed).wait()
+        answer(printed.run(status, None))
     except (ToolError, ToolLost) as error:
         return error.message
     finally:
@@ -206,33 +204,31 @@ class BubblewrapSandbox(CommandSandbox):
             await self._namespaces.end()
             await self._namespaces.start(self._image, self._folder)
 
-    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
-        ran = await self._run_once(program, limits, given)
-        if ran.status == 1 and ran.output.startswith(b"nsenter: "):  # the last command was killing the sandbox
+    async def perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
+        ended = await self._perform(program, limits, given, printed)
+        if ended[0] == 1 and printed.begins_with(b"nsenter: "):  # the last command was killing the sandbox
             await self._namespaces.end()
-            ran = await self._run_once(program, limits, given)
-        return ran
+            printed.clear()
+            ended = await self._perform(program, limits, given, printed)
+        return ended
 
-    async def _run_once(self, program: Sequence[str], limits: SandboxLimits, given: bytes) -> SandboxRun:
-        """Run a program to its end or the first limit. A cancellation kills all that runs."""
+    async def _perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
         await self.start()
         began = await asyncio.to_thread(folder_use, self._folder, limits)
         allowed = limits if began.excess(limits) is None else replace(limits, max_folder_bytes=0)
-        stopped = None
-        entered = self._namespaces.enter(program, allowed, given)
+        entered = self._namespaces.enter(program, allowed, given, printed)
         self._watch(limits, began)
-        try:
-            async with asyncio.timeout(limits.run_s):
-                await entered.wait()
-        except TimeoutError:
-            stopped = f"it ran longer than {limits.run_s:g} s"
-            await self._namespaces.end()
-        except BaseException:
-            self._namespaces.kill()
-            raise
+        status = await entered.wait()
         if not self._namespaces.is_busy:
             self._unwatch()
-        return entered.result(self._excess or stopped)
+        return status, self._excess
+
+    async def kill(self) -> None:
+        await self._namespaces.end()
 
     def _watch(self, limits: SandboxLimits, began: FolderUse) -> None:
         self._unwatch()
@@ -309,7 +305,7 @@ class _Namespaces:
         self._processes.append(started := _popen(command, subprocess.PIPE, *fds))
         return started
 
-    def enter(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> _Entered:
+    def enter(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> _Entered:
         """Start a program inside, within limits that the kernel holds. Raises ToolLost."""
         held = f"/proc/{self._processes[0].pid}/fd/3/ns"
         command = _chain(
@@ -319,7 +315,7 @@ class _Namespaces:
             *("--preserve-credentials", "--", *program),
         )
         try:
-            entered = _Entered(command, given, limits.max_output_bytes)
+            entered = _Entered(command, given, printed)
         except OSError as error:
             raise ToolLost(f"a command cannot be started: {error}") from error
         self._entered = [*(one for one in self._entered if one.is_open), entered]
@@ -356,15 +352,15 @@ class _Namespaces:
 
 
 class _Entered:
-    """A program inside, and what it and its children print: the first bytes are kept, all are read."""
+    """A program inside, and a reader of what it and its children print."""
 
-    def __init__(self, command: Sequence[str], given: bytes, max_bytes: int) -> None:
+    def __init__(self, command: Sequence[str], given: bytes, printed: Printed) -> None:
         with open(os.memfd_create("given", os.MFD_ALLOW_SEALING), "w+b", buffering=0) as file:
             file.write(given)
             file.seek(0)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
             self.process = _popen(command, file)
-        self._printed = Printed(max_bytes)
+        self._printed = printed
         self._pipe = _pipe(self.process.stdout)
         os.set_blocking(self._pipe.fileno(), False)
         self._loop = asyncio.get_running_loop()
@@ -391,18 +387,13 @@ class _Entered:
             self._loop.remove_reader(self._pipe.fileno())
             self._pipe.close()
 
-    async def wait(self) -> None:
-        """Wait until the program has ended; what it left in the background may run on."""
+    async def wait(self) -> int:
+        """Wait until the program has ended, and return its status. Others that it started may go on, and print."""
         await _exit(self.process)
-
-    def result(self, stopped: str | None) -> SandboxRun:
-        """Return what it printed before its end, and its status."""
         for _ in range(_PIPE_READS):
             if not self._read():
                 break
-        run = self._printed.run(self.process.returncode, stopped)
-        self._printed = Printed(0)
-        return run
+        return self.process.returncode
 
     async def end(self) -> None:
         """Wait until it is gone, killed with its namespaces, and stop reading."""

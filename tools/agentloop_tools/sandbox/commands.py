@@ -108,14 +108,38 @@ class CommandSandbox(ABC):
         self._limits = limits
         self._shell = shell
         self._variables = variables or {}
+        self._killing: asyncio.Future[None] | None = None
 
     @abstractmethod
-    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
-        """Run a program with `given` as its input to its end or the first limit. Raises ToolLost."""
+    async def perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
+        """Run a program with `given` as its input to its end. Return its status, and a limit that stopped it.
+
+        Its time is bounded by the caller. Raises ToolLost."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """Kill all that runs."""
 
     @abstractmethod
     async def remove(self) -> None:
         """Kill what runs and remove the files. Idempotent."""
+
+    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
+        """Run a program to its end or its first limit. A cancellation kills it, too."""
+        printed = Printed(limits.max_output_bytes)
+        try:
+            async with asyncio.timeout(limits.run_s):
+                status, stopped = await self.perform(program, limits, given, printed)
+        except TimeoutError:
+            await self.kill()
+            status, stopped = 137, f"it ran longer than {limits.run_s:g} s"
+        except asyncio.CancelledError:
+            self._killing = asyncio.ensure_future(self.kill())
+            await asyncio.shield(self._killing)
+            raise
+        return printed.run(status, stopped)
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
         begin = [
@@ -127,7 +151,8 @@ class CommandSandbox(ABC):
         return await self.run([self._shell, "-c", script, self._shell, command], limits or self._limits)
 
     async def read(self, path: str) -> bytes:
-        return answer(await self.run(self._script('cat -- "$1"', path), self._limits))
+        whole = replace(self._limits, max_output_bytes=self._limits.max_folder_bytes)
+        return answer(await self.run(self._script('cat -- "$1"', path), whole))
 
     async def write(self, path: str, data: bytes) -> None:
         answer(await self.run(self._script('cat > "$1"', path), self._limits, data))
@@ -169,9 +194,16 @@ class Printed:
         self._kept += data[:room]
         self._num_cut += max(0, len(data) - room)
 
-    def run(self, status: int, stopped: str | None = None) -> SandboxRun:
-        """Return the end of the command that printed it."""
-        return SandboxRun(128 - status if status < 0 else status, bytes(self._kept), self._num_cut, stopped)
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def begins_with(self, word: bytes) -> bool:
+        return self._kept.startswith(word)
+
+    def run(self, status: int, stopped: str | None) -> SandboxRun:
+        """Return the end of the command that printed it, and keep no more of what others print."""
+        kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
+        return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
 
 
 def tar_of(files: Mapping[str, bytes]) -> bytes:

@@ -22,7 +22,7 @@ import httpx
 
 from agentloop.errors import ToolLost, error_line
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
-from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxRun, SandboxSource
+from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _API = "http://runtime/v1.41"
 _REQUEST_S = 60.0
@@ -124,23 +124,11 @@ class ContainerSandbox(CommandSandbox):
         self._runtime = maker
         self.name = name
 
-    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
-        """Run a program. A limit, or a cancellation, kills all that runs in the container but its first process."""
-        printed = Printed(limits.max_output_bytes)
-        # The connection cannot be closed to one side only, so the program's input has a length.
-        counted = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program] if given else program
-        try:
-            async with asyncio.timeout(limits.run_s):
-                status = await self._run(counted, given, printed)
-        except TimeoutError:
-            await self._kill()
-            return printed.run(137, f"it ran longer than {limits.run_s:g} s")
-        except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self._kill()))
-            raise
-        return printed.run(status)
-
-    async def _run(self, program: Sequence[str], given: bytes, printed: Printed) -> int:
+    async def perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
+        if given:  # the connection cannot be closed to one side only, so the program's input has a length
+            program = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program]
         name = await self._prepared(program, is_fed=bool(given))
         async with self._started(name) as stream:
             await stream.write(given)
@@ -155,7 +143,7 @@ class ContainerSandbox(CommandSandbox):
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-        return int((state or {})["ExitCode"])
+        return int((state or {})["ExitCode"]), None
 
     async def _prepared(self, program: Sequence[str], *, is_fed: bool) -> str:
         wanted = {"AttachStdin": is_fed, "AttachStdout": True, "AttachStderr": True, "Cmd": list(program)}
@@ -178,7 +166,7 @@ class ContainerSandbox(CommandSandbox):
         except httpx.HTTPError as error:
             raise ToolLost(f"the container runtime is gone: {error_line(error)}") from error
 
-    async def _kill(self) -> None:
+    async def kill(self) -> None:
         async with asyncio.timeout(_REQUEST_S):
             name = await self._prepared(["sh", "-c", "kill -9 -1"], is_fed=False)
             await self._runtime.ask("POST", f"/exec/{name}/start", {"Detach": True, "Tty": False})

@@ -63,7 +63,7 @@ class Sandbox(Protocol):
         """
 
     async def read(self, path: str) -> bytes:
-        """Read a file, as far as the limit of output goes; a relative path is one in `/task`."""
+        """Read a file, as far as the limit of the folder goes; a relative path is one in `/task`."""
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file, whose folder is there."""
