@@ -100,9 +100,9 @@ def test_a_host_that_cannot_isolate_is_refused_and_told_why(bwrap, says: str, mo
 async def test_commands_share_a_session() -> None:
     async with opened(**{"a.txt": "one\n", "sub/b.txt": "two\n"}) as session:
         assert await said(session, "cat a.txt sub/b.txt; pwd") == "one\ntwo\n/task"
-        assert await said(session, "echo three > c.txt; export X='1 2'; cd sub; sleep 4321 & echo begun") == "begun"
+        assert await said(session, "echo three > c.txt; export X='1 2'; cd sub; sleep 4331 & echo begun") == "begun"
         assert await said(session, "cat ../c.txt b.txt; echo $X; pwd") == "three\ntwo\n1 2\n/task/sub"
-        assert await said(session, "pgrep -fc 'sleep [4]321'; kill %1 2> /dev/null; pkill -f '[4]321'") == "1"
+        assert await said(session, "pgrep -fc 'sleep [4]331'; kill %1 2> /dev/null; pkill -f '[4]331'") == "1"
         assert await said(session, "(exit 4); cd /task; Y=lost; rm -r sub; false") == "[exit status 1]"
         assert await said(session, "echo ${Y-unset}; echo out; echo err >&2; exit 3") == (
             "unset\nout\nerr\n[exit status 3]"
@@ -128,7 +128,7 @@ async def test_a_background_server_is_reached_by_the_next_command() -> None:
 @isolates
 async def test_a_session_begins_anew_after_its_processes_were_killed() -> None:
     async with opened(SandboxLimits(run_s=1.0)) as session:
-        await said(session, "export X=1; echo kept > file; sleep 4321 &")
+        await said(session, "export X=1; echo kept > file; sleep 4331 &")
         with pytest.raises(ToolError, match="ran longer than 1 s"):
             await said(session, "sleep 60")
         assert await said(session, "cat file; echo ${X-unset}; pgrep -c sleep") == "kept\nunset\n0\n[exit status 1]"

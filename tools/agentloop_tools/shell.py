@@ -15,7 +15,6 @@ policy started can touch it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -125,11 +124,10 @@ class ShellSession:
     def __init__(self, tool: ShellTool) -> None:
         self._tool = tool
         self._sandbox: Sandbox | None = None
-        self._turn = asyncio.Lock()
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox, for one call at a time. Raises ToolError if there is none."""
+        """The sandbox. Raises ToolError if there is none."""
         if self._sandbox is None:
             raise ToolError("the shell is not open")
         return self._sandbox
@@ -159,8 +157,7 @@ class ShellSession:
         command = validated(_ARGUMENTS, arguments)["command"]
         if "\0" in command or len(command.encode(errors="replace")) > MAX_COMMAND_BYTES:
             raise ToolError(f"a command has no NUL, and at most {MAX_COMMAND_BYTES} bytes")
-        async with self._turn:
-            ran = await self.sandbox.exec(command)
+        ran = await self.sandbox.exec(command)
         text = ran.output.decode(errors="replace").removesuffix("\n")
         notes = [f"...[{ran.num_cut_bytes} bytes more]"] if ran.num_cut_bytes else []
         if ran.stopped is not None:
@@ -175,8 +172,7 @@ class ShellSession:
 
         Nothing that the policy started runs there, and no variable that it set counts; its files do.
         """
-        async with self._turn:
-            copy = await self.sandbox.fork()
+        copy = await self.sandbox.fork()
         try:
             if files:
                 await copy.put_tar(tar_of(files))
@@ -186,14 +182,12 @@ class ShellSession:
 
     async def snapshot(self) -> bytes:
         """Return the folder as a tar file. Raises ToolError if that is too long."""
-        async with self._turn:
-            return await self.sandbox.get_tar(MAX_STATE_BYTES)
+        return await self.sandbox.get_tar(MAX_STATE_BYTES)
 
     async def restore(self, state: bytes) -> None:
         """Replace the folder's content by that of a tar file."""
-        async with self._turn:
-            answer(await self.sandbox.exec(f"find {FOLDER} -mindepth 1 -delete"))
-            await self.sandbox.put_tar(state)
+        answer(await self.sandbox.exec(f"find {FOLDER} -mindepth 1 -delete"))
+        await self.sandbox.put_tar(state)
 
     async def close(self) -> None:
         """Close the sandbox."""

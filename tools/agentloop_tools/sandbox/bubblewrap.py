@@ -276,12 +276,9 @@ class _Namespaces:
         try:
             async with asyncio.timeout(_START_S):
                 await self._start(image, folder)
-        except (OSError, TimeoutError, IndexError) as error:
+        except (OSError, TimeoutError, IndexError, ToolLost) as error:
             await self.end()
             raise ToolLost(str(error) or "a sandbox could not be started in time") from error
-        except BaseException:
-            self.kill()
-            raise
 
     async def _start(self, image: RootImage, folder: Path) -> None:
         mapped = ("--user", "--map-user=1000", "--map-group=1000", "--keep-caps")

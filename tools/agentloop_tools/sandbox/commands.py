@@ -108,6 +108,7 @@ class CommandSandbox(ABC):
         self._limits = limits
         self._shell = shell
         self._variables = variables or {}
+        self._turn = asyncio.Lock()
         self._killing: asyncio.Future[None] | None = None
 
     @abstractmethod
@@ -129,17 +130,18 @@ class CommandSandbox(ABC):
     async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
         """Run a program to its end or its first limit. A cancellation kills it, too."""
         printed = Printed(limits.max_output_bytes)
-        try:
-            async with asyncio.timeout(limits.run_s):
-                status, stopped = await self.perform(program, limits, given, printed)
-        except TimeoutError:
-            await self.kill()
-            status, stopped = 137, f"it ran longer than {limits.run_s:g} s"
-        except asyncio.CancelledError:
-            self._killing = asyncio.ensure_future(self.kill())
-            await asyncio.shield(self._killing)
-            raise
-        return printed.run(status, stopped)
+        async with self._turn:
+            try:
+                async with asyncio.timeout(limits.run_s):
+                    status, stopped = await self.perform(program, limits, given, printed)
+            except TimeoutError:
+                await self.kill()
+                status, stopped = 137, f"it ran longer than {limits.run_s:g} s"
+            except asyncio.CancelledError:
+                self._killing = asyncio.ensure_future(self.kill())
+                await asyncio.shield(self._killing)
+                raise
+            return printed.run(status, stopped)
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
         begin = [

@@ -58,13 +58,15 @@ class E2B(CommandSandboxes):
         wanted = {
             "templateID": source.image or self._template,
             "timeout": round(self._max_life_s),
+            "secure": True,
             "allow_internet_access": source.network == NETWORK,
         }
         async with called(self.http, "POST", f"{self._api_url}/sandboxes", headers=self._key, json=wanted) as got:
             made = json.loads(await got.aread())
         sandbox = E2BSandbox(self, source, limits, made, self._sandbox_url)
         try:
-            await sandbox.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0))
+            if await sandbox.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
+                raise ToolLost(f"{FOLDER} cannot be made")
         except BaseException:
             await sandbox.close()
             raise

@@ -1,8 +1,9 @@
 """The Sandboxes port: a place with a folder, `/task`, where commands run apart from this host.
 
-Owned by its consumers: the shell tool, and environments. The calls of one sandbox are made one after the other. An
-adapter raises ToolError for a mistake of the command's author (no such file, too many bytes) and ToolLost when the
-sandbox is gone by no fault of theirs. Each call ends within the limits given at `create`, or those of the call.
+Owned by its consumers: the shell tool, and environments. The calls of one sandbox run one after the other, in the
+order in which they were made. An adapter raises ToolError for a mistake of the command's author (no such file, too
+many bytes) and ToolLost when the sandbox is gone by no fault of theirs. Each call ends within the limits given at
+`create`, or those of the call.
 """
 
 from __future__ import annotations
