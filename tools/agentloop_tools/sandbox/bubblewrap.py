@@ -339,7 +339,8 @@ class _Namespaces:
             for entered in self._entered:
                 await entered.end()
             for process in self._processes:
-                process.kill()
+                if self._first is None or process is self._processes[0]:
+                    process.kill()  # else it is bwrap, which reaps the first process inside, and ends
                 await _exit(process)
                 _pipe(process.stdin).close()
                 _pipe(process.stdout).close()

@@ -18,14 +18,15 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 
-from agentloop.errors import ToolLost, error_line
+from agentloop.errors import ToolLost
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
+from agentloop_tools.sandbox.http import SandboxService
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
-_API = "http://runtime/v1.41"
-_REQUEST_S = 60.0
+_API = "/v1.41"
+_KILL_S = 60.0
 _PULL_S = 1800.0
 _LIVE = "end=$(($(date +%s)+{seconds})); while [ $(date +%s) -lt $end ]; do sleep 60 & wait; done"  # and reap
 _TMP_BYTES = 64 << 20
@@ -42,17 +43,22 @@ class Containers(CommandSandboxes):
         self._image = image
         self._runtime = {} if runtime is None else {"Runtime": runtime}
         self._max_life_s = max_life_s
-        transport = httpx.AsyncHTTPTransport(uds=socket)
-        self.http = httpx.AsyncClient(transport=transport, base_url=_API, timeout=_REQUEST_S)
+        self.socket = socket
+        self.service = SandboxService(
+            "the container runtime", "http://runtime", lambda: aiohttp.UnixConnector(socket)
+        )
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> ContainerSandbox:
         image = source.image or self._image
         wanted = self._wanted(image, source.network or "none", limits)
-        made = await self.ask("POST", "/containers/create", wanted, absent_is_fine=True)
-        if made is None:
-            await self.ask("POST", f"/images/create?fromImage={image}", timeout_s=_PULL_S)
-            made = await self.ask("POST", "/containers/create", wanted)
-        sandbox = ContainerSandbox(self, source, limits, name=(made or {})["Id"])
+        try:
+            made = await self.ask("POST", "/containers/create", json=wanted)
+        except ToolLost as error:
+            if (error.details or {}).get("status") != 404:
+                raise
+            await self.ask("POST", "/images/create", params={"fromImage": image}, timeout_s=_PULL_S)
+            made = await self.ask("POST", "/containers/create", json=wanted)
+        sandbox = ContainerSandbox(self, source, limits, name=made["Id"])
         try:
             await self.ask("POST", f"/containers/{sandbox.name}/start")
         except BaseException:
@@ -90,30 +96,13 @@ class Containers(CommandSandboxes):
             },
         }
 
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        absent_is_fine: bool = False,
-        timeout_s: float = _REQUEST_S,
-    ) -> dict[str, Any] | None:
-        """Call the runtime. Raises ToolLost if it does not answer, or refuses."""
-        try:
-            answer = await self.http.request(method, path, json=body, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise ToolLost(f"the container runtime does not answer: {error_line(error)}") from error
-        if answer.status_code == 404 and absent_is_fine:
-            return None
-        if answer.status_code >= 400:
-            raise ToolLost(f"the container runtime refuses {path.split('?')[0]}: {answer.text.strip()[:300]}")
-        is_json = answer.headers.get("content-type", "").startswith("application/json") and answer.content
-        return answer.json() if is_json and not path.startswith("/images") else {}
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Call the runtime. Raises ToolLost."""
+        return await self.service.ask(method, f"{_API}{path}", **options)
 
     async def close(self) -> None:
         await super().close()
-        await self.http.aclose()
+        await self.service.close()
 
 
 class ContainerSandbox(CommandSandbox):
@@ -121,7 +110,8 @@ class ContainerSandbox(CommandSandbox):
 
     def __init__(self, maker: Containers, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
         super().__init__(maker, source, limits)
-        self._runtime = maker
+        self._ask = maker.ask
+        self._socket = maker.socket
         self.name = name
 
     async def perform(
@@ -130,12 +120,12 @@ class ContainerSandbox(CommandSandbox):
         if given:  # the connection cannot be closed to one side only, so the program's input has a length
             program = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program]
         name = await self._prepared(program, is_fed=bool(given))
-        async with self._started(name) as stream:
-            await stream.write(given)
-            reading = asyncio.create_task(_read(stream, printed), name="container output")
+        async with self._started(name) as (reader, writer):
+            writer.write(given)
+            reading = asyncio.create_task(_read(reader, printed), name="container output")
             try:
                 pause_s = _FIRST_ASK_S
-                while (state := await self._runtime.ask("GET", f"/exec/{name}/json")) and state["Running"]:
+                while (state := await self._ask("GET", f"/exec/{name}/json"))["Running"]:
                     await asyncio.wait({reading}, timeout=pause_s)
                     await asyncio.sleep(_FIRST_ASK_S)
                     pause_s = min(2 * pause_s, _ASK_S)
@@ -143,44 +133,46 @@ class ContainerSandbox(CommandSandbox):
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-        return int((state or {})["ExitCode"]), None
+        return int(state["ExitCode"]), None
 
     async def _prepared(self, program: Sequence[str], *, is_fed: bool) -> str:
         wanted = {"AttachStdin": is_fed, "AttachStdout": True, "AttachStderr": True, "Cmd": list(program)}
-        made = await self._runtime.ask("POST", f"/containers/{self.name}/exec", wanted)
-        return str((made or {})["Id"])
+        return str((await self._ask("POST", f"/containers/{self.name}/exec", json=wanted))["Id"])
 
     @contextlib.asynccontextmanager
-    async def _started(self, name: str) -> AsyncIterator[Any]:
-        """Start a prepared program, and give the connection that is its input and output."""
-        upgrade = {"Connection": "Upgrade", "Upgrade": "tcp"}
-        body = {"Detach": False, "Tty": False}
+    async def _started(self, name: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Start a prepared program, and give the connection that becomes its input and output."""
+        body = b'{"Detach": false, "Tty": false}'
+        head = (
+            f"POST {_API}/exec/{name}/start HTTP/1.1\r\nHost: runtime\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         try:
-            async with self._runtime.http.stream(
-                "POST", f"/exec/{name}/start", json=body, headers=upgrade
-            ) as answer:
-                if answer.status_code != 101:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise ToolLost(f"the container runtime starts nothing: {text[:300]}")
-                yield answer.extensions["network_stream"]
-        except httpx.HTTPError as error:
-            raise ToolLost(f"the container runtime is gone: {error_line(error)}") from error
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+            try:
+                writer.write(head.encode() + body)
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
+                if answer.split()[1] != "101":
+                    raise ToolLost(f"the container runtime starts nothing: {answer.splitlines()[0]}")
+                yield reader, writer
+            finally:
+                writer.close()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise ToolLost(f"the container runtime is gone: {error}") from error
 
     async def kill(self) -> None:
-        async with asyncio.timeout(_REQUEST_S):
+        async with asyncio.timeout(_KILL_S):
             name = await self._prepared(["sh", "-c", "kill -9 -1"], is_fed=False)
-            await self._runtime.ask("POST", f"/exec/{name}/start", {"Detach": True, "Tty": False})
+            await self._ask("POST", f"/exec/{name}/start", json={"Detach": True, "Tty": False})
 
     async def remove(self) -> None:
-        with contextlib.suppress(ToolLost):  # it is being removed, or the runtime is gone: its life is bounded
-            await self._runtime.ask("DELETE", f"/containers/{self.name}?force=true&v=true", absent_is_fine=True)
+        with contextlib.suppress(ToolLost):  # it is gone, or the runtime is: its life is bounded
+            await self._ask("DELETE", f"/containers/{self.name}", params={"force": "true", "v": "true"})
 
 
-async def _read(stream: Any, printed: Printed) -> None:
+async def _read(reader: asyncio.StreamReader, printed: Printed) -> None:
     """Read frames: a byte for the stream, three of nothing, four of length, and what was printed."""
-    waiting = b""
-    while more := await stream.read(65_536):
-        waiting += more
-        while len(waiting) >= 8 and len(waiting) >= (end := 8 + int.from_bytes(waiting[4:8], "big")):
-            printed.add(waiting[8:end])
-            waiting = waiting[end:]
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            header = await reader.readexactly(8)
+            printed.add(await reader.readexactly(int.from_bytes(header[4:], "big")))

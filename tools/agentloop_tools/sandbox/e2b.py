@@ -19,14 +19,15 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import httpx
+import aiohttp
 
-from agentloop.errors import InvalidRequest, ToolLost, error_line
+from agentloop.errors import InvalidRequest, ToolLost
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
+from agentloop_tools.sandbox.http import SandboxService
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 NETWORK = "internet"
-_REQUEST_S = 60.0
+_KILL_S = 60.0
 _IS_LAST = 2  # a flag of a message in a stream
 _GIVEN = "/tmp/.given"
 
@@ -45,12 +46,11 @@ class E2B(CommandSandboxes):
     ) -> None:
         """`template` is that of a source without an image, which names another."""
         super().__init__()
-        self._api_url = api_url
         self._sandbox_url = sandbox_url
         self._template = template
         self._max_life_s = max_life_s
         self._key = {"X-API-Key": api_key}
-        self.http = httpx.AsyncClient(timeout=_REQUEST_S)
+        self.service = SandboxService("the provider of sandboxes", api_url, lambda: None)
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> E2BSandbox:
         if source.network not in (None, NETWORK):
@@ -61,8 +61,7 @@ class E2B(CommandSandboxes):
             "secure": True,
             "allow_internet_access": source.network == NETWORK,
         }
-        async with called(self.http, "POST", f"{self._api_url}/sandboxes", headers=self._key, json=wanted) as got:
-            made = json.loads(await got.aread())
+        made = await self.service.ask("POST", "/sandboxes", headers=self._key, json=wanted)
         sandbox = E2BSandbox(self, source, limits, made, self._sandbox_url)
         try:
             if await sandbox.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
@@ -75,12 +74,11 @@ class E2B(CommandSandboxes):
     async def delete(self, name: str) -> None:
         """End a sandbox; one that is gone, too."""
         with contextlib.suppress(ToolLost):  # its life is bounded
-            async with called(self.http, "DELETE", f"{self._api_url}/sandboxes/{name}", headers=self._key):
-                pass
+            await self.service.ask("DELETE", f"/sandboxes/{name}", headers=self._key)
 
     async def close(self) -> None:
         await super().close()
-        await self.http.aclose()
+        await self.service.close()
 
 
 class E2BSandbox(CommandSandbox):
@@ -91,7 +89,7 @@ class E2BSandbox(CommandSandbox):
     ) -> None:
         super().__init__(maker, source, limits)
         self._delete = maker.delete
-        self._http = maker.http
+        self._call = maker.service.call
         self._name = str(made["sandboxID"])
         self._url = url.format(id=self._name, domain=made.get("domain") or "e2b.app")
         self._headers = {
@@ -104,13 +102,15 @@ class E2BSandbox(CommandSandbox):
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
         if given:
-            options: Any = {"params": {"path": _GIVEN, "username": "user"}, "files": {"file": given}}
-            async with called(self._http, "POST", f"{self._url}/files", headers=self._headers, **options):
+            form = aiohttp.FormData()
+            form.add_field("file", given, filename="given")
+            where = {"path": _GIVEN, "username": "user"}
+            async with self._call("POST", f"{self._url}/files", headers=self._headers, params=where, data=form):
                 program = ["sh", "-c", f'exec "$@" < {_GIVEN}', "sh", *program]
         return await self.run_as("user", program, printed), None
 
     async def kill(self) -> None:
-        async with asyncio.timeout(_REQUEST_S):
+        async with asyncio.timeout(_KILL_S):
             await self.run_as("user", ["sh", "-c", "kill -9 -1"], Printed(0))
 
     async def run_as(self, user: str, program: Sequence[str], printed: Printed) -> int:
@@ -128,7 +128,7 @@ class E2BSandbox(CommandSandbox):
         }
         url = f"{self._url}/process.Process/Start"
         framed = bytes([0]) + len(body).to_bytes(4, "big") + body
-        async with called(self._http, "POST", url, headers=headers, content=framed) as got:
+        async with self._call("POST", url, headers=headers, data=framed, timeout_s=None) as got:
             async for message in _messages(got):
                 event = message.get("event", {})
                 for stream in ("stdout", "stderr"):
@@ -142,26 +142,12 @@ class E2BSandbox(CommandSandbox):
         await self._delete(self._name)
 
 
-async def _messages(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Read messages of Connect: a byte of flags, four of length, and JSON. Raises ToolLost for an error."""
-    waiting = b""
-    async for more in answer.aiter_bytes():
-        waiting += more
-        while len(waiting) >= 5 and len(waiting) >= (end := 5 + int.from_bytes(waiting[1:5], "big")):
-            message, flags, waiting = json.loads(waiting[5:end]), waiting[0], waiting[end:]
-            if flags & _IS_LAST and "error" in message:
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            header = await answer.content.readexactly(5)
+            message = json.loads(await answer.content.readexactly(int.from_bytes(header[1:], "big")))
+            if header[0] & _IS_LAST and "error" in message:
                 raise ToolLost(f"the sandbox refuses: {message['error'].get('message', '')[:300]}")
             yield message
-
-
-@contextlib.asynccontextmanager
-async def called(http: httpx.AsyncClient, method: str, url: str, **options: Any) -> AsyncIterator[httpx.Response]:
-    """Call a provider. Raises ToolLost if it does not answer, or refuses."""
-    try:
-        async with http.stream(method, url, **options) as got:
-            if got.status_code >= 400:
-                text = (await got.aread()).decode(errors="replace").strip()
-                raise ToolLost(f"the provider of sandboxes answers {got.status_code}: {text[:300]}")
-            yield got
-    except httpx.HTTPError as error:
-        raise ToolLost(f"the provider of sandboxes does not answer: {error_line(error)}") from error
