@@ -297,6 +297,19 @@ class CountingSandboxes(Bubblewrap):
 
 
 @isolates
+async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    sandboxes = Bubblewrap()
+    for step in range(60):
+        starting = asyncio.create_task(sandboxes.create())
+        await asyncio.sleep(0.0003 * step)  # a start takes 10 ms
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    await sandboxes.close()
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"/{os.getpid()}-" not in listed
+
+
+@isolates
 async def test_a_lost_sandbox_is_no_fault_of_the_policy() -> None:
     class Losing(Bubblewrap):
         async def make(self, source, limits):

@@ -260,6 +260,7 @@ class _Namespaces:
         self._processes: list[subprocess.Popen[bytes]] = []  # the holder, and bwrap
         self._entered: list[_Entered] = []
         self._first: int | None = None  # a pidfd of the first process inside: with it all others die
+        self._starting: asyncio.Future[None] | None = None
         self._ending = asyncio.Lock()
 
     @property
@@ -273,9 +274,10 @@ class _Namespaces:
 
     async def start(self, image: RootImage, folder: Path) -> None:
         """Make them. Raises ToolLost where this host does not."""
+        self._starting = asyncio.ensure_future(self._start(image, folder))
         try:
             async with asyncio.timeout(_START_S):
-                await self._start(image, folder)
+                await asyncio.shield(self._starting)
         except (OSError, TimeoutError, IndexError, ToolLost) as error:
             await self.end()
             raise ToolLost(str(error) or "a sandbox could not be started in time") from error
@@ -333,6 +335,10 @@ class _Namespaces:
     async def end(self) -> None:
         """Kill all, and wait until nothing is left. Idempotent."""
         async with self._ending:
+            if self._starting is not None:  # bwrap that is killed meanwhile can leave a process that waits for it
+                await asyncio.wait({self._starting}, timeout=_START_S)
+                self._starting.cancel()
+                await asyncio.gather(self._starting, return_exceptions=True)
             self.kill()
             if self._first is not None:
                 await _readable(self._first)
@@ -346,7 +352,7 @@ class _Namespaces:
                 _pipe(process.stdout).close()
             if self._first is not None:
                 os.close(self._first)
-            self._processes, self._entered, self._first = [], [], None
+            self._processes, self._entered, self._first, self._starting = [], [], None, None
 
 
 class _Entered:
@@ -533,6 +539,7 @@ def _own_base() -> tuple[int, Path]:
                 held = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _kill_stuck(left)
                     remove_tree(left)
                 finally:
                     os.close(held)
@@ -541,6 +548,19 @@ def _own_base() -> tuple[int, Path]:
         lock = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock, base
+
+
+def _kill_stuck(base: Path) -> None:
+    """Kill what a bwrap left behind that died with its worker while it was starting: it would wait for ever."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(int(pid))
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if command.split(b"\0")[0].endswith(b"bwrap") and f"{base}/".encode() in command:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
 
 
 def remove_tree(folder: Path) -> None:
