@@ -45,7 +45,7 @@ def left() -> dict[str, int]:
     """What a sandbox could leave: processes, mounts, files, and open files of this process."""
     return {
         "processes": len(processes()),
-        "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
+        "mounts": Path("/proc/self/mounts").read_text().count("agentloop-sandboxes"),
         "files": len(glob.glob(f"{tempfile.gettempdir()}/agentloop-sandboxes-*/{os.getpid()}-*/*")),
         "open files": len(os.listdir("/proc/self/fd")),
     }

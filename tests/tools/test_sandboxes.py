@@ -95,6 +95,10 @@ def running(number: str) -> str:
     return f"cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' ' | grep -c '[s]leep {number} '"
 
 
+def processes() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder that the sandbox's user can reach."""
@@ -305,8 +309,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
     await sandboxes.close()
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"/{os.getpid()}-" not in listed
+    assert f"/{os.getpid()}-" not in processes()
 
 
 @isolates

@@ -81,6 +81,7 @@ class ShellTool:
         image: str | None = None,
         images: Sequence[str] = (),
         max_concurrency: int = 16,
+        open_timeout_s: float = 60.0,
     ) -> None:
         """`image` is the software of sandboxes whose task names none of `images`, which are patterns (`fnmatch`).
 
@@ -96,7 +97,7 @@ class ShellTool:
             timeout_s=_CALLS_AT_ONCE * (limits.run_s + 5.0),
             max_output_bytes=limits.max_output_bytes + 512,
             max_concurrency=max_concurrency,
-            open_timeout_s=30.0 + limits.run_s,
+            open_timeout_s=open_timeout_s,
             close_timeout_s=30.0,
         )
 

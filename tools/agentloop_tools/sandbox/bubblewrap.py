@@ -163,6 +163,7 @@ class Bubblewrap(CommandSandboxes):
 
     async def close(self) -> None:
         await super().close()
+        await self._images.close()
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
@@ -200,7 +201,8 @@ class BubblewrapSandbox(CommandSandbox):
 
         Also where background processes leave no room for a command, not even for one that kills them.
         """
-        if not self._namespaces.is_alive or self._namespaces.usage()[1] > self._limits.max_processes - _NUM_SPARE:
+        most = max(_NUM_WAITING, self._limits.max_processes - _NUM_SPARE)
+        if not self._namespaces.is_alive or self._namespaces.usage()[1] > most:
             await self._namespaces.end()
             await self._namespaces.start(self._image, self._folder)
 

@@ -70,19 +70,25 @@ class ImageStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._images: dict[str, RootImage] = {}
-        self._fetching = asyncio.Lock()
+        self._images: dict[str, asyncio.Future[RootImage]] = {}
 
     async def unpacked(self, reference: str) -> RootImage:
-        """Return an image, fetched at its first use. Raises InvalidRequest without the programs, ToolLost if they
-        fail."""
-        async with self._fetching:
-            if reference not in self._images:
-                is_folder = await asyncio.to_thread(Path(reference).is_dir)
-                self._images[reference] = (
-                    folder_image(Path(reference)) if is_folder else await self._fetched(reference)
-                )
-        return self._images[reference]
+        """Return an image, fetched at its first use, and on when that is cancelled. Raises InvalidRequest without
+        the programs, ToolLost if they fail."""
+        image = self._images.get(reference)
+        if image is None or (image.done() and image.exception() is not None):
+            image = self._images[reference] = asyncio.ensure_future(self._made(reference))
+        return await asyncio.shield(image)
+
+    async def close(self) -> None:
+        """End what is being fetched."""
+        for image in self._images.values():
+            image.cancel()
+        await asyncio.gather(*self._images.values(), return_exceptions=True)
+
+    async def _made(self, reference: str) -> RootImage:
+        is_folder = await asyncio.to_thread(Path(reference).is_dir)
+        return folder_image(Path(reference)) if is_folder else await self._fetched(reference)
 
     async def _fetched(self, reference: str) -> RootImage:
         for program in ("skopeo", "umoci"):

@@ -1,4 +1,4 @@
-"""Sandboxes that are started before they are wanted, and deadlines for what any adapter's `Sandboxes` does."""
+"""Sandboxes that are started before they are wanted, and deadlines for starts and the end, of any adapter."""
 
 from __future__ import annotations
 
@@ -19,35 +19,29 @@ _PAUSE_S = 1.0  # after a start that failed
 
 
 class WarmSandboxes:
-    """Sandboxes of another maker, some of which wait started; others, of another source, are made when wanted."""
+    """Sandboxes of another maker, of which some wait: those of the source and limits that were asked for first."""
 
     def __init__(
-        self,
-        sandboxes: Sandboxes,
-        *,
-        num_warm: int,
-        source: SandboxSource = DEFAULT_SOURCE,
-        limits: SandboxLimits = DEFAULT_LIMITS,
-        create_s: float = 60.0,
-        close_s: float = 30.0,
+        self, sandboxes: Sandboxes, *, num_warm: int, create_s: float = 60.0, close_s: float = 30.0
     ) -> None:
-        """Those that wait are of `source` and `limits`. `create_s` and `close_s` bound each start and the end."""
+        """`create_s` bounds each start, `close_s` the end of all."""
         self._sandboxes = sandboxes
         self._num_warm = num_warm
-        self._wanted = (source, limits)
         self._create_s = create_s
         self._close_s = close_s
+        self._wanted: tuple[SandboxSource, SandboxLimits] | None = None
         self._waiting: deque[Sandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
 
     async def create(
         self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
     ) -> Sandbox:
+        self._wanted = self._wanted or (source, limits)
         if (source, limits) != self._wanted:
             return await self._create(source, limits)
         waiting = self._waiting.popleft() if self._waiting else None
         if self._filling is None or self._filling.done():
-            self._filling = asyncio.create_task(self._fill(), name="warm sandboxes")
+            self._filling = asyncio.create_task(self._fill(source, limits), name="warm sandboxes")
         return await self._create(source, limits) if waiting is None else waiting
 
     async def close(self) -> None:
@@ -58,10 +52,10 @@ class WarmSandboxes:
         async with asyncio.timeout(self._close_s):
             await self._sandboxes.close()
 
-    async def _fill(self) -> None:
+    async def _fill(self, source: SandboxSource, limits: SandboxLimits) -> None:
         while len(self._waiting) < self._num_warm:
             try:
-                self._waiting.append(await self._create(*self._wanted))
+                self._waiting.append(await self._create(source, limits))
             except ToolLost:  # its reason is told where one is wanted
                 await asyncio.sleep(_PAUSE_S)
 
