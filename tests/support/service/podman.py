@@ -56,4 +56,6 @@ def podman(folder: Path) -> Iterator[tuple[str, list[str]]]:
         service.terminate()
         service.wait()
         subprocess.run([*command, "rm", "-fa"], check=False, capture_output=True)
-        subprocess.run(["umount", "-q", f"{folder}/root/overlay"], check=False)
+        unmount = ["umount", "--lazy", f"{folder}/root/overlay"]  # each command may have mounted it once more
+        while subprocess.run(unmount, check=False, capture_output=True).returncode == 0:
+            pass
