@@ -1,4 +1,4 @@
-"""A shell in a sandbox, with files from the task and a reward that runs hidden tests in the same folder.
+"""A shell in a sandbox, with files from the task and a reward that runs hidden tests on them.
 
     workers:
       tools: {shell: "agentloop_tools.shell:ShellTool"}
@@ -26,9 +26,8 @@ TASK = RolloutTask(
 
 
 async def test_passes(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> float:
-    """Put the test beside what the policy left, and run it in the sandbox."""
-    await tools["shell"].write("test_add.py", HIDDEN_TEST)
-    ran = await tools["shell"].run("python3 test_add.py")
+    """Put the test beside what the policy left, in a copy of its sandbox, and run it there."""
+    ran = await tools["shell"].grade("python3 test_add.py", {"test_add.py": HIDDEN_TEST})
     return float(ran.status == 0)
 
 

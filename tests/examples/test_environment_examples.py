@@ -11,7 +11,7 @@ import pytest
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
-from agentloop_tools.sandbox import refusal
+from agentloop_tools.sandbox.bubblewrap import refusal
 from agentloop_tools.shell import ShellTool
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -21,9 +21,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WHY_NOT = refusal()
 
 
-@pytest.mark.parametrize("name", ["10_mcp_tool.py", "11_shell_tool.py", "12_verifiers.py", "16_nemo_gym.py"])
-def test_an_example_is_short(name: str):
-    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((name, 60) for name in ("10_mcp_tool.py", "11_shell_tool.py", "12_verifiers.py", "16_nemo_gym.py")),
+        ("15_repair.py", 100),
+    ],
+)
+def test_an_example_is_short(name: str, most: int):
+    assert len((EXAMPLES / name).read_text().splitlines()) < most
 
 
 @pytest.mark.slow
@@ -49,3 +55,34 @@ async def test_hidden_tests_decide(repair: str, reward: float):
         await feeder.is_done.wait()
     record = feeder.records["repair/0"]
     assert (record.reward, record.reward_error) == (reward, None)
+
+
+CLONE = "git clone -q slug.git slug; cd slug; python3 -m unittest 2>&1 | tail -n 1"
+BODY = 'return "-".join(re.findall("[a-z0-9]+", title.lower()))'
+PATCH = f"printf '%s\\n' 'import re' 'def slug(title):' '    {BODY}' > slug.py"
+CHEAT = "rm test_slug.py; mkdir -p bin; echo '#!/bin/sh' > bin/python3; chmod +x bin/*; export PATH=$PWD/bin:$PATH"
+TEST = "python3 -m unittest 2>&1 | tail -n 1; git diff --stat | cat"
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+@pytest.mark.parametrize(
+    ("patch", "num_samples", "seen", "reward"),
+    [
+        (PATCH, 1, "OK\n slug.py | 5 +----", 1.0),
+        (CHEAT, 1, " test_slug.py | 11 -----------\n 1 file changed, 11 deletions(-)", 0.0),
+        pytest.param(PATCH, 512, "OK\n", 1.0, marks=pytest.mark.slow),
+    ],
+)
+async def test_a_repository_is_repaired(patch: str, num_samples: int, seen: str, reward: float):
+    given = importlib.import_module("examples.15_repair").TASK
+    feeder = FakeCoordinator([given], num_samples=num_samples)
+    replies = [call("shell", command=one) for one in (CLONE, patch, TEST)]
+    engines = {"sim://a": scripted_engine(*replies, "Done.")}
+    async with running_worker(feeder, engines, tools=[ShellTool()]), asyncio.timeout(600):
+        await feeder.is_done.wait()
+    assert len(feeder.records) == num_samples
+    for record in feeder.records.values():
+        told = [message.content for message in record.messages if message.role == "tool"]
+        assert (told[0], told[1], record.reward_error) == ("FAILED (failures=1)", "", None)
+        assert told[2].startswith(seen)
+        assert (record.reward, record.components["hidden_titles"]) == (reward, reward)

@@ -247,7 +247,7 @@ def _sandbox() -> tuple[bool, str]:
 
 
 def _shell() -> tuple[bool, str]:
-    refusal = cast(Callable[[], str | None], resolve("agentloop_tools.sandbox:refusal", param="tools"))
+    refusal = cast(Callable[[], str | None], resolve("agentloop_tools.sandbox.bubblewrap:refusal", param="tools"))
     why_not = refusal()
     return why_not is None, why_not or "bubblewrap isolates commands: the shell tool runs here"
 

@@ -1,0 +1,80 @@
+"""Repair a repository: the policy clones it in a sandbox, runs its tests and patches it; the answers are hidden.
+
+    workers:
+      tools: {shell: "agentloop_tools.shell:ShellTool"}
+
+python examples/15_repair.py http://127.0.0.1:8000
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from agentloop.client import RolloutClient
+from agentloop.score import Score
+from agentloop.types import Message, RolloutTask
+from agentloop_tools.shell import ShellSession
+
+FILES = {
+    "src/slug.py": '''import re
+
+
+def slug(title):
+    """Make a title a part of a URL: lower case, words joined by single dashes."""
+    return re.sub("[^a-z0-9]", "-", title.lower())
+''',
+    "src/test_slug.py": """from unittest import TestCase
+
+from slug import slug
+
+
+class SlugTest(TestCase):
+    def test_words(self):
+        self.assertEqual(slug("Two words"), "two-words")
+
+    def test_a_run_of_signs_is_one_dash(self):
+        self.assertEqual(slug("One --- two"), "one-two")
+""",
+}
+SETUP = """
+export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b
+git init -q src && git -C src add . && git -C src commit -qm Slugs && git clone -q --bare src slug.git && rm -rf src
+"""
+TASK = RolloutTask(
+    task_id="repair",
+    messages=(
+        Message("user", "Clone /task/slug.git to /task/slug, see why its tests fail, and repair slug.py there."),
+    ),
+    tools=("shell",),
+    tool_setup={"shell": {"files": FILES, "command": SETUP}},
+    reward="examples.15_repair:patch_works",
+)
+HIDDEN = {"a b": "a-b", "A -- b!": "a-b", "  a,b ": "a-b", "a-1": "a-1"}
+ASK = "from slug import slug\nfor line in open('titles'):\n    print(slug(line[:-1]))\n"
+
+
+async def patch_works(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> Score:
+    """Score the patched file alone: the repository's own tests beside it, and titles whose answers stay here.
+
+    Both run in a copy of the sandbox, so what the policy left running, or set, changes nothing.
+    """
+    titles = "".join(f"{title}\n" for title in HIDDEN)
+    files = {"new/test_slug.py": FILES["src/test_slug.py"], "new/ask.py": ASK, "new/titles": titles}
+    given = {path: text.encode() for path, text in files.items()}
+    shell = tools["shell"]
+    answers = await shell.grade("cp slug/slug.py new && cd new && python3 ask.py", given)
+    tests = await shell.grade("cp slug/slug.py new && cd new && python3 -m unittest -q", given)
+    is_right = answers.output.decode(errors="replace").splitlines() == list(HIDDEN.values())
+    parts = {"hidden_titles": float(is_right), "own_tests": float(tests.status == 0)}
+    return Score(min(parts.values()), components=parts)
+
+
+async def main(url: str) -> None:
+    async with RolloutClient(url) as client:
+        rollout = await client.submit([TASK], num_samples=8)
+        print(Counter([trajectory.reward async for trajectory in rollout]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,5 @@
+"""Sandboxes behind one port. Each adapter's header says what isolation it gives."""
+
+from agentloop_tools.sandbox.port import Sandbox, Sandboxes, SandboxLimits, SandboxRun, SandboxSource
+
+__all__ = ["Sandbox", "SandboxLimits", "SandboxRun", "SandboxSource", "Sandboxes"]

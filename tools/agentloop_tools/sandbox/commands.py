@@ -1,0 +1,241 @@
+"""Sandboxes each of whose verbs is a command inside: an adapter says how one is made, and how a program runs there.
+
+A session of separate commands needs a shell alone: each begins with the folder and the exported variables that the
+last one ended with, which it finds in a file. So it has none where that file cannot be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import shlex
+import tarfile
+import tempfile
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from agentloop.errors import InvalidRequest, ToolError
+from agentloop_tools.sandbox.port import (
+    DEFAULT_LIMITS,
+    DEFAULT_SOURCE,
+    FOLDER,
+    SandboxLimits,
+    SandboxRun,
+    SandboxSource,
+)
+
+_SESSION = """
+if [ -r /tmp/.session ]; then . /tmp/.session; cd -- "$PWD" 2>/dev/null || cd /task; else {begin} fi
+trap '__status=$?; trap "" XFSZ; export PWD
+{{ export -p > /tmp/.next && mv /tmp/.next /tmp/.session; }} 2>/dev/null; exit $__status' EXIT
+__command=$1; shift; eval "$__command"
+"""
+
+
+class CommandSandboxes(ABC):
+    """The maker of CommandSandboxes; keeps those that are open, and snapshots as files without a name."""
+
+    def __init__(self) -> None:
+        self._open: set[CommandSandbox] = set()
+        self._snapshots: dict[str, IO[bytes]] = {}
+
+    @abstractmethod
+    async def make(self, source: SandboxSource, limits: SandboxLimits) -> CommandSandbox:
+        """Make a sandbox with an empty folder."""
+
+    async def create(
+        self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
+    ) -> CommandSandbox:
+        content = None
+        if source.snapshot is not None:
+            if source.snapshot not in self._snapshots:
+                raise InvalidRequest(f"there is no snapshot {source.snapshot[:80]!r}", param="snapshot")
+            content = await asyncio.to_thread(_content, self._snapshots[source.snapshot])
+        elif source.folder is not None:
+            content = await asyncio.to_thread(tar_of_folder, source.folder)
+        return await self.filled(source, limits, content)
+
+    async def filled(self, source: SandboxSource, limits: SandboxLimits, content: bytes | None) -> CommandSandbox:
+        """Make a sandbox whose folder has the content of a tar file."""
+        sandbox = await self.make(source, limits)
+        self._open.add(sandbox)
+        try:
+            if content is not None:
+                await sandbox.put_tar(content)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def keep(self, content: bytes) -> str:
+        """Keep a snapshot, and name it."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its maker
+        file.write(content)
+        self._snapshots[name := uuid.uuid4().hex] = file
+        return name
+
+    def forget(self, sandbox: CommandSandbox) -> None:
+        """Forget a sandbox that is closed."""
+        self._open.discard(sandbox)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        for file in self._snapshots.values():
+            file.close()
+        self._snapshots.clear()
+
+
+class CommandSandbox(ABC):
+    """One sandbox, for its maker's source."""
+
+    def __init__(
+        self,
+        maker: CommandSandboxes,
+        source: SandboxSource,
+        limits: SandboxLimits,
+        *,
+        shell: str = "sh",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are those that a session begins with, beside those of each program."""
+        self._maker = maker
+        self._source = source
+        self._limits = limits
+        self._shell = shell
+        self._variables = variables or {}
+        self._turn = asyncio.Lock()
+        self._killing: asyncio.Future[None] | None = None
+
+    @abstractmethod
+    async def perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
+        """Run a program with `given` as its input to its end. Return its status, and a limit that stopped it.
+
+        Its time is bounded by the caller. Raises ToolLost."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """Kill all that runs."""
+
+    @abstractmethod
+    async def remove(self) -> None:
+        """Kill what runs and remove the files. Idempotent."""
+
+    async def run(self, program: Sequence[str], limits: SandboxLimits, given: bytes = b"") -> SandboxRun:
+        """Run a program to its end or its first limit. A cancellation kills it, too."""
+        printed = Printed(limits.max_output_bytes)
+        async with self._turn:
+            try:
+                async with asyncio.timeout(limits.run_s):
+                    status, stopped = await self.perform(program, limits, given, printed)
+            except TimeoutError:
+                await self.kill()
+                status, stopped = 137, f"it ran longer than {limits.run_s:g} s"
+            except asyncio.CancelledError:
+                self._killing = asyncio.ensure_future(self.kill())
+                await asyncio.shield(self._killing)
+                raise
+            return printed.run(status, stopped)
+
+    async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
+        begin = [
+            f"export {name}={shlex.quote(value)};"
+            for name, value in self._variables.items()
+            if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+        ]
+        script = _SESSION.format(begin=" ".join([*begin, f"cd {FOLDER};"]))
+        return await self.run([self._shell, "-c", script, self._shell, command], limits or self._limits)
+
+    async def read(self, path: str) -> bytes:
+        whole = replace(self._limits, max_output_bytes=self._limits.max_folder_bytes)
+        return answer(await self.run(self._script('cat -- "$1"', path), whole))
+
+    async def write(self, path: str, data: bytes) -> None:
+        answer(await self.run(self._script('cat > "$1"', path), self._limits, data))
+
+    async def put_tar(self, data: bytes) -> None:
+        answer(await self.run(self._script("tar -xpf -"), self._limits, data))
+
+    async def get_tar(self, max_bytes: int | None = None) -> bytes:
+        max_bytes = 2 * self._limits.max_folder_bytes if max_bytes is None else max_bytes
+        ran = await self.run(self._script("tar -cf - ."), replace(self._limits, max_output_bytes=max_bytes))
+        if ran.num_cut_bytes:
+            raise ToolError(f"the folder is no tar file of {max_bytes >> 10} KiB")
+        return answer(ran)
+
+    async def snapshot(self) -> str:
+        return self._maker.keep(await self.get_tar())
+
+    async def fork(self) -> CommandSandbox:
+        return await self._maker.filled(self._source, self._limits, await self.get_tar())
+
+    async def close(self) -> None:
+        await self.remove()
+        self._maker.forget(self)
+
+    def _script(self, script: str, *arguments: str) -> list[str]:
+        return [self._shell, "-c", f"cd {FOLDER}; {script}", self._shell, *arguments]
+
+
+class Printed:
+    """The output of a command: its first bytes are kept, all others counted."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept = bytearray()
+        self._num_cut = 0
+
+    def add(self, data: bytes) -> None:
+        room = self._max_bytes - len(self._kept)
+        self._kept += data[:room]
+        self._num_cut += max(0, len(data) - room)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def begins_with(self, word: bytes) -> bool:
+        return self._kept.startswith(word)
+
+    def run(self, status: int, stopped: str | None) -> SandboxRun:
+        """Return the end of the command that printed it, and keep no more of what others print."""
+        kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
+        return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
+
+
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    """Pack files by their paths as a tar file."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path, data in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def tar_of_folder(folder: Path) -> bytes:
+    """Pack the content of a folder as a tar file. Raises OSError."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in sorted(folder.iterdir()):
+            archive.add(name, arcname=name.name)
+    return packed.getvalue()
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def answer(ran: SandboxRun) -> bytes:
+    """Return the output of one of our own commands. Raises ToolError if it failed."""
+    if ran.status != 0 or ran.stopped is not None:
+        text = ran.output.decode(errors="replace").strip()[:200]
+        raise ToolError(ran.stopped or text or f"exit status {ran.status}")
+    return ran.output

@@ -1,0 +1,178 @@
+"""Sandboxes that are containers of podman or docker, through the HTTP API that both serve on a socket.
+
+Isolation it gives: that of the runtime, with no network unless a source names one of the runtime's, no capability,
+no gain of privileges, the user 1000, the image read-only, and its default seccomp filter. Memory and processes of a
+container are limited by its cgroup, `/task` and `/tmp` by their size in memory: quotas. Ask for gVisor or Kata by
+their name as `runtime`.
+
+Whoever can write to the socket of a daemon that runs as root is root: let podman run as the worker's user.
+
+A container outlives a worker that is killed, by at most `max_life_s`: it ends by itself and removes itself.
+Podman 4.3 is tested. Docker serves the same API (1.41), and is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+
+from agentloop.errors import ToolLost
+from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
+from agentloop_tools.sandbox.http import SandboxService
+from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
+
+_API = "/v1.41"
+_KILL_S = 60.0
+_PULL_S = 1800.0
+_LIVE = "end=$(($(date +%s)+{seconds})); while [ $(date +%s) -lt $end ]; do sleep 60 & wait; done"  # and reap
+_TMP_BYTES = 64 << 20
+_FIRST_ASK_S, _ASK_S = 0.01, 0.3  # between two questions whether a command has ended
+_LAST_WORDS_S = 0.2  # of a command that ended while others still hold what it printed into
+
+
+class Containers(CommandSandboxes):
+    """Sandboxes of the runtime behind a socket."""
+
+    def __init__(self, socket: str, *, image: str, runtime: str | None = None, max_life_s: float = 3600.0) -> None:
+        """`image` is that of a source without one; all need a shell and the usual programs beside it."""
+        super().__init__()
+        self._image = image
+        self._runtime = {} if runtime is None else {"Runtime": runtime}
+        self._max_life_s = max_life_s
+        self.socket = socket
+        self.service = SandboxService(
+            "the container runtime", "http://runtime", lambda: aiohttp.UnixConnector(socket)
+        )
+
+    async def make(self, source: SandboxSource, limits: SandboxLimits) -> ContainerSandbox:
+        image = source.image or self._image
+        wanted = self._wanted(image, source.network or "none", limits)
+        try:
+            made = await self.ask("POST", "/containers/create", json=wanted)
+        except ToolLost as error:
+            if (error.details or {}).get("status") != 404:
+                raise
+            await self.ask("POST", "/images/create", params={"fromImage": image}, timeout_s=_PULL_S)
+            made = await self.ask("POST", "/containers/create", json=wanted)
+        sandbox = ContainerSandbox(self, source, limits, name=made["Id"])
+        try:
+            await self.ask("POST", f"/containers/{sandbox.name}/start")
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def _wanted(self, image: str, network: str, limits: SandboxLimits) -> dict[str, Any]:
+        memory = limits.max_memory_bytes + limits.max_folder_bytes + _TMP_BYTES
+        return {
+            "Image": image,
+            "Entrypoint": ["sh", "-c", _LIVE.format(seconds=round(self._max_life_s))],
+            "Cmd": [],
+            "User": "1000:1000",
+            "WorkingDir": FOLDER,
+            "Env": [f"HOME={FOLDER}", "TMPDIR=/tmp", "LANG=C.UTF-8", "USER=user"],
+            "HostConfig": {
+                **self._runtime,
+                "AutoRemove": True,
+                "NetworkMode": network,
+                "ReadonlyRootfs": True,
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+                "Memory": memory,
+                "MemorySwap": memory,
+                "PidsLimit": limits.max_processes,
+                "Tmpfs": {
+                    FOLDER: f"rw,exec,mode=1777,size={limits.max_folder_bytes}",
+                    "/tmp": f"rw,exec,mode=1777,size={_TMP_BYTES}",
+                },
+                "Ulimits": [
+                    {"Name": name, "Soft": most, "Hard": most}
+                    for name, most in (("nofile", 1024), ("nproc", 4096), ("core", 0))
+                ],
+            },
+        }
+
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Call the runtime. Raises ToolLost."""
+        return await self.service.ask(method, f"{_API}{path}", **options)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.service.close()
+
+
+class ContainerSandbox(CommandSandbox):
+    """A container, in which programs are started by `exec`."""
+
+    def __init__(self, maker: Containers, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
+        super().__init__(maker, source, limits)
+        self._ask = maker.ask
+        self._socket = maker.socket
+        self.name = name
+
+    async def perform(
+        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
+    ) -> tuple[int, str | None]:
+        if given:  # the connection cannot be closed to one side only, so the program's input has a length
+            program = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program]
+        name = await self._prepared(program, is_fed=bool(given))
+        async with self._started(name) as (reader, writer):
+            writer.write(given)
+            reading = asyncio.create_task(_read(reader, printed), name="container output")
+            try:
+                pause_s = _FIRST_ASK_S
+                while (state := await self._ask("GET", f"/exec/{name}/json"))["Running"]:
+                    await asyncio.wait({reading}, timeout=pause_s)
+                    await asyncio.sleep(_FIRST_ASK_S)
+                    pause_s = min(2 * pause_s, _ASK_S)
+                await asyncio.wait({reading}, timeout=_LAST_WORDS_S)
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+        return int(state["ExitCode"]), None
+
+    async def _prepared(self, program: Sequence[str], *, is_fed: bool) -> str:
+        wanted = {"AttachStdin": is_fed, "AttachStdout": True, "AttachStderr": True, "Cmd": list(program)}
+        return str((await self._ask("POST", f"/containers/{self.name}/exec", json=wanted))["Id"])
+
+    @contextlib.asynccontextmanager
+    async def _started(self, name: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Start a prepared program, and give the connection that becomes its input and output."""
+        body = b'{"Detach": false, "Tty": false}'
+        head = (
+            f"POST {_API}/exec/{name}/start HTTP/1.1\r\nHost: runtime\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+            try:
+                writer.write(head.encode() + body)
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
+                if answer.split()[1] != "101":
+                    raise ToolLost(f"the container runtime starts nothing: {answer.splitlines()[0]}")
+                yield reader, writer
+            finally:
+                writer.close()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise ToolLost(f"the container runtime is gone: {error}") from error
+
+    async def kill(self) -> None:
+        async with asyncio.timeout(_KILL_S):
+            name = await self._prepared(["sh", "-c", "kill -9 -1"], is_fed=False)
+            await self._ask("POST", f"/exec/{name}/start", json={"Detach": True, "Tty": False})
+
+    async def remove(self) -> None:
+        with contextlib.suppress(ToolLost):  # it is gone, or the runtime is: its life is bounded
+            await self._ask("DELETE", f"/containers/{self.name}", params={"force": "true", "v": "true"})
+
+
+async def _read(reader: asyncio.StreamReader, printed: Printed) -> None:
+    """Read frames: a byte for the stream, three of nothing, four of length, and what was printed."""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            header = await reader.readexactly(8)
+            printed.add(await reader.readexactly(int.from_bytes(header[4:], "big")))
