@@ -132,7 +132,7 @@ async def test_a_session_begins_anew_after_its_processes_were_killed() -> None:
         with pytest.raises(ToolError, match="ran longer than 1 s"):
             await said(session, "sleep 60")
         assert await said(session, "cat file; echo ${X-unset}; pgrep -c sleep") == "kept\nunset\n0\n[exit status 1]"
-        assert await said(session, "kill -9 -1") == "[exit status 137]"
+        assert await said(session, "kill -9 -1; sleep 1") == "[exit status 137]"
         assert await said(session, "kill -9 2; sleep 1") == "[exit status 137]", "the shell that waits"
         assert await said(session, "cat file") == "kept"
 
