@@ -56,6 +56,13 @@ def podman(folder: Path) -> Iterator[tuple[str, list[str]]]:
         service.terminate()
         service.wait()
         subprocess.run([*command, "rm", "-fa"], check=False, capture_output=True)
-        unmount = ["umount", "--lazy", f"{folder}/root/overlay"]  # each command may have mounted it once more
+        deadline = time.monotonic() + 20
+        while str(folder) in _processes() and time.monotonic() < deadline:
+            time.sleep(0.05)  # it cleans up after a container on its own, and mounts its storage for that
+        unmount = ["umount", "--lazy", f"{folder}/root/overlay"]
         while subprocess.run(unmount, check=False, capture_output=True).returncode == 0:
             pass
+
+
+def _processes() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
