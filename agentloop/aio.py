@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import functools
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -280,6 +281,14 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: 
     outcome.add_done_callback(lambda ended: _abandoned_threads.add(thread) if ended.cancelled() else None)
     thread.start()
     return outcome
+
+
+async def call_user_code(function: Callable[..., Any], *arguments: object, **named: object) -> Any:
+    """Await an async function of a user; run a synchronous one `in_daemon_thread`, and await what it returns."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    value = await in_daemon_thread(function, *arguments, **named)
+    return await value if inspect.isawaitable(value) else value
 
 
 def ordinary(raised: BaseException) -> Exception:

@@ -280,7 +280,8 @@ class RolloutTask(SamplingOptions):
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
     `stop` are stop strings. `loop` and `reward` are names of shipped ones or import paths
-    (`my_package.my_loop:MyLoop`), or `reward` is a `Judge`; `tools` are names that the service configures.
+    (`my_package.my_loop:MyLoop`), or `reward` is a `Judge`; `tools` are names that the service configures, beside
+    those of the `environment`, an import path.
     """
 
     task_id: str
@@ -294,6 +295,7 @@ class RolloutTask(SamplingOptions):
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: what its `open` finds, such as files
     stop: tuple[str, ...] = ()
+    environment: str | None = None
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """Return the sampling of one of its turns, with at most `max_tokens`."""
@@ -593,6 +595,7 @@ class Trajectory:
     traceparent: str = ""  # the W3C trace context of its caller, in whose trace it is; empty: none
     trace_link: str = ""  # that of a submit of several, which its own trace links to
     adapter: str = ""  # that sampled it, whose versions all its weight versions are; empty: the base weights
+    end_reason: str = ""  # what ended the episode, by the environment's own word
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

@@ -264,6 +264,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trace_events",
         "agentloop.storage",
         "agentloop.rendering",
+        "agentloop.rollout",
         "agentloop.trainers",
         "agentloop_servers.chat_format",
         "agentloop_servers.cluster",

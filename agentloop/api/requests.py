@@ -411,6 +411,7 @@ class TaskBody(SamplingOptionsBody):
     )
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
+    environment: ImportName | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

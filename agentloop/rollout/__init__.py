@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.environment import Environment, Turn, call, tasks_of
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, SingleTurn, ToolLoop
 from agentloop.rollout.rewards import RewardFunction, exact_match
 from agentloop.rollout.tool import (
+    EndEpisode,
     OpeningSession,
     ScoringSession,
     SnapshotSession,
@@ -20,6 +22,8 @@ from agentloop.rollout.toolbox import Toolbox
 
 __all__ = [
     "AgentLoop",
+    "EndEpisode",
+    "Environment",
     "LimitReached",
     "LoopContext",
     "OpeningSession",
@@ -34,6 +38,9 @@ __all__ = [
     "ToolSet",
     "ToolSpec",
     "Toolbox",
+    "Turn",
+    "call",
     "exact_match",
+    "tasks_of",
     "tool",
 ]

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from structlog.contextvars import bind_contextvars
 
@@ -37,14 +37,13 @@ from agentloop.rendering.renderer import off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
 from agentloop.rollout.staleness_guard import StalenessGuard
-from agentloop.rollout.toolbox import ToolScope
+from agentloop.rollout.toolbox import REACTION, KeepAnswers, ToolScope
 from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.score import Score
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
-    JSON,
     FinishReason,
     GenerateRequest,
     KVPolicy,
@@ -75,7 +74,6 @@ class LoopContext:
         reader: TurnReader,
         renderer: Renderer,
         tools: ToolScope,
-        tool_definitions: Sequence[dict[str, JSON]],
         budget: Budget,
         kv_policy: KVPolicy,
         seed: int | None,
@@ -101,7 +99,7 @@ class LoopContext:
         self._reader = reader
         self._renderer = renderer
         self._tools = tools
-        self._definitions = list(tool_definitions)
+        self._definitions = tools.definitions
         self._budget = budget
         self._kv_policy = kv_policy
         self._seed = seed
@@ -141,6 +139,11 @@ class LoopContext:
     def budget(self) -> Budget:
         """The limits, and what has been used of them."""
         return self._budget
+
+    @property
+    def environment(self) -> Any:
+        """The task's environment, an object of its class; None without one."""
+        return self._tools.environment
 
     @property
     def num_resampled_turns(self) -> int:
@@ -321,7 +324,8 @@ class LoopContext:
     async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
         """Run a turn's calls side by side and observe one tool message for each, in their order.
 
-        A failing, unknown, malformed or late tool is an answer to the policy, never an exception.
+        A failing, unknown, malformed or late tool is an answer to the policy, never an exception. Raises
+        EndEpisode, which a loop lets through, if a tool ends the episode.
         """
         if self._is_over:
             await self._refuse()
@@ -345,18 +349,42 @@ class LoopContext:
         )
         if limits.on_long_tool_response is OnExcess.STOP and any(result.is_truncated for result in results):
             raise LimitReached(StopReason.TOOL_RESPONSE_TOO_LONG)
+        if self._tools.ended is not None:
+            raise self._tools.ended
         return tuple(results)
+
+    async def react(self) -> bool:
+        """Observe what the environment's user says to the last turn. False: there is no user, or nothing is said.
+
+        Raises EndEpisode, which a loop lets through, if the user ends the episode.
+        """
+        if self._is_over:
+            await self._refuse()
+        kept, started = self._kept_answers.pop(REACTION, None), time.perf_counter()
+        said = await self._tools.react(self.messages, self._keep) if kept is None else kept.content
+        self._forget_unless_resumable()
+        self.tool_s += time.perf_counter() - started
+        self._idle_since_us = self.stopwatch()
+        if said is not None:
+            self.observe(Message("user", said))
+        return said is not None
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run the calls that no lost worker had the answers of."""
         kept = {call.id: self._kept_answers.pop(call.id) for call in calls if call.id in self._kept_answers}
-        keep = None if self._journal is None else self._keep_answers
         fresh = [call for call in calls if call.id not in kept]
         max_bytes = self.task.limits.max_tool_response_bytes
-        ran = iter(await self._tools.run(fresh, max_bytes, keep, self.stopwatch))
+        ran = iter(await self._tools.run(fresh, max_bytes, self._keep, self.stopwatch))
+        self._forget_unless_resumable()
+        return [kept[call.id] if call.id in kept else next(ran) for call in calls]
+
+    @property
+    def _keep(self) -> KeepAnswers | None:
+        return None if self._journal is None else self._keep_answers
+
+    def _forget_unless_resumable(self) -> None:
         if self._journal is not None and not self._tools.can_resume:
             self._journal.forget()
-        return [kept[call.id] if call.id in kept else next(ran) for call in calls]
 
     def _keep_turn(self, max_tokens: int | None) -> None:
         """Journal the turn that was just sampled, what the loop asked of it, and the counts as of now."""

@@ -48,7 +48,10 @@ class SingleTurn:
 
 
 class ToolLoop:
-    """The usual agent: sample, run the tools it called, repeat until it answers without a call."""
+    """The usual agent: sample, run the tools it called, repeat until it answers without a call.
+
+    An environment's user then may go on with the conversation.
+    """
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Sample and run tools until the policy answers."""
@@ -57,8 +60,9 @@ class ToolLoop:
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Go on after a turn: run what it called, and sample the next one."""
-        while ctx.last_turn.calls:
-            await ctx.run_tools(ctx.last_turn.calls)
+        while ctx.last_turn.calls or await ctx.react():
+            if ctx.last_turn.calls:
+                await ctx.run_tools(ctx.last_turn.calls)
             await ctx.sample()
 
 

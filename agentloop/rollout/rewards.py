@@ -13,7 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
-from agentloop.aio import UserTasks, in_daemon_thread
+from agentloop.aio import UserTasks, call_user_code
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
 from agentloop.rollout.models import ModelsPort, NoModels
@@ -26,7 +26,8 @@ RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Sco
 
 One with a parameter named `trajectory` gets the record too, as it will be but for the score: its paths, and what
 the loop and the tools said of it. One with a parameter named `tools` gets the trajectory's tool sessions by name,
-which are closed after it, and one named `models` the service's other models (`agentloop/rollout/models.py`).
+and one named `environment` its `Environment`, which are closed after it; one named `models` gets the service's
+other models (`agentloop/rollout/models.py`).
 Synchronous functions run in a thread of their own, asynchronous ones on the worker's loop, where alone a session's
 coroutines may be awaited.
 """
@@ -98,6 +99,7 @@ async def score(
     timeout_s: float = 10.0,
     tools: Mapping[str, ToolSession] | None = None,
     models: ModelsPort = NoModels(),  # noqa: B008 - it has no state
+    environment: object = None,
 ) -> tuple[Score | None, str | None]:
     """Run a reward function. Returns its score, `resolved`, or None and one line on what failed.
 
@@ -109,6 +111,7 @@ async def score(
         "trajectory": trajectory,
         "tools": {} if tools is None else tools,
         "models": models,
+        "environment": environment,
     }
     given = {name: value for name, value in given.items() if takes(function, name)}
     evaluation = asyncio.create_task(_evaluate(function, task, trajectory, given), name=f"reward {task.task_id}")
@@ -127,12 +130,7 @@ async def _evaluate(
     function: RewardFunction, task: RolloutTask, trajectory: Trajectory, given: Mapping[str, object]
 ) -> tuple[Score | None, str | None]:
     try:
-        if inspect.iscoroutinefunction(function):
-            value = await function(task, trajectory.messages, **given)
-        else:
-            value = await in_daemon_thread(function, task, trajectory.messages, **given)
-            if inspect.isawaitable(value):
-                value = await value
+        value = await call_user_code(function, task, trajectory.messages, **given)
         return resolved(score_of(value), trajectory), None
     except asyncio.CancelledError:
         raise

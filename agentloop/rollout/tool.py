@@ -9,17 +9,30 @@ reports failure by raising `ToolError`: the policy reads it. `ToolLost` ends the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol, cast, overload, runtime_checkable
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from agentloop.aio import in_daemon_thread
+from agentloop.aio import call_user_code
 from agentloop.errors import InvalidRequest, Overloaded, ToolError
 from agentloop.score import Score
-from agentloop.types import JSON, RolloutTask
+from agentloop.types import JSON, Message, RolloutTask
+
+
+class EndEpisode(Exception):
+    """The end of an episode, raised by a tool or by an environment's `react`: the trajectory is `completed`.
+
+    A `reward` is its score, in place of what environments would say. `reason` is in the record's `end_reason`, and
+    the answer to the call that raised it.
+    """
+
+    def __init__(self, reward: float | Score | None = None, reason: str = "") -> None:
+        super().__init__(reward, reason)
+        self.reward, self.reason = reward, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,7 @@ class ToolSpec:
     has_state: bool = True  # what a session answers depends on its earlier calls; see SnapshotSession
     open_timeout_s: float | None = None  # of its session's `open`; None: its sessions have none
     close_timeout_s: float | None = None  # of its session's `close`; None: the toolbox's
+    environment: str = ""  # the one whose session answers it, and all of its tools; empty: its own session does
 
     def definition(self) -> dict[str, JSON]:
         """The tool in the OpenAI function format: the one canonical form that templates see."""
@@ -96,6 +110,24 @@ class SnapshotSession(ToolSession, Protocol):
         """Take over the state of an earlier session. Called once, after `open` and before any call."""
 
 
+@runtime_checkable
+class EnvironmentSession(OpeningSession, SnapshotSession, Protocol):
+    """One trajectory's environment: tools over one state, a user, and a score. Calls come one at a time."""
+
+    @property
+    def environment(self) -> object:
+        """The author's object."""
+
+    async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
+        """Return the answer of one of its tools. Raises as `call`, and EndEpisode."""
+
+    async def react(self, messages: Sequence[Message]) -> str | None:
+        """Return what the user says to an answer without a call; None: the episode ends. Raises EndEpisode."""
+
+    async def score_of(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
+        """Return the score of a conversation."""
+
+
 class Tool(Protocol):
     """A tool as the service holds it: one object in each process."""
 
@@ -126,25 +158,30 @@ class FunctionTool:
         self._function = function
         self._spec = spec
         self._arguments = arguments
+        self._is_method = next(iter(inspect.signature(function).parameters), "") == "self"
         self.__doc__ = function.__doc__
 
     @property
     def spec(self) -> ToolSpec:
         return self._spec
 
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        """Return the method itself where the function is one: an environment's own code calls it as such."""
+        return self if instance is None or not self._is_method else MethodType(self._function, instance)
+
     def open_session(self, trajectory_id: str, seed: int) -> FunctionTool:
         return self  # stateless: every trajectory may share it
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
+        return await self.call_on((), arguments)
+
+    async def call_on(self, instance: tuple[object, ...], arguments: Mapping[str, JSON]) -> str:
+        """Return the answer of the function, or of an instance's method."""
         values = validated(self._arguments, arguments)
-        if inspect.iscoroutinefunction(self._function):
-            answer = await cast(Awaitable[Any], self._function(**values))
-        else:
-            try:
-                running = in_daemon_thread(self._function, **values)
-            except Overloaded as error:
-                raise ToolError("too many earlier calls of tools still run") from error
-            answer = await running
+        try:
+            answer = await call_user_code(self._function, *instance, **values)
+        except Overloaded as error:
+            raise ToolError("too many earlier calls of tools still run") from error
         return answer if isinstance(answer, str) else orjson.dumps(answer).decode()
 
     async def close(self) -> None:
@@ -164,7 +201,9 @@ def validated(model: type[BaseModel], arguments: Mapping[str, JSON]) -> dict[str
 def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
     """A pydantic model of a function's parameters. Raises InvalidRequest if one has no type hint."""
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+    for place, (name, parameter) in enumerate(inspect.signature(function, eval_str=True).parameters.items()):
+        if place == 0 and name == "self":
+            continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise InvalidRequest(f"tool {function.__name__}: *args and **kwargs have no schema", param=name)
         if parameter.annotation is parameter.empty:
@@ -207,7 +246,9 @@ def tool(
     max_output_bytes: int = 65_536,
     max_concurrency: int = 64,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a function: its schema from the type hints, its description from the docstring.
+    """Make a tool of a function, or of an `Environment`'s method.
+
+    Its schema is from the type hints, its description from the docstring.
 
     Parameters are described by `Annotated[int, Field(description=...)]`. Use as `@tool` or `@tool(timeout_s=2)`.
     """

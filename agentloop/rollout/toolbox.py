@@ -8,6 +8,9 @@ result, in call order, and no failure of a tool leaves `run`, but that it is los
 that outlives its timeout is cancelled; one that ignores that for `grace_s` is abandoned: its slot is free, its
 session is replaced, and the toolbox keeps its task (until it ends) so that it is neither lost nor unseen. The wait
 for a slot is not part of a call's timeout; it is bounded because every holder's time is.
+
+The tools of an environment have one session, the environment's. Their calls run one after the other, and one that
+is late leaves a state that nobody knows: the environment is lost with it, and not replaced.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import structlog
 
@@ -33,18 +37,23 @@ from agentloop.errors import (
     error_trace,
 )
 from agentloop.rollout.tool import (
+    EndEpisode,
+    EnvironmentSession,
     OpeningSession,
     ScoringSession,
     SnapshotSession,
     Tool,
     ToolSession,
+    ToolSet,
     ToolSpec,
 )
 from agentloop.score import Score, score_of
-from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolOutcome, ToolResult
+from agentloop.types import JSON, Message, RolloutTask, ToolCall, ToolCallStatus, ToolOutcome, ToolResult
 
 MAX_COUNTED_CHARS = 1_000_000
 MAX_SNAPSHOT_BYTES = 16 << 20
+MAX_REASON_BYTES = 1024
+REACTION = "react"  # in place of a call's id, of what an environment's user said
 
 KeepAnswers: TypeAlias = Callable[[tuple[ToolResult, ...], Mapping[str, bytes | None]], None]
 """Takes answers that are final, and the states by tool that go with them."""
@@ -83,6 +92,14 @@ class _Answer:
     outcome: ToolOutcome = ToolOutcome.OK
 
 
+class EnvironmentTools(Tool, ToolSet, Protocol):
+    """An environment as the toolbox holds it: its session is an EnvironmentSession, which answers its tools."""
+
+    @property
+    def react_timeout_s(self) -> float:
+        """Seconds of its user for one answer."""
+
+
 class Toolbox:
     """All tools of one worker process. Needs a running event loop only when a scope runs."""
 
@@ -92,7 +109,7 @@ class Toolbox:
             if tool.spec.name in self._tools:
                 raise InvalidRequest(f"two tools are named {tool.spec.name!r}", param="tools")
             self._tools[tool.spec.name] = tool
-        self._slots = {name: asyncio.Semaphore(tool.spec.max_concurrency) for name, tool in self._tools.items()}
+        self._slots: dict[tuple[str, str], asyncio.Semaphore] = {}  # by environment and name
         self._grace_s = grace_s
         self._close_timeout_s = close_timeout_s
         self._scopes: set[ToolScope] = set()
@@ -106,7 +123,7 @@ class Toolbox:
 
     def definitions(self, names: Sequence[str]) -> list[dict[str, JSON]]:
         """The tools' canonical definitions, in the order of `names`. Raises InvalidRequest for an unknown one."""
-        return [tool.spec.definition() for tool in self._declared(names).values()]
+        return [tool.spec.definition() for tool in self._declared(names, None).values()]
 
     def own_s(self, names: Sequence[str]) -> float:
         """Return the seconds that these tools may take to open, score and close, beside a trajectory's own time."""
@@ -114,11 +131,13 @@ class Toolbox:
         lives = [[spec.open_timeout_s, spec.score_timeout_s, spec.close_timeout_s] for spec in specs]
         return sum(max((life[phase] or 0.0 for life in lives), default=0.0) for phase in range(3))
 
-    def open(self, names: Sequence[str], trajectory_id: str, seed: int) -> ToolScope:
+    def open(
+        self, names: Sequence[str], trajectory_id: str, seed: int, environment: EnvironmentTools | None = None
+    ) -> ToolScope:
         """Return the tools of one trajectory, to be closed. Raises InvalidRequest for an unknown name."""
         if self._closing is not None:
             raise InvariantBroken("the toolbox is closed")
-        scope = ToolScope(self, self._declared(names), trajectory_id, seed)
+        scope = ToolScope(self, self._declared(names, environment), trajectory_id, seed, environment)
         self._scopes.add(scope)
         return scope
 
@@ -134,19 +153,26 @@ class Toolbox:
         await asyncio.gather(*closes)
         await self._user_tasks.stop_kept(self._grace_s)
 
-    def _declared(self, names: Sequence[str]) -> dict[str, Tool]:
+    def _declared(self, names: Sequence[str], environment: EnvironmentTools | None) -> dict[str, Tool]:
         for index, name in enumerate(names):
             if name not in self._tools:
                 raise InvalidRequest(f"unknown tool {name!r}. Available: {_listed(self._tools)}", param="tools")
             if name in names[:index]:
                 raise InvalidRequest(f"tool {name!r} is named twice", param="tools")
-        return {name: self._tools[name] for name in names}
+        declared = {name: self._tools[name] for name in names}
+        for tool in () if environment is None else environment.tools():
+            if declared.setdefault(tool.spec.name, tool) is not tool:
+                raise InvalidRequest(f"the environment has a tool {tool.spec.name!r} too", param="tools")
+        return declared
 
     # --- for ToolScope ------------------------------------------------------------------------------------
 
-    def slot(self, name: str) -> asyncio.Semaphore:
+    def slot(self, spec: ToolSpec) -> asyncio.Semaphore:
         """The tool's concurrency bound over all trajectories."""
-        return self._slots[name]
+        key = spec.environment, spec.name
+        if key not in self._slots:
+            self._slots[key] = asyncio.Semaphore(spec.max_concurrency)
+        return self._slots[key]
 
     def forget(self, scope: ToolScope) -> None:
         """Take out a scope that is closed."""
@@ -185,9 +211,22 @@ class Toolbox:
 class ToolScope:
     """One trajectory's tools. `run` may be called turn after turn; `close` must be called, on every path."""
 
-    def __init__(self, toolbox: Toolbox, tools: Mapping[str, Tool], trajectory_id: str, seed: int) -> None:
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        tools: Mapping[str, Tool],
+        trajectory_id: str,
+        seed: int,
+        environment: EnvironmentTools | None = None,
+    ) -> None:
+        self.ended: EndEpisode | None = None  # by a tool, the user or the loop
         self._toolbox = toolbox
         self._tools = tools
+        self._environment = environment
+        self._owners = {name: tool for name, tool in tools.items() if not tool.spec.environment}  # of sessions
+        if environment is not None:
+            self._owners[environment.spec.name] = environment
+        self._turn = asyncio.Lock()  # of the environment's calls
         self._trajectory_id = trajectory_id
         self._seed = seed
         self._task: RolloutTask | None = None  # that sessions are opened for
@@ -209,7 +248,18 @@ class ToolScope:
     @property
     def has_openings(self) -> bool:
         """True if `open` has something to do."""
-        return any(tool.spec.open_timeout_s is not None for tool in self._tools.values())
+        return any(tool.spec.open_timeout_s is not None for tool in self._owners.values())
+
+    @property
+    def definitions(self) -> list[dict[str, JSON]]:
+        """The tools' canonical definitions, the environment's last."""
+        return [tool.spec.definition() for tool in self._tools.values()]
+
+    @property
+    def environment(self) -> Any:
+        """The author's environment; None without one."""
+        open_ = self._sessions.get(self._environment.spec.name) if self._environment is not None else None
+        return open_.session.environment if open_ and isinstance(open_.session, EnvironmentSession) else None
 
     @property
     def can_resume(self) -> bool:
@@ -222,7 +272,7 @@ class ToolScope:
         Raises InvalidRequest for a task that one of them refuses, and ToolLost if one cannot be opened.
         """
         self._task = task
-        tools = [tool for tool in self._tools.values() if tool.spec.open_timeout_s is not None]
+        tools = [tool for tool in self._owners.values() if tool.spec.open_timeout_s is not None]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._opened_in_turn(tool)) for tool in tools]
         for opened in tasks:
@@ -230,14 +280,18 @@ class ToolScope:
                 raise error
 
     async def sessions(self) -> dict[str, ToolSession]:
-        """Return all sessions by tool, opened where they were never called. Raises InvalidRequest and ToolLost."""
+        """Return the sessions of tools by name, opened where they were never called; the environment's has none.
+
+        Raises InvalidRequest and ToolLost.
+        """
         found: dict[str, ToolSession] = {}
-        for name, tool in self._tools.items():
+        for name, tool in self._owners.items():
             open_ = self._made(tool)
             error = open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
             if error is not None:
                 raise error
-            found[name] = self._sessions[name].session
+            if tool is not self._environment:
+                found[name] = self._sessions[name].session
         return found
 
     async def run(
@@ -254,7 +308,7 @@ class ToolScope:
 
         A tool's failure, timeout or absence is a result with `is_error` and the content `Error: <message>`; only a
         cancellation leaves, after which the calls in flight are cancelled too. Raises ToolLost, when all calls have
-        ended, if one of the tools is lost for this trajectory.
+        ended, if one of the tools is lost for this trajectory. If one ends the episode, `ended` is set.
         """
         if self._closing is not None:
             raise InvariantBroken("the tool scope is closed")
@@ -264,9 +318,36 @@ class ToolScope:
         results = [task.result() for task in tasks]
         if self._lost is not None:
             raise self._lost
-        if keep is not None:
+        if keep is not None and self.ended is None:  # or the call that ended it would not run again elsewhere
             await self._keep_states(results, keep)
         return results
+
+    async def react(self, messages: Sequence[Message], keep: KeepAnswers | None = None) -> str | None:
+        """Return what the environment's user says next; None without one, and at the episode's end.
+
+        `keep` is given it as the answer REACTION, with the state after it. Raises EndEpisode, and ToolLost for an
+        environment that fails or is late.
+        """
+        if (owner := self._environment) is None:
+            return None
+        async with self._turn:
+            if isinstance(open_ := self._made(owner), ToolLost):
+                raise open_
+            session = cast(EnvironmentSession, open_.session)
+            said = await self._bounded(owner, lambda: session.react(messages), owner.react_timeout_s)
+            if isinstance(said, _Failed) and isinstance(said.error, EndEpisode):
+                raise self.end(said.error)
+            if isinstance(said, _Failed) or not isinstance(said, str | None):
+                problem = said.line if isinstance(said, _Failed) else f"it said a {type(said).__name__}"
+                raise ToolLost(f"react of {owner.spec.name!r}: {problem}")
+            if keep is not None and said is not None:
+                await self._keep_state(owner, (ToolResult(REACTION, owner.spec.name, said),), keep)
+            return cast("str | None", said)
+
+    def end(self, by: EndEpisode) -> EndEpisode:
+        """Note the end of the episode; the first one counts."""
+        self.ended = by if self.ended is None else self.ended
+        return self.ended
 
     async def restore(self, states: Mapping[str, bytes]) -> None:
         """Bring sessions to these states, by tool.
@@ -276,7 +357,7 @@ class ToolScope:
         """
         try:
             for name, state in states.items():
-                await self._restore(self._tools[name], state)
+                await self._restore(self._owners[name], state)
         except ToolError:
             await self._close_sessions()
             if self._task is not None:
@@ -294,12 +375,19 @@ class ToolScope:
         if isinstance(done, _Failed):
             raise ToolError(done.line)
 
-    async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
-        """Ask the sessions that score, side by side, each within its deadline. Returns their scores, joined, and
-        the problem."""
-        scoring = {tool: s for tool in self._tools.values() if (s := tool.spec.score_timeout_s) is not None}
+    async def score(self, task: RolloutTask, messages: Sequence[Message]) -> tuple[Score, str | None]:
+        """Return the score of the episode's end, or of the sessions that score, joined; and the problem.
+
+        They are asked side by side, each within its deadline.
+        """
+        if self.ended is not None and self.ended.reward is not None:
+            try:
+                return score_of(self.ended.reward), None
+            except RewardError as error:
+                return Score(), f"EndEpisode: {error}"
+        scoring = {tool: s for tool in self._owners.values() if (s := tool.spec.score_timeout_s) is not None}
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._score_of(tool, task, s)) for tool, s in scoring.items()]
+            tasks = [group.create_task(self._score_of(tool, task, messages, s)) for tool, s in scoring.items()]
         joined, problem = Score(), None
         for tool, found in zip(scoring, tasks, strict=True):
             said = found.result()
@@ -329,7 +417,7 @@ class ToolScope:
         await asyncio.gather(*(self._close_session(name, open_) for name, open_ in made.items()))
 
     async def _opened_in_turn(self, tool: Tool) -> InvalidRequest | ToolLost | None:
-        async with self._toolbox.slot(tool.spec.name):
+        async with self._toolbox.slot(tool.spec):
             open_ = self._made(tool)
             return open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
 
@@ -360,18 +448,22 @@ class ToolScope:
             return InvalidRequest(f"tool {name!r}: {done.error.message}", param="tool_setup")
         return ToolLost(f"tool {name!r} cannot be opened: {done.line}")
 
-    async def _score_of(self, tool: Tool, task: RolloutTask, timeout_s: float) -> Score | RewardError:
+    async def _score_of(
+        self, tool: Tool, task: RolloutTask, messages: Sequence[Message], timeout_s: float
+    ) -> Score | RewardError:
         """Return what one tool's session says, or why it says nothing: raising would end the others' scores."""
 
         async def asked() -> Score:
             open_ = self._session(tool)
             if (error := await self._opened(tool, open_)) is not None:
                 raise RewardError(error.message)
+            if isinstance(open_.session, EnvironmentSession):
+                return score_of(await open_.session.score_of(task, messages))
             if not isinstance(open_.session, ScoringSession):
                 raise RewardError(f"a {type(open_.session).__name__} has no score()")
             return score_of(await open_.session.score(task))
 
-        async with self._toolbox.slot(tool.spec.name):
+        async with self._toolbox.slot(tool.spec):
             said = await self._bounded(tool, asked, timeout_s, late="no score within", during="score")
         if not isinstance(said, _Failed):
             return cast(Score, said)
@@ -382,15 +474,23 @@ class ToolScope:
 
     async def _keep_states(self, results: Sequence[ToolResult], keep: KeepAnswers) -> None:
         """Keep the answers of tools that have state, with it; None is that of a session that was replaced."""
-        for name in dict.fromkeys(result.name for result in results if self._has_state(result.name)):
-            state: bytes | None = None
-            if (open_ := self._sessions.get(name)) is not None:
-                found = await self._snapshot(self._tools[name], open_.session)
-                if found is None:
-                    self._can_resume = False
-                    return
-                state = found
-            keep(tuple(result for result in results if result.name == name), {name: state})
+        by_owner: dict[str, list[ToolResult]] = {}
+        for result in results:
+            if self._has_state(result.name):
+                by_owner.setdefault(self._owner(self._tools[result.name]).spec.name, []).append(result)
+        for name, answers in by_owner.items():
+            await self._keep_state(self._owners[name], tuple(answers), keep)
+
+    async def _keep_state(self, owner: Tool, answers: tuple[ToolResult, ...], keep: KeepAnswers) -> None:
+        if not self._can_resume:
+            return
+        state: bytes | None = None
+        if (open_ := self._sessions.get(owner.spec.name)) is not None:
+            state = await self._snapshot(owner, open_.session)
+            if state is None:
+                self._can_resume = False
+                return
+        keep(answers, {owner.spec.name: state})
 
     async def _snapshot(self, tool: Tool, session: ToolSession) -> bytes | None:
         """Return a session's state; None if there is none to be had."""
@@ -451,7 +551,8 @@ class ToolScope:
             answer = _Answer(unknown, ToolOutcome.UNKNOWN)
         else:
             max_bytes = min(max_bytes, tool.spec.max_output_bytes)
-            async with self._toolbox.slot(call.name):
+            turn = self._turn if tool.spec.environment else nullcontext()
+            async with turn, self._toolbox.slot(tool.spec):
                 started_s = time.monotonic()
                 self._calls[call.id] = call.name, started_s
                 try:
@@ -476,26 +577,33 @@ class ToolScope:
         spec = tool.spec
         if self._closing is not None:
             return _Answer("cancelled", ToolOutcome.ERROR)  # the scope closed while this call waited for its slot
+        if spec.environment and self.ended is not None:
+            return _Answer("the episode has ended", ToolOutcome.ERROR)
+        if spec.environment and self._lost is not None:
+            return _Answer(self._lost.message, ToolOutcome.LOST)
+        owner = self._owner(tool)
         try:
-            open_ = self._session(tool)
+            open_ = self._session(owner)
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
             return self._failure(spec, error)
         open_.num_running += 1
         try:
-            if (failed := await self._opened(tool, open_)) is not None:  # in place of one that was too late
+            if (failed := await self._opened(owner, open_)) is not None:  # in place of one that was too late
                 return _Answer(failed.message, ToolOutcome.LOST)
             if self._closing is not None:
                 return _Answer("cancelled", ToolOutcome.ERROR)
             content = await self._bounded(
                 tool,
-                lambda: open_.session.call(call.arguments),
+                lambda: _called(open_.session, call),
                 spec.timeout_s,
-                on_late=lambda: self._retire(spec.name, open_),
+                on_late=lambda: self._retire(owner.spec.name, open_),
             )
         finally:
             open_.num_running -= 1
             if open_.is_retired and open_.num_running == 0:
-                await _shielded(self._close_session(spec.name, open_), self._toolbox)
+                await _shielded(self._close_session(owner.spec.name, open_), self._toolbox)
+        if isinstance(content, _Failed) and content.is_late and spec.environment:
+            return self._failure(spec, ToolLost(content.line))
         if isinstance(content, _Failed):
             return self._failure(spec, content.error, ToolOutcome.TIMEOUT if content.is_late else ToolOutcome.ERROR)
         if not isinstance(content, str):
@@ -503,6 +611,8 @@ class ToolScope:
         return _Answer(content)
 
     def _failure(self, spec: ToolSpec, error: BaseException, outcome: ToolOutcome = ToolOutcome.ERROR) -> _Answer:
+        if isinstance(error, EndEpisode):
+            return _Answer(str(self.end(error).reason) or "The episode has ended.")
         if isinstance(error, ToolLost):
             return _Answer(f"tool {spec.name!r} is lost: {error.message}", ToolOutcome.LOST)
         if isinstance(error, ToolError):
@@ -510,6 +620,10 @@ class ToolScope:
         # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
         _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exception=error_trace(error))
         return _Answer(type(error).__name__, outcome)
+
+    def _owner(self, tool: Tool) -> Tool:
+        """Return the tool whose session answers this one."""
+        return self._owners[tool.spec.environment or tool.spec.name]
 
     def _session(self, tool: Tool) -> _OpenSession:
         name = tool.spec.name
@@ -523,9 +637,15 @@ class ToolScope:
             del self._sessions[name]
 
     async def _close_session(self, name: str, open_: _OpenSession) -> None:
-        timeout_s = self._tools[name].spec.close_timeout_s
+        timeout_s = self._owners[name].spec.close_timeout_s
         close = open_.session.close
         await self._toolbox.bounded_close(close, timeout_s, tool=name, trajectory_id=self._trajectory_id)
+
+
+def _called(session: ToolSession, call: ToolCall) -> Coroutine[Any, Any, str]:
+    if isinstance(session, EnvironmentSession):
+        return session.call_tool(call.name, call.arguments)
+    return session.call(call.arguments)
 
 
 async def _caught(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -46,12 +46,13 @@ from agentloop.plugins import LoadedOnce
 from agentloop.rendering.port import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.environment import LoadedEnvironment, load_environment
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
 from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels, judge_score
 from agentloop.rollout.rewards import RewardFunction, load_reward, score, takes
 from agentloop.rollout.staleness_guard import StalenessGuard
-from agentloop.rollout.tool import ToolSession
-from agentloop.rollout.toolbox import Toolbox, ToolScope
+from agentloop.rollout.tool import EndEpisode
+from agentloop.rollout.toolbox import MAX_REASON_BYTES, Toolbox, ToolScope, capped
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
 from agentloop.score import Score, ended, judged, scored
 from agentloop.trace_context import EngineTraces, turn_context
@@ -116,6 +117,9 @@ class RunParts:
     newest: NewestVersions = field(default_factory=lambda: defaultdict(NewestVersion))
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
     rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
+    environments: LoadedOnce[LoadedEnvironment] = field(
+        default_factory=lambda: LoadedOnce(load_environment, param="environment")
+    )
     user_tasks: UserTasks = field(default_factory=lambda: UserTasks("loop"))
 
 
@@ -239,9 +243,13 @@ class TrajectoryRun:
             elif task.reward is not None:
                 self._reward_function = await parts.rewards.get(task.reward)
             for name in task.tool_setup:
-                if name not in task.tools:
+                if name not in (*task.tools, task.environment):
                     raise InvalidRequest(f"{name!r} is none of the task's tools", param="tool_setup")
-            scope = parts.toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment))
+            environment = None
+            if task.environment is not None:
+                environment = replace(await parts.environments.get(task.environment), models=parts.models)
+            seed = trajectory_seed(assignment)
+            scope = parts.toolbox.open(task.tools, assignment.assignment_id, seed, environment)
         except AgentLoopError as error:
             self._outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
             return False
@@ -258,7 +266,7 @@ class TrajectoryRun:
         try:
             await self._drive(self._scope)
             self._apply_staleness_policy()
-            if function is None or not takes(function, "tools"):
+            if function is None or not (takes(function, "tools") or takes(function, "environment")):
                 await self._scope.close()
             await self._score(self._scope)
         finally:
@@ -280,7 +288,7 @@ class TrajectoryRun:
         self._ended_at = time.perf_counter()
         if self._has_ended_well:
             started = time.perf_counter()
-            self._tools_score, self._tools_problem = await scope.score(self._task)
+            self._tools_score, self._tools_problem = await scope.score(self._task, self._ctx.messages)
             self._reward_s = time.perf_counter() - started
 
     async def _open_tools(self, scope: ToolScope) -> _Outcome | None:
@@ -349,16 +357,15 @@ class TrajectoryRun:
         self, function: RewardFunction, record: Trajectory, scope: ToolScope
     ) -> tuple[Score | None, str | None]:
         """Run the reward function. Returns its score, or None and the problem."""
-        tools: dict[str, ToolSession] = {}
-        if takes(function, "tools"):
-            try:
-                tools = await scope.sessions()
-            except AgentLoopError as error:
-                return None, str(error)
+        try:
+            tools = await scope.sessions() if takes(function, "tools") else {}
+        except AgentLoopError as error:
+            return None, str(error)
         timeout_s = self._task.limits.reward_timeout_s
         if isinstance(self._task.reward, Judge):
             timeout_s = max(timeout_s, JUDGE_TIMEOUT_S)
-        return await score(function, self._task, record, timeout_s, tools, self._parts.models)
+        models, environment = self._parts.models, scope.environment
+        return await score(function, self._task, record, timeout_s, tools, models, environment)
 
     def _final_record(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
@@ -430,8 +437,14 @@ class TrajectoryRun:
             traceparent=assignment.traceparent,
             trace_link=assignment.trace_link,
             adapter=assignment.adapter,
+            end_reason=self._end_reason,
         )
         return ended(trajectory)
+
+    @property
+    def _end_reason(self) -> str:
+        end = None if self._scope is None else self._scope.ended
+        return "" if end is None else capped(str(end.reason), MAX_REASON_BYTES)[0]
 
     @property
     def _has_ended_well(self) -> bool:
@@ -462,7 +475,6 @@ class TrajectoryRun:
             reader=shared.reader,
             renderer=shared.renderer,
             tools=scope,
-            tool_definitions=shared.toolbox.definitions(task.tools),
             budget=Budget(task.limits, context),
             kv_policy=shared.config.kv_policy,
             seed=None if task.seed is None else trajectory_seed(assignment),
@@ -479,11 +491,12 @@ class TrajectoryRun:
     async def _begin_journal(self) -> RunJournal | None:
         """Begin the run's journal. None: the loop could not resume, so nothing is journalled."""
         parts, task = self._parts, self._task
-        if parts.journal is None or not isinstance(self._loop, ResumableLoop):
+        scope = self._scope
+        if parts.journal is None or scope is None or not isinstance(self._loop, ResumableLoop):
             return None
         journal = await parts.journal.begin(
             self._assignment,
-            lambda: fingerprint(task, parts.toolbox.definitions(task.tools), parts.renderer),
+            lambda: fingerprint(task, scope.definitions, parts.renderer),
         )
         self._assignment = replace(self._assignment, attempt=journal.attempt)
         return journal
@@ -553,6 +566,9 @@ class TrajectoryRun:
         except ContextLengthExceeded as error:
             return _Outcome(StopReason.PROMPT_TOO_LONG, str(error))
         except BaseException as error:  # an exit, or another's cancellation, must not leave the task
+            if isinstance(error, EndEpisode) and self._scope is not None:  # its own, or the tools'
+                self._scope.end(error)
+                return _Outcome(StopReason.COMPLETED)
             if isinstance(error, asyncio.CancelledError) and self._cancelled.done():
                 return _Outcome(StopReason.CANCELLED)
             if isinstance(error, TimeoutError) and ctx.deadline.has_ended_task:

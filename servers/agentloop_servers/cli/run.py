@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,10 +32,12 @@ from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
 from agentloop.plugins import resolve_extra
+from agentloop.rollout.environment import tasks_of
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
+from agentloop_servers.cli.terminal import find_modules_here
 from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
@@ -62,14 +63,18 @@ class WeightPush:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The tasks of a run, and the folder it writes to."""
+    """The tasks of a run, a file or an environment's own, and the folder it writes to."""
 
-    tasks: Path
+    tasks: Path | str
     num_samples: int
     out: Path
     push: WeightPush | None
     limit: StalenessLimit | None = None
     keep: int | None = None  # of `num_samples`; None: all
+
+    def load_tasks(self) -> list[RolloutTask]:
+        """Raises InvalidRequest for tasks that cannot be read."""
+        return load_tasks(self.tasks) if isinstance(self.tasks, Path) else tasks_of(self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ async def run_rollout(
     end, before anything is started.
     """
     configure_logging(None)  # until there is a run directory
-    tasks = load_tasks(options.tasks)
+    tasks = options.load_tasks()
     check_can_end(options, len(tasks) * options.num_samples, config.model_version)
     run_dir = run_dir_in(options.out)
     started_at = time.monotonic()
@@ -169,7 +174,7 @@ async def run_on(
     address: ServiceAddress, options: RunOptions, console: Console, collect_with: Collect | None = None
 ) -> RunResult:
     """Roll out by a running service, and write a run directory of what came back. Raises as `run_rollout`."""
-    tasks = load_tasks(options.tasks)
+    tasks = options.load_tasks()
     async with address.client(retry_timeout_s=CONNECT_TIMEOUT_S) as client:
         served = (await client.status()).weight_version
     check_can_end(options, len(tasks) * options.num_samples, served or 0)
@@ -386,8 +391,7 @@ def load_program(agent: str | None, command: str | None, config: ServiceConfig |
     if agent is not None and command is not None:
         raise InvalidRequest("either an agent or an agent command, not both", param="agent")
     if agent is not None:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
+        find_modules_here()
         return AgentProgram.load(agent)
     if command is not None:
         named = KeysConfig() if config is None else config.keys

@@ -24,7 +24,15 @@ from agentloop_servers.cli.run import (
     run_on,
     run_rollout,
 )
-from agentloop_servers.cli.terminal import AdminKey, ApiKey, clear_errors, given, run_to_end, store_of
+from agentloop_servers.cli.terminal import (
+    AdminKey,
+    ApiKey,
+    clear_errors,
+    find_modules_here,
+    given,
+    run_to_end,
+    store_of,
+)
 from agentloop_servers.config import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.locks import take_run_lock
@@ -71,6 +79,7 @@ def serve(
 @app.command()
 def rollout(
     tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
+    environment: Annotated[str | None, typer.Option(help="Roll out its own tasks: my_env:Shop.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
     keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
@@ -122,9 +131,17 @@ def rollout(
     with clear_errors():
         shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
         weights = None if no_push else _push(push or shipped, push_version, push_after)
-        options = RunOptions(given("tasks", "--tasks", tasks), samples, out, weights, limit, keep)
+        options = RunOptions(_source(tasks, environment), samples, out, weights, limit, keep)
         where = config if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
+
+
+def _source(tasks: Path, environment: str | None) -> Path | str:
+    """Raises InvalidRequest for a file that is not there."""
+    if environment is None:
+        return given("tasks", "--tasks", tasks)
+    find_modules_here()
+    return environment
 
 
 def _push(directory: Path | None, version: int, after_share: float) -> WeightPush | None:

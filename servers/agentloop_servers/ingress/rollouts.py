@@ -52,6 +52,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.plugins import AllowedImports
+from agentloop.rollout.environment import load_environment
 from agentloop.rollout.loops import load_loop
 from agentloop.rollout.models import unknown_model
 from agentloop.rollout.rewards import load_reward
@@ -334,6 +335,10 @@ class RolloutRoutes:
                 self._allowed_imports.check(task.loop, param="loop")
                 if ":" not in task.loop:
                     load_loop(task.loop)
+                if task.environment is not None:
+                    self._allowed_imports.check(task.environment, param="environment")
+                    if ":" not in task.environment:
+                        load_environment(task.environment)
                 if isinstance(task.reward, JudgeBody):
                     if task.reward.model not in self._models:
                         raise unknown_model(task.reward.model, self._models, "reward.model")

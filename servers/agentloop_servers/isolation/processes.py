@@ -42,6 +42,7 @@ from agentloop.generation.leased_engine import Connect, NewestVersion, NewestVer
 from agentloop.generation.leases import LeaseHolder, LeaseReporter
 from agentloop.images import Image
 from agentloop.metrics import MetricsTally, count_record
+from agentloop.rollout.environment import MAX_LIFE_S
 from agentloop.rollout.models import ModelCall, ModelsPort, NoModels
 from agentloop.rollout.trajectory_run import unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
@@ -325,7 +326,7 @@ class ProcessRun:
         """Return the next frame. Raises ProcessEnded for a process that must be killed."""
         loop, config = asyncio.get_running_loop(), self._runs.config
         task, limits = self._assignment.task, self._assignment.task.limits
-        own_s = self._runs.own_s(task.tools)
+        own_s = self._runs.own_s(task.tools) + (0.0 if task.environment is None else MAX_LIFE_S)
         silence_s = limits.timeout_s + limits.reward_timeout_s + own_s + config.allowance_s
         self._active_at = loop.time()
         reading = asyncio.create_task(next_frame(child.reader), name="frame")

@@ -1,0 +1,237 @@
+"""`Environment`: tasks, tools over one state, a user, an end and a score, in one class of an author's.
+
+Ownership: one object belongs to one trajectory. It is made, opened, asked, scored and closed by the trajectory's
+`ToolScope`, whose deadlines and results are those of tools. A task names the class by import path. Synchronous
+methods run in threads, one at a time; loops and rewards get the object itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Any, ClassVar, TypeAlias
+
+import orjson
+
+from agentloop.aio import call_user_code
+from agentloop.errors import InvalidRequest, ToolError
+from agentloop.plugins import made, resolve
+from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
+from agentloop.rollout.tool import FunctionTool, ToolSession, ToolSpec
+from agentloop.score import Score
+from agentloop.types import JSON, Message, RolloutTask, ToolCall
+
+MAX_LIFE_S = 1800.0
+"""The most that an environment may take to open, to score and to close, together."""
+
+Turn: TypeAlias = str | ToolCall | Sequence[ToolCall]
+"""A turn of a scripted policy: what it says, or calls."""
+
+_OURS = frozenset({"task", "seed", "_trajectory_id", "_models"})
+
+
+def call(tool: str, **arguments: JSON) -> ToolCall:
+    """Return a call, as a turn of `Environment.gold`."""
+    return ToolCall("", tool, arguments)
+
+
+class Environment:
+    """One episode of a task. Write a subclass; its methods by `@tool` are what the policy may call.
+
+    Any method but `tasks` and `gold` may be `async`. State is what `open` puts on `self`.
+    """
+
+    open_timeout_s: ClassVar[float] = 60.0
+    react_timeout_s: ClassVar[float] = 60.0
+    score_timeout_s: ClassVar[float] = 60.0
+    close_timeout_s: ClassVar[float] = 10.0
+    task: RolloutTask
+    seed: int  # of the trajectory: the only source of randomness
+
+    @classmethod
+    def tasks(cls) -> Iterable[RolloutTask]:
+        """Return its tasks, for `agentloop try`, `validate` and `rollout`, and `tasks_of`."""
+        return ()
+
+    @classmethod
+    def gold(cls, task: RolloutTask) -> Sequence[Turn] | None:
+        """Return the turns of a policy that solves the task; None: not known."""
+        return None
+
+    async def open(self, task: RolloutTask) -> None:
+        """Build the state. Raises InvalidRequest for a task that it cannot be built for."""
+
+    async def react(self, messages: Sequence[Message]) -> str | None:
+        """Return what the user says to an answer without a call; None, or EndEpisode: the episode ends."""
+        return None
+
+    async def score(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
+        """Return the score at the end. An EndEpisode with a reward is in its place."""
+        return Score()
+
+    async def snapshot(self) -> bytes:
+        """Return the state. By default all of `self`, if JSON gives it back as it is; else it has none."""
+        state = {name: value for name, value in vars(self).items() if name not in _OURS}
+        odd = [name for name, value in state.items() if not _is_plain(value, set())]
+        if odd or not _is_plain(state, set()):
+            raise ToolError(f"{odd[:3] or 'an object held twice'} is no plain JSON: it has no snapshot of its own")
+        return orjson.dumps(state)
+
+    async def restore(self, state: bytes) -> None:
+        """Take over a state, in an object that was opened for the same task."""
+        vars(self).update(orjson.loads(state))
+
+    async def close(self) -> None:
+        """Free what it holds. Called once, on every path."""
+
+    def model(self, name: str) -> OtherModel:
+        """Return another model of the service."""
+        return OtherModel(name, self._models, self._trajectory_id)
+
+    async def model_user(
+        self, name: str, persona: str, messages: Sequence[Message], *, end: str = "###STOP###"
+    ) -> str | None:
+        """Return what a model says in the user's place; None once it says `end`. It does not see the tools."""
+        roles = {"user": "assistant", "assistant": "user"}
+        seen = [Message(roles[one.role], one.content) for one in messages if one.role in roles and one.content]
+        said = await self.model(name).chat([Message("system", persona), *seen])
+        return None if end in said else said
+
+    def _begin(self, trajectory_id: str, seed: int, models: ModelsPort) -> None:
+        self._trajectory_id, self.seed, self._models = trajectory_id, seed, models
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """A class of an author's as the toolbox holds it: the `EnvironmentTools` of a worker process."""
+
+    kind: type[Environment]
+    path: str
+    models: ModelsPort = field(default_factory=NoModels)
+
+    @property
+    def spec(self) -> ToolSpec:
+        kind = self.kind
+        return ToolSpec(
+            self.path,
+            "",
+            {},
+            open_timeout_s=kind.open_timeout_s,
+            score_timeout_s=kind.score_timeout_s,
+            close_timeout_s=kind.close_timeout_s,
+        )
+
+    @property
+    def react_timeout_s(self) -> float:
+        return self.kind.react_timeout_s
+
+    def tools(self) -> Sequence[_Method]:
+        """Return the methods by `@tool`, in their order, a base class's first."""
+        return [_Method(self, one.spec.name) for one in methods_of(self.kind).values()]
+
+    def open_session(self, trajectory_id: str, seed: int) -> OpenEnvironment:
+        environment = self.kind()
+        environment._begin(trajectory_id, seed, self.models)
+        return OpenEnvironment(environment)
+
+    async def close(self) -> None:
+        """Nothing is shared between trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A tool of an environment. The environment's session answers it."""
+
+    loaded: LoadedEnvironment
+    name: str
+
+    @property
+    def spec(self) -> ToolSpec:
+        spec = methods_of(self.loaded.kind)[self.name].spec
+        return replace(spec, has_state=True, environment=self.loaded.path)
+
+    def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
+        return self.loaded.open_session(trajectory_id, seed)
+
+    async def close(self) -> None:
+        """It is its environment's."""
+
+
+class OpenEnvironment:
+    """The `EnvironmentSession` of one trajectory."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    async def open(self, task: RolloutTask) -> None:
+        self.environment.task = task
+        await call_user_code(self.environment.open, task)
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        raise ToolError("an environment is called by its tools")
+
+    async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
+        return await methods_of(type(self.environment))[name].call_on((self.environment,), arguments)
+
+    async def react(self, messages: Sequence[Message]) -> str | None:
+        said: str | None = await call_user_code(self.environment.react, messages)
+        return said
+
+    async def score_of(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
+        score: float | Score = await call_user_code(self.environment.score, task, messages)
+        return score
+
+    async def snapshot(self) -> bytes:
+        state: bytes = await call_user_code(self.environment.snapshot)
+        return state
+
+    async def restore(self, state: bytes) -> None:
+        await call_user_code(self.environment.restore, state)
+
+    async def close(self) -> None:
+        await call_user_code(self.environment.close)
+
+
+def load_environment(path: str) -> LoadedEnvironment:
+    """Return the environment of an import path. Raises InvalidRequest with param "environment"."""
+    kind = resolve(path, param="environment")
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise InvalidRequest(f"{path!r} is no Environment, a class", param="environment")
+    life_s = kind.open_timeout_s + kind.score_timeout_s + kind.close_timeout_s
+    if not 0 < life_s <= MAX_LIFE_S:
+        raise InvalidRequest(
+            f"{path}: its timeouts are {life_s:g} s, of at most {MAX_LIFE_S:g}", param="environment"
+        )
+    return LoadedEnvironment(kind, path)
+
+
+def tasks_of(path: str) -> list[RolloutTask]:
+    """Return the tasks of an environment, each of which names it. Raises InvalidRequest."""
+    loaded = load_environment(path)
+    tasks = made(lambda: list(loaded.kind.tasks()), f"{path} has no tasks", param="environment")
+    return [replace(task, environment=path) for task in tasks]
+
+
+def methods_of(kind: type[Environment]) -> dict[str, FunctionTool]:
+    """Return the tools of a class, by their names."""
+    named: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        named |= vars(base)
+    return {one.spec.name: one for one in named.values() if isinstance(one, FunctionTool)}
+
+
+def _is_plain(value: object, seen: set[int]) -> bool:
+    """Tell if JSON gives a value back as it is, which nothing else of the state holds too."""
+    if type(value) is float:
+        return math.isfinite(value)
+    if type(value) not in (dict, list):
+        return type(value) in (str, int, bool, NoneType)
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(one, seen) for key, one in value.items())
+    assert isinstance(value, list)
+    return all(_is_plain(one, seen) for one in value)
