@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from agentloop.errors import ToolError
-from agentloop.rollout import EndEpisode, Environment, Turn, call, tool
+from agentloop.rollout import EndEpisode, Environment, ScriptedTurn, call, tool
 from agentloop.types import Message, RolloutTask
 
 RULES = "You serve a shop's customers. Orders change only while they are pending. Hand all else to a person."
@@ -65,7 +65,7 @@ class Shop(Environment):
         wanted = {order_id: list(order) for order_id, order in ORDERS.items()}
         for order_id, (value, place) in task.reference["changes"].items():
             wanted[order_id][place] = value
-        return float(self.orders == wanted)
+        return float(self.orders == wanted != ORDERS)
 
     def _change(self, order_id: str, place: int, value: str) -> str:
         if self.look_up(order_id)[1] != "pending":
@@ -74,6 +74,6 @@ class Shop(Environment):
         return "done"
 
     @classmethod
-    def gold(cls, task: RolloutTask) -> Sequence[Turn]:
+    def gold(cls, task: RolloutTask) -> Sequence[ScriptedTurn]:
         lines, calls, _ = CASES[int(task.task_id[-1])]
         return ["Are you sure?", *calls, "It is done."] if len(lines) > 1 else [*calls, "It is done."]

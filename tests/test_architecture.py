@@ -91,6 +91,13 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop.trajectory",
     },
+    "agentloop.testing": {
+        "agentloop.api",
+        "agentloop.generation",
+        "agentloop.parsers",
+        "agentloop.rendering",
+        "agentloop.rollout",
+    },
     "agentloop.sessions": {
         "agentloop.api",
         "agentloop.chat",
@@ -265,6 +272,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.storage",
         "agentloop.rendering",
         "agentloop.rollout",
+        "agentloop.testing",
         "agentloop.trainers",
         "agentloop_servers.chat_format",
         "agentloop_servers.cluster",
@@ -395,6 +403,7 @@ OWNERS: dict[str, set[str]] = {
     r"\bWeightVersionSpan\(": {
         "agentloop.types",
         "agentloop.simulation.policy",  # malformed on purpose
+        "agentloop.testing.stand_in",  # of a policy that has one version
         "agentloop_servers.engines.sglang.convert",  # from the counts at each commit
         "agentloop_servers.engines.vllm.convert",  # from vLLM's labels
     },

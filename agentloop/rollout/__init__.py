@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.context import LoopContext
-from agentloop.rollout.environment import Environment, Turn, call, tasks_of
+from agentloop.rollout.environment import Environment, ScriptedTurn, call, tasks_of
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, SingleTurn, ToolLoop
 from agentloop.rollout.rewards import RewardFunction, exact_match
 from agentloop.rollout.tool import (
@@ -30,6 +30,7 @@ __all__ = [
     "ResumableLoop",
     "RewardFunction",
     "ScoringSession",
+    "ScriptedTurn",
     "SingleTurn",
     "SnapshotSession",
     "Tool",
@@ -38,7 +39,6 @@ __all__ = [
     "ToolSet",
     "ToolSpec",
     "Toolbox",
-    "Turn",
     "call",
     "exact_match",
     "tasks_of",

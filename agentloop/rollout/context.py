@@ -44,6 +44,7 @@ from agentloop.score import Score
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.trajectory.node import Reply
 from agentloop.types import (
+    JSON,
     FinishReason,
     GenerateRequest,
     KVPolicy,
@@ -134,6 +135,11 @@ class LoopContext:
     def path(self) -> GrowingPath:
         """The conversation's tokens so far."""
         return self._path
+
+    @property
+    def tool_definitions(self) -> Sequence[Mapping[str, JSON]]:
+        """The tools that the policy is shown, in the OpenAI format."""
+        return self._definitions
 
     @property
     def budget(self) -> Budget:

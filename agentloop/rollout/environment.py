@@ -26,7 +26,7 @@ from agentloop.types import JSON, Message, RolloutTask, ToolCall
 MAX_LIFE_S = 1800.0
 """The most that an environment may take to open, to score and to close, together."""
 
-Turn: TypeAlias = str | ToolCall | Sequence[ToolCall]
+ScriptedTurn: TypeAlias = str | ToolCall | Sequence[ToolCall]
 """A turn of a scripted policy: what it says, or calls."""
 
 _OURS = frozenset({"task", "seed", "_trajectory_id", "_models"})
@@ -56,7 +56,7 @@ class Environment:
         return ()
 
     @classmethod
-    def gold(cls, task: RolloutTask) -> Sequence[Turn] | None:
+    def gold(cls, task: RolloutTask) -> Sequence[ScriptedTurn] | None:
         """Return the turns of a policy that solves the task; None: not known."""
         return None
 

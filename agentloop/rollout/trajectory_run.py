@@ -184,6 +184,11 @@ class TrajectoryRun:
         return self._ctx.budget.num_sampled_tokens if self._ctx else 0
 
     @property
+    def ctx(self) -> LoopContext | None:
+        """The context of its loop, once that has one."""
+        return self._ctx
+
+    @property
     def flight(self) -> Flight:
         if self._ctx is None:
             return Flight(Doing.LOAD, age_s := self._stopwatch() / 1e6, age_s)

@@ -10,6 +10,7 @@ import pytest
 
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox
+from agentloop.testing import validate
 from agentloop.types import ToolCall
 from agentloop_tools.sandbox.bubblewrap import refusal
 from agentloop_tools.shell import ShellTool
@@ -30,6 +31,12 @@ WHY_NOT = refusal()
 )
 def test_an_example_is_short(name: str, most: int):
     assert len((EXAMPLES / name).read_text().splitlines()) < most
+
+
+async def test_the_shop_has_sixty_lines_and_no_fault():
+    code = (EXAMPLES / "14_shop.py").read_text().split('"""', 2)[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 60
+    assert await validate(importlib.import_module("examples.14_shop").Shop) == []
 
 
 @pytest.mark.slow

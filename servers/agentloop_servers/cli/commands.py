@@ -18,6 +18,12 @@ from agentloop_servers.cli import load
 COMMANDS = {
     "serve": ("service", "Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM."),
     "rollout": ("service", "Roll out a task file, by a service of its own or by a running one."),
+    "try": ("bench", "Play one episode of an environment in this process, and print it turn by turn."),
+    "validate": (
+        "bench",
+        "Look for faults of an environment: leaks, chance, free rewards, tools that break.",
+    ),
+    "new": ("bench", "Write a folder with an environment: a task, a tool, a reward and a test."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
     "list": ("records", "List a run's trajectories: newest, slowest, failed, by reward, task or text."),
     "index": ("records", "Make the records of a run of an earlier release listable."),

@@ -36,10 +36,10 @@ def show(
     with clear_errors():
         found = _named(store_of(run), trajectory)
     console = Console()
-    for line in _facts(found):
+    for line in record_lines(found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for message in found.messages:
-        _show_message(console, message)
+        show_message(console, message)
     for place, path in enumerate(found.paths):
         name = f"path {place + 1} of {len(found.paths)}"
         console.rule(name if path.split_reason is None else f"{name}, split: {path.split_reason}")
@@ -132,7 +132,8 @@ def _named(store: Path | Home, name: str) -> Trajectory:
     raise InvalidRequest(f"{name!r} means {meant}", param="trajectory")
 
 
-def _facts(trajectory: Trajectory) -> Iterator[str]:
+def record_lines(trajectory: Trajectory) -> Iterator[str]:
+    """Yield what a record says of its trajectory, in lines."""
     yield f"{next(_names(trajectory))}, task {trajectory.task_id}"
     versions = ", ".join(f"v{version}" for version in trajectory.versions) or "none"
     whole = "complete" if trajectory.is_complete else "not complete"
@@ -141,11 +142,14 @@ def _facts(trajectory: Trajectory) -> Iterator[str]:
     parts = {**trajectory.components, **trajectory.metrics}
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     yield f"reward {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{named}"
+    if trajectory.end_reason:
+        yield f"the episode ended: {trajectory.end_reason}"
     for trouble in filter(None, (trajectory.error, trajectory.reward_error)):
         yield f"error: {trouble}"
 
 
-def _show_message(console: Console, message: Message) -> None:
+def show_message(console: Console, message: Message) -> None:
+    """Print a message under its role."""
     console.rule(" ".join(filter(None, (message.role, message.name))), align="left")
     if message.reasoning:
         console.print(Text(message.reasoning, style="dim italic"), soft_wrap=True)

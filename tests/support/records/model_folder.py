@@ -12,41 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from agentloop.rendering.port import TurnEnd
 from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.testing.stand_in import TEMPLATE
 from agentloop.types import Message, ToolCall
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 STOP, BACKUP_STOP = "<|im_end|>", "<|endoftext|>"
-
-TEMPLATE = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- 'Tools:' }}
-    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\\nCall them within <tool_call></tool_call>.<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n' if message.content or not loop.first else '' }}
-            {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) }}
-            {{- ', "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.previtem.role != 'tool' else '' }}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 
 # What Qwen3 does: reasoning is kept while a tool cycle lasts, and dropped once the user speaks again.
 STRIPS_THINKING = TEMPLATE.replace(

@@ -1,0 +1,281 @@
+"""`validate`: what an environment must do, tried on its own tasks by scripted policies.
+
+The order matters: a task is first left untouched, then solved twice, then left untouched again, so that what
+outlives a trajectory shows. Then it is solved once more with its state carried to a new object after each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agentloop import codec
+from agentloop.errors import ToolError, error_line
+from agentloop.rollout.environment import Environment, LoadedEnvironment, OpenEnvironment, ScriptedTurn, methods_of
+from agentloop.rollout.tool import EndEpisode, Tool, ToolSpec
+from agentloop.testing.episode import loaded_of, play
+from agentloop.testing.stand_in import message_of
+from agentloop.types import FAILURES, JSON, Message, RolloutTask, Trajectory
+
+T = TypeVar("T")
+
+UNTOUCHED: Sequence[ScriptedTurn] = ("I cannot help with that.",)
+_MAX_SHOWN = 160
+_NO_MATTER = {"title", "description", "default", "examples"}
+_BY_TYPE = {"string": "a", "integer": 0, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
+_ODD: tuple[JSON, ...] = ("", "\x00\u202e😀", "'; --", "a" * 100_000, -1, 10**30, 1e308, True, None, [], [[]], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of an environment. `check` names the rule that it breaks."""
+
+    check: str
+    task_id: str  # empty: of all
+    problem: str
+
+    def __str__(self) -> str:
+        place = f"{self.check}, task {self.task_id}" if self.task_id else self.check
+        return f"{place}: {self.problem}"
+
+
+async def validate(
+    environment: type[Environment] | str,
+    *,
+    max_tasks: int = 20,
+    tools: Sequence[Tool] = (),
+    call_timeout_s: float = 2.0,
+) -> list[Fault]:
+    """Return the faults of an environment on its first tasks; nothing: none was found.
+
+    `tools` are those of a service that its tasks name; a tool that has odd arguments has `call_timeout_s`.
+    """
+    bench = _Bench(loaded_of(environment), tools, call_timeout_s)
+    bench.check_tools()
+    tasks = bench.checked_tasks()[:max_tasks]
+    solved = [(task, record) for task in tasks if (record := await bench.check_task(task)) is not None]
+    again = await asyncio.gather(*(bench.solve(task) for task, _ in solved))
+    for (task, alone), beside in zip(solved, again, strict=True):
+        bench.same("side by side", task, alone, beside, "state is shared by trajectories that run at once")
+    if tasks:
+        await bench.check_odd_arguments(tasks[0])
+    return bench.faults
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """The objects of one episode, and what their closes raised."""
+
+    objects: list[weakref.ref[Environment]] = field(default_factory=list)
+    close_errors: list[str] = field(default_factory=list)
+    num_open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedEnvironment(LoadedEnvironment):
+    """An environment of which is seen how it ends; `is_carried` to a new object after each call."""
+
+    life: _Life = field(default_factory=_Life)
+    is_carried: bool = False
+
+    def open_session(self, trajectory_id: str, seed: int) -> _WatchedSession:
+        return _WatchedSession(self, trajectory_id, seed)
+
+    def make(self, trajectory_id: str, seed: int) -> Environment:
+        """Return a new object."""
+        made = LoadedEnvironment.open_session(self, trajectory_id, seed).environment
+        self.life.objects.append(weakref.ref(made))
+        return made
+
+
+class _WatchedSession(OpenEnvironment):
+    def __init__(self, loaded: _WatchedEnvironment, trajectory_id: str, seed: int) -> None:
+        super().__init__(loaded.make(trajectory_id, seed))
+        self._loaded = loaded
+        self._place = trajectory_id, seed
+        loaded.life.num_open += 1
+
+    async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
+        answer = await super().call_tool(name, arguments)
+        await self._carry()
+        return answer
+
+    async def react(self, messages: Sequence[Message]) -> str | None:
+        said = await super().react(messages)
+        await self._carry()
+        return said
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        except Exception as error:
+            self._loaded.life.close_errors.append(error_line(error))
+        self._loaded.life.num_open -= 1
+
+    async def _carry(self) -> None:
+        """Go on in a new object, unless the state is one that cannot be carried."""
+        if self._loaded.is_carried:
+            with suppress(ToolError):
+                state, earlier = await self.snapshot(), self.environment
+                self.environment = self._loaded.make(*self._place)
+                await self.open(earlier.task)
+                await self.restore(state)
+
+
+@dataclass(slots=True)
+class _Bench:
+    loaded: LoadedEnvironment
+    tools: Sequence[Tool]
+    call_timeout_s: float
+    faults: list[Fault] = field(default_factory=list)
+
+    def say(self, check: str, problem: str, task_id: str = "") -> None:
+        """Note a fault, once."""
+        fault = Fault(check, task_id, problem)
+        if fault not in self.faults:
+            self.faults.append(fault)
+
+    def checked_tasks(self) -> list[RolloutTask]:
+        """Return the tasks, each id once."""
+        first, second = (self._of_class("tasks", self.loaded.kind.tasks) for _ in range(2))
+        if not first:
+            self.say("tasks", "there are none")
+        if codec.encode(first) != codec.encode(second):
+            self.say("tasks", "two calls of tasks() give other tasks")
+        ids = [task.task_id for task in first]
+        for twice in sorted({task_id for task_id in ids if ids.count(task_id) > 1}):
+            self.say("tasks", "its id is another's too", twice)
+        return list({task.task_id: task for task in first}.values())
+
+    def check_tools(self) -> None:
+        """Look for what a policy is not told, or not held to."""
+        for spec in self._specs():
+            if not spec.description:
+                self.say("tool docs", f"{spec.name} has no docstring: the policy is told nothing of it")
+            for name, schema in spec.parameters.get("properties", {}).items():
+                if _takes_anything(schema):
+                    self.say("tool schema", f"{spec.name} takes anything as {name}: {schema}")
+
+    async def check_task(self, task: RolloutTask) -> Trajectory | None:
+        """Play a task; return the record of its gold solution, None without one."""
+        untouched = await self._play(task, UNTOUCHED)
+        gold = self._of_class("gold", lambda: self.loaded.kind.gold(task) or (), task.task_id)
+        if not gold:
+            return None
+        solved = await self._play(task, gold)
+        again, left = await self._play(task, gold), await self._play(task, UNTOUCHED)
+        self.same("repeatable", task, solved, again, "randomness beside self.seed, or a leak")
+        self.same("leak", task, untouched, left, "it saw what another trajectory left")
+        acts = any(message_of(turn).tool_calls for turn in gold)
+        if acts and (untouched.reward or 0.0) > 0:
+            self.say("untouched", f"a policy that does nothing has the reward {untouched.reward:g}", task.task_id)
+        if solved.reward is None or solved.reward <= max(0.0, acts * (untouched.reward or 0.0)):
+            self.say("gold", f"the gold solution has the reward {solved.reward}", task.task_id)
+        carried = await self._play(task, gold, is_carried=True)
+        self.same("snapshot", task, solved, carried, "a restored state is another one")
+        return solved
+
+    async def solve(self, task: RolloutTask) -> Trajectory:
+        """Play the gold solution."""
+        return await self._play(task, self.loaded.kind.gold(task) or ())
+
+    def same(self, check: str, task: RolloutTask, one: Trajectory, other: Trajectory, why: str) -> None:
+        """Compare two records that must tell one course."""
+        for mine, theirs in zip(_course(one), _course(other), strict=False):
+            if mine != theirs:
+                self.say(check, f"{why}: {_short(mine)} became {_short(theirs)}", task.task_id)
+                return
+
+    async def check_odd_arguments(self, task: RolloutTask) -> None:
+        """Call each tool with arguments that no policy should give."""
+        kind = self.loaded.kind
+        for spec in self._specs():
+            session = self.loaded.open_session("odd arguments", 0)
+            with suppress(Exception):  # a fault of opening or closing was found before
+                async with asyncio.timeout(kind.open_timeout_s):
+                    await session.open(task)
+                for arguments in _odd_arguments(spec):
+                    if (problem := await self._problem(session, spec.name, arguments)) is not None:
+                        self.say("odd arguments", f"{spec.name}({_short(arguments)}) {problem}")
+                        break
+                async with asyncio.timeout(kind.close_timeout_s):
+                    await session.close()
+
+    async def _problem(self, session: OpenEnvironment, name: str, arguments: Mapping[str, JSON]) -> str | None:
+        try:
+            async with asyncio.timeout(self.call_timeout_s):
+                await session.call_tool(name, arguments)
+        except (ToolError, EndEpisode):
+            return None
+        except TimeoutError:
+            return f"did not return within {self.call_timeout_s:g} s"
+        except Exception as error:
+            return f"raised {error_line(error)}; a ToolError tells the policy"
+        return None
+
+    async def _play(
+        self, task: RolloutTask, turns: Sequence[ScriptedTurn], *, is_carried: bool = False
+    ) -> Trajectory:
+        life = _Life()
+        watched = _WatchedEnvironment(self.loaded.kind, self.loaded.path, life=life, is_carried=is_carried)
+        record = await play(watched, task, turns, tools=self.tools)
+        if record.stop_reason in FAILURES:
+            self.say("runs", record.error or record.stop_reason, task.task_id)
+        if record.reward_error is not None:
+            self.say("score", record.reward_error, task.task_id)
+        for error in life.close_errors:
+            self.say("close", error, task.task_id)
+        if life.num_open:
+            self.say("close", f"not done within {self.loaded.kind.close_timeout_s:g} s", task.task_id)
+        if not is_carried and await _is_held(life.objects):
+            self.say("left over", "something still holds the environment's object after its end", task.task_id)
+        return record
+
+    def _of_class(self, check: str, ask: Callable[[], Iterable[T]], task_id: str = "") -> list[T]:
+        try:
+            return list(ask())
+        except Exception as error:
+            self.say(check, f"{check}() raised {error_line(error)}", task_id)
+            return []
+
+    def _specs(self) -> list[ToolSpec]:
+        return [one.spec for one in methods_of(self.loaded.kind).values()]
+
+
+async def _is_held(objects: Sequence[weakref.ref[Environment]]) -> bool:
+    """Tell if something holds one of the objects; the thread of its last method may be about to end."""
+    for _ in range(20):
+        if all(one() is None for one in objects):
+            return False
+        gc.collect()
+        await asyncio.sleep(0.02)
+    return True
+
+
+def _course(record: Trajectory) -> list[Any]:
+    said = [(one.role, one.content) for one in record.messages if not one.tool_calls]
+    return [*said, record.stop_reason, record.reward, dict(record.components), record.end_reason]
+
+
+def _takes_anything(schema: Mapping[str, JSON]) -> bool:
+    told = {name: value for name, value in schema.items() if name not in _NO_MATTER}
+    return not told or told in ({"type": "object"}, {"type": "object", "additionalProperties": True})
+
+
+def _odd_arguments(spec: ToolSpec) -> Iterable[dict[str, JSON]]:
+    properties: Mapping[str, JSON] = spec.parameters.get("properties", {})
+    usual = {
+        name: schema.get("enum", [_BY_TYPE.get(schema.get("type"), "a")])[0] for name, schema in properties.items()
+    }
+    yield from ({}, {"no_such_argument": 1}, usual)
+    yield from ({**usual, name: odd} for name in properties for odd in _ODD)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,166 @@
+"""`agentloop try`, `validate` and `new`: an environment at work in this process, without a service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+
+from agentloop.api.encoded_record import EncodedRecord
+from agentloop.errors import InvalidRequest
+from agentloop.logs import configure_logging
+from agentloop.plugins import resolve
+from agentloop.rollout.environment import load_environment, tasks_of
+from agentloop.rollout.models import ModelsPort
+from agentloop.rollout.tool import Tool
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
+from agentloop.testing import Policy, ScriptedTurns, play, validate
+from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop_servers.cli.records import record_lines, show_message
+from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_to_end, store_of
+from agentloop_servers.config import new_run_dir
+
+Named = Annotated[str, typer.Argument(help="An environment, my_env:Shop.", metavar="ENVIRONMENT")]
+OPENAI_POLICY = "agentloop.testing.openai_policy:OpenAIPolicy"  # its import takes a second
+TEMPLATES = Path(__file__).with_name("new_env")
+
+app = typer.Typer()
+
+
+@app.command("try")
+def try_environment(
+    environment: Named,
+    task: Annotated[str, typer.Option(help="A task's id, or its place; all: each in turn.")] = "0",
+    policy: Annotated[
+        str, typer.Option(help="scripted: the gold solution; openai:URL; run:RUN: as a run's record has it.")
+    ] = "scripted",
+    model: Annotated[str, typer.Option(help="Of openai:URL, whose key is OPENAI_API_KEY.")] = "default",
+    out: Annotated[Path | None, typer.Option(help="Where a run directory with the records goes.")] = None,
+) -> None:
+    """Play one episode of an environment in this process, and print it turn by turn."""
+    console = Console()
+    with clear_errors():
+        find_modules_here()
+        configure_logging(None)
+        tasks = _chosen(tasks_of(environment), task)
+        is_one = len(tasks) == 1
+        tell: Callable[[Message], None] = (lambda one: show_message(console, one)) if is_one else lambda one: None
+        records = run_to_end(_played(environment, tasks, policy, model, tell, out, console))
+    if is_one:
+        console.rule()
+    for record in records:
+        lines = record_lines(record) if is_one else [f"{record.task_id}  {record.stop_reason}  {record.reward}"]
+        for line in lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    rewards = [record.reward for record in records if record.reward is not None]
+    if not is_one and rewards:
+        console.print(f"mean reward {sum(rewards) / len(rewards):g} of {len(rewards)}", highlight=False)
+    if not all(record.is_complete for record in records):
+        raise typer.Exit(1)
+
+
+@app.command("validate")
+def validate_environment(
+    environment: Named,
+    max_tasks: Annotated[int, typer.Option(min=1, help="Look at so many tasks, the first ones.")] = 20,
+) -> None:
+    """Look for faults of an environment: leaks, chance, free rewards, tools that break."""
+    console = Console()
+    with clear_errors():
+        find_modules_here()
+        configure_logging(None)
+        kind = load_environment(environment).kind
+        faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks_of(environment))))
+        num_gold = sum(kind.gold(task) is not None for task in list(kind.tasks())[:max_tasks])
+    for fault in faults:
+        console.print(str(fault), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(faults) or 'no'} faults; {num_gold} tasks with a gold solution", highlight=False)
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command("new")
+def new(
+    kind: Annotated[str, typer.Argument(help="env")],
+    name: Annotated[str, typer.Argument(help="A module's name; the folder gets it too.")],
+) -> None:
+    """Write a folder with an environment: a task, a tool, a reward and a test."""
+    with clear_errors():
+        if kind != "env" or re.fullmatch(r"[a-z_][a-z0-9_]*", name) is None:
+            raise InvalidRequest("agentloop new env NAME, with a module's name in lower case", param="name")
+        folder, title = Path(name), "".join(part.title() for part in name.split("_")) or "Env"
+        folder.mkdir()
+        for template, file in (("environment", name), ("test_environment", f"test_{name}")):
+            text = (TEMPLATES / f"{template}.py.in").read_text()
+            (folder / f"{file}.py").write_text(text.replace("NAME", name).replace("CLASS", title))
+    Console().print(f"cd {name} && agentloop try {name}:{title}", highlight=False)
+
+
+async def _played(
+    path: str,
+    tasks: list[RolloutTask],
+    policy: str,
+    model: str,
+    tell: Callable[[Message], None],
+    out: Path | None,
+    console: Console,
+) -> list[Trajectory]:
+    tools, records = _tools(tasks), list[Trajectory]()
+    for task in tasks:
+        chosen = _policy(policy, model, task)
+        models = cast(ModelsPort, chosen) if policy.startswith("openai:") else None
+        records.append(await play(path, task, chosen, tools=tools, models=models, on_message=tell))
+    if out is not None:
+        run_dir = new_run_dir(out)
+        store = TrajectoryStore(run_dir / STORE_NAME)
+        try:
+            for record in records:
+                await store.record(EncodedRecord.of(record))
+        finally:
+            await store.close()
+        console.print(f"written to {run_dir}", highlight=False, soft_wrap=True)
+    return records
+
+
+def _policy(policy: str, model: str, task: RolloutTask) -> Policy | None:
+    """Return the policy that the command line names; None: the gold solution. Raises InvalidRequest."""
+    kind, _, where = policy.partition(":")
+    if policy == "scripted":
+        return None
+    if kind == "openai" and where:
+        return cast(Callable[[str, str], Policy], resolve(OPENAI_POLICY, param="policy"))(where, model)
+    if kind != "run":
+        raise InvalidRequest(f"{policy!r} is no policy: scripted, openai:URL or run:RUN", param="policy")
+    reader = TrajectoryReader(store_of(where))
+    try:
+        found = next((one for one in reader.trajectories() if one.task_id == task.task_id), None)
+    finally:
+        reader.close()
+    if found is None:
+        raise InvalidRequest(f"run {where!r} has no record of task {task.task_id!r}", param="policy")
+    turns = [one for one in found.messages[len(task.messages) :] if one.role == "assistant"]
+    return ScriptedTurns(turns, name=policy)
+
+
+def _chosen(tasks: list[RolloutTask], wanted: str) -> list[RolloutTask]:
+    """Return the tasks that a word means. Raises InvalidRequest for none."""
+    if wanted == "all" and tasks:
+        return tasks
+    named = [task for task in tasks if task.task_id == wanted]
+    if not named and wanted.isdecimal():
+        named = tasks[int(wanted) :]
+    if not named:
+        raise InvalidRequest(f"no task {wanted!r} among {len(tasks)}", param="task")
+    return named[:1]
+
+
+def _tools(tasks: list[RolloutTask]) -> list[Tool]:
+    """Return the shipped tools that tasks name."""
+    names = sorted({name for task in tasks for name in task.tools})
+    shipped = cast(dict[str, str], resolve("agentloop_tools:SHIPPED_TOOLS", param="tools")) if names else {}
+    return load_tools(names, shipped)
