@@ -39,6 +39,13 @@ async def test_the_shop_has_sixty_lines_and_no_fault():
     assert await validate(importlib.import_module("examples.14_shop").Shop) == []
 
 
+async def test_the_shop_of_the_page_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
+    (tmp_path / "page_env.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert await validate("page_env:Shop") == []
+
+
 @pytest.mark.slow
 async def test_each_trajectory_has_a_notebook():
     toolbox = Toolbox(tools_at("examples.10_mcp_tool:notebook"))
