@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import NoneType
 from typing import Any, ClassVar, TypeAlias
 
@@ -19,7 +20,7 @@ from agentloop.aio import call_user_code
 from agentloop.errors import InvalidRequest, ToolError
 from agentloop.plugins import made, resolve
 from agentloop.rollout.models import ModelsPort, NoModels, OtherModel
-from agentloop.rollout.tool import FunctionTool, ToolSession, ToolSpec
+from agentloop.rollout.tool import FunctionTool, ToolSpec
 from agentloop.score import Score
 from agentloop.types import JSON, Message, RolloutTask, ToolCall
 
@@ -103,15 +104,15 @@ class Environment:
         self._trajectory_id, self.seed, self._models = trajectory_id, seed, models
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedEnvironment:
-    """A class of an author's as the toolbox holds it: the `EnvironmentTools` of a worker process."""
+    """A class of an author's as the toolbox holds it: a Tool whose session answers all of its `methods`."""
 
     kind: type[Environment]
     path: str
     models: ModelsPort = field(default_factory=NoModels)
 
-    @property
+    @cached_property
     def spec(self) -> ToolSpec:
         kind = self.kind
         return ToolSpec(
@@ -123,47 +124,30 @@ class LoadedEnvironment:
             close_timeout_s=kind.close_timeout_s,
         )
 
-    @property
-    def react_timeout_s(self) -> float:
-        return self.kind.react_timeout_s
-
-    def tools(self) -> Sequence[_Method]:
-        """Return the methods by `@tool`, in their order, a base class's first."""
-        return [_Method(self, one.spec.name) for one in methods_of(self.kind).values()]
+    @cached_property
+    def methods(self) -> Mapping[str, FunctionTool]:
+        """The methods by `@tool`, by their names: a base class's first."""
+        named: dict[str, Any] = {}
+        for base in reversed(self.kind.__mro__):
+            named |= vars(base)
+        found = (one.within(self.path) for one in named.values() if isinstance(one, FunctionTool))
+        return {one.spec.name: one for one in found}
 
     def open_session(self, trajectory_id: str, seed: int) -> OpenEnvironment:
         environment = self.kind()
         environment._begin(trajectory_id, seed, self.models)
-        return OpenEnvironment(environment)
+        return OpenEnvironment(environment, self.methods)
 
     async def close(self) -> None:
         """Nothing is shared between trajectories."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Method:
-    """A tool of an environment. The environment's session answers it."""
-
-    loaded: LoadedEnvironment
-    name: str
-
-    @property
-    def spec(self) -> ToolSpec:
-        spec = methods_of(self.loaded.kind)[self.name].spec
-        return replace(spec, has_state=True, environment=self.loaded.path)
-
-    def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
-        return self.loaded.open_session(trajectory_id, seed)
-
-    async def close(self) -> None:
-        """It is its environment's."""
-
-
 class OpenEnvironment:
-    """The `EnvironmentSession` of one trajectory."""
+    """One trajectory's environment as a session. Its caller sees to it that calls come one at a time."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, methods: Mapping[str, FunctionTool]) -> None:
         self.environment = environment
+        self._methods = methods
 
     async def open(self, task: RolloutTask) -> None:
         self.environment.task = task
@@ -173,13 +157,16 @@ class OpenEnvironment:
         raise ToolError("an environment is called by its tools")
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
-        return await methods_of(type(self.environment))[name].call_on((self.environment,), arguments)
+        """Return the answer of one of the methods. Raises as `call`, and EndEpisode."""
+        return await self._methods[name].call_on((self.environment,), arguments)
 
     async def react(self, messages: Sequence[Message]) -> str | None:
+        """Return what the user says. Raises EndEpisode."""
         said: str | None = await call_user_code(self.environment.react, messages)
         return said
 
     async def score_of(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
+        """Return the score of a conversation."""
         score: float | Score = await call_user_code(self.environment.score, task, messages)
         return score
 
@@ -212,14 +199,6 @@ def tasks_of(path: str) -> list[RolloutTask]:
     loaded = load_environment(path)
     tasks = made(lambda: list(loaded.kind.tasks()), f"{path} has no tasks", param="environment")
     return [replace(task, environment=path) for task in tasks]
-
-
-def methods_of(kind: type[Environment]) -> dict[str, FunctionTool]:
-    """Return the tools of a class, by their names."""
-    named: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        named |= vars(base)
-    return {one.spec.name: one for one in named.values() if isinstance(one, FunctionTool)}
 
 
 def _is_plain(value: object, seen: set[int]) -> bool:

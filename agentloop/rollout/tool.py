@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Protocol, cast, overload, runtime_checkable
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from agentloop.aio import call_user_code
 from agentloop.errors import InvalidRequest, Overloaded, ToolError
 from agentloop.score import Score
-from agentloop.types import JSON, Message, RolloutTask
+from agentloop.types import JSON, RolloutTask
 
 
 class EndEpisode(Exception):
@@ -110,24 +110,6 @@ class SnapshotSession(ToolSession, Protocol):
         """Take over the state of an earlier session. Called once, after `open` and before any call."""
 
 
-@runtime_checkable
-class EnvironmentSession(OpeningSession, SnapshotSession, Protocol):
-    """One trajectory's environment: tools over one state, a user, and a score. Calls come one at a time."""
-
-    @property
-    def environment(self) -> object:
-        """The author's object."""
-
-    async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
-        """Return the answer of one of its tools. Raises as `call`, and EndEpisode."""
-
-    async def react(self, messages: Sequence[Message]) -> str | None:
-        """Return what the user says to an answer without a call; None: the episode ends. Raises EndEpisode."""
-
-    async def score_of(self, task: RolloutTask, messages: Sequence[Message]) -> float | Score:
-        """Return the score of a conversation."""
-
-
 class Tool(Protocol):
     """A tool as the service holds it: one object in each process."""
 
@@ -168,6 +150,11 @@ class FunctionTool:
     def __get__(self, instance: object | None, owner: type) -> Any:
         """Return the method itself where the function is one: an environment's own code calls it as such."""
         return self if instance is None or not self._is_method else MethodType(self._function, instance)
+
+    def within(self, environment: str) -> FunctionTool:
+        """Return the tool as one of an environment, whose state it shares."""
+        spec = replace(self._spec, environment=environment, has_state=True)
+        return FunctionTool(self._function, spec, self._arguments)
 
     def open_session(self, trajectory_id: str, seed: int) -> FunctionTool:
         return self  # stateless: every trajectory may share it

@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import structlog
 
@@ -36,15 +36,14 @@ from agentloop.errors import (
     error_line,
     error_trace,
 )
+from agentloop.rollout.environment import LoadedEnvironment, OpenEnvironment
 from agentloop.rollout.tool import (
     EndEpisode,
-    EnvironmentSession,
     OpeningSession,
     ScoringSession,
     SnapshotSession,
     Tool,
     ToolSession,
-    ToolSet,
     ToolSpec,
 )
 from agentloop.score import Score, score_of
@@ -92,14 +91,6 @@ class _Answer:
     outcome: ToolOutcome = ToolOutcome.OK
 
 
-class EnvironmentTools(Tool, ToolSet, Protocol):
-    """An environment as the toolbox holds it: its session is an EnvironmentSession, which answers its tools."""
-
-    @property
-    def react_timeout_s(self) -> float:
-        """Seconds of its user for one answer."""
-
-
 class Toolbox:
     """All tools of one worker process. Needs a running event loop only when a scope runs."""
 
@@ -132,7 +123,7 @@ class Toolbox:
         return sum(max((life[phase] or 0.0 for life in lives), default=0.0) for phase in range(3))
 
     def open(
-        self, names: Sequence[str], trajectory_id: str, seed: int, environment: EnvironmentTools | None = None
+        self, names: Sequence[str], trajectory_id: str, seed: int, environment: LoadedEnvironment | None = None
     ) -> ToolScope:
         """Return the tools of one trajectory, to be closed. Raises InvalidRequest for an unknown name."""
         if self._closing is not None:
@@ -153,14 +144,14 @@ class Toolbox:
         await asyncio.gather(*closes)
         await self._user_tasks.stop_kept(self._grace_s)
 
-    def _declared(self, names: Sequence[str], environment: EnvironmentTools | None) -> dict[str, Tool]:
+    def _declared(self, names: Sequence[str], environment: LoadedEnvironment | None) -> dict[str, Tool]:
         for index, name in enumerate(names):
             if name not in self._tools:
                 raise InvalidRequest(f"unknown tool {name!r}. Available: {_listed(self._tools)}", param="tools")
             if name in names[:index]:
                 raise InvalidRequest(f"tool {name!r} is named twice", param="tools")
         declared = {name: self._tools[name] for name in names}
-        for tool in () if environment is None else environment.tools():
+        for tool in () if environment is None else environment.methods.values():
             if declared.setdefault(tool.spec.name, tool) is not tool:
                 raise InvalidRequest(f"the environment has a tool {tool.spec.name!r} too", param="tools")
         return declared
@@ -217,7 +208,7 @@ class ToolScope:
         tools: Mapping[str, Tool],
         trajectory_id: str,
         seed: int,
-        environment: EnvironmentTools | None = None,
+        environment: LoadedEnvironment | None = None,
     ) -> None:
         self.ended: EndEpisode | None = None  # by a tool, the user or the loop
         self._toolbox = toolbox
@@ -259,7 +250,7 @@ class ToolScope:
     def environment(self) -> Any:
         """The author's environment; None without one."""
         open_ = self._sessions.get(self._environment.spec.name) if self._environment is not None else None
-        return open_.session.environment if open_ and isinstance(open_.session, EnvironmentSession) else None
+        return open_.session.environment if open_ and isinstance(open_.session, OpenEnvironment) else None
 
     @property
     def can_resume(self) -> bool:
@@ -333,8 +324,8 @@ class ToolScope:
         async with self._turn:
             if isinstance(open_ := self._made(owner), ToolLost):
                 raise open_
-            session = cast(EnvironmentSession, open_.session)
-            said = await self._bounded(owner, lambda: session.react(messages), owner.react_timeout_s)
+            session = cast(OpenEnvironment, open_.session)
+            said = await self._bounded(owner, lambda: session.react(messages), owner.kind.react_timeout_s)
             if isinstance(said, _Failed) and isinstance(said.error, EndEpisode):
                 raise self.end(said.error)
             if isinstance(said, _Failed) or not isinstance(said, str | None):
@@ -457,7 +448,7 @@ class ToolScope:
             open_ = self._session(tool)
             if (error := await self._opened(tool, open_)) is not None:
                 raise RewardError(error.message)
-            if isinstance(open_.session, EnvironmentSession):
+            if isinstance(open_.session, OpenEnvironment):
                 return score_of(await open_.session.score_of(task, messages))
             if not isinstance(open_.session, ScoringSession):
                 raise RewardError(f"a {type(open_.session).__name__} has no score()")
@@ -643,7 +634,7 @@ class ToolScope:
 
 
 def _called(session: ToolSession, call: ToolCall) -> Coroutine[Any, Any, str]:
-    if isinstance(session, EnvironmentSession):
+    if isinstance(session, OpenEnvironment):
         return session.call_tool(call.name, call.arguments)
     return session.call(call.arguments)
 

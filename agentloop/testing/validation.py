@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from agentloop import codec
 from agentloop.errors import ToolError, error_line
-from agentloop.rollout.environment import Environment, LoadedEnvironment, OpenEnvironment, ScriptedTurn, methods_of
+from agentloop.rollout.environment import Environment, LoadedEnvironment, OpenEnvironment, ScriptedTurn
 from agentloop.rollout.tool import EndEpisode, Tool, ToolSpec
 from agentloop.testing.episode import loaded_of, play
 from agentloop.testing.stand_in import message_of
@@ -76,7 +76,7 @@ class _Life:
     num_open: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _WatchedEnvironment(LoadedEnvironment):
     """An environment of which is seen how it ends; `is_carried` to a new object after each call."""
 
@@ -95,7 +95,7 @@ class _WatchedEnvironment(LoadedEnvironment):
 
 class _WatchedSession(OpenEnvironment):
     def __init__(self, loaded: _WatchedEnvironment, trajectory_id: str, seed: int) -> None:
-        super().__init__(loaded.make(trajectory_id, seed))
+        super().__init__(loaded.make(trajectory_id, seed), loaded.methods)
         self._loaded = loaded
         self._place = trajectory_id, seed
         loaded.life.num_open += 1
@@ -244,7 +244,7 @@ class _Bench:
             return []
 
     def _specs(self) -> list[ToolSpec]:
-        return [one.spec for one in methods_of(self.loaded.kind).values()]
+        return [one.spec for one in self.loaded.methods.values()]
 
 
 async def _is_held(objects: Sequence[weakref.ref[Environment]]) -> bool:

@@ -275,7 +275,7 @@ async def test_a_model_says_the_users_part():
 def test_a_task_names_it_on_the_wire_and_its_life_is_finite():
     given = kitchen_task(reference=None)
     assert parse_body(orjson.dumps(task_fields(given)), TaskBody).to_task() == given
-    assert [one.spec.name for one in load_environment(PATH).tools()] == ["put", "serve"]
+    assert list(load_environment(PATH).methods) == ["put", "serve"]
     Looked.open_timeout_s = 1e6
     with pytest.raises(InvalidRequest, match=r"1.00007e\+06 s, of at most 1800"):
         load_environment(f"{__name__}:Looked")
