@@ -520,7 +520,7 @@ class TokenPath:
     @property
     def own_turns(self) -> tuple[Turn, ...]:
         """The turns that no parent has."""
-        return tuple(turn for turn in self.turns if turn.end > self._first_own)
+        return tuple(turn for turn in self.turns if self.parent is None or turn.end > self._first_own)
 
     @property
     def num_own_sampled_tokens(self) -> int:

@@ -130,7 +130,7 @@ def _path_without_ids(path: TokenPath) -> TokenPath:
         num_shared=0,
         token_rewards=None,
         is_trainable=False,
-        turns=tuple(replace(turn, prompt_len=0, start=0, end=0) for turn in path.turns),
+        turns=tuple(replace(turn, prompt_len=0, start=0, end=0, sampling=None) for turn in path.turns),
     )
 
 

@@ -54,7 +54,7 @@ async def test_an_outside_model_gives_the_same_record_without_ids(tmp_path: Path
         lost = await play(Safe, TASK, OpenAIPolicy(f"{service.url}/v1", "other"))
     assert (record.stop_reason, record.reward, said(record)) == (StopReason.COMPLETED, 1.0, COURSE)
     assert {turn.engine for turn in record.path.turns} == {f"openai:{MODEL}"}
-    assert (len(record.path.turns), len(record.path.response_ids), record.is_trained) == (3, 0, False)
+    assert (len(record.path.own_turns), len(record.path.response_ids), record.is_trained) == (3, 0, False)
     assert (lost.stop_reason, lost.is_complete) == (StopReason.LOOP_FAILED, False)
     assert "openai:other" in (lost.error or "")
 
