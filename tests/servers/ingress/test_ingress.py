@@ -785,6 +785,8 @@ async def test_a_link_that_stays_under_the_root_is_followed(door: Door) -> None:
         ("loop", "subprocess:Popen", 403),
         ("reward", "os:system", 403),
         ("reward", "my_loops:os.system", 403),
+        ("environment", "my_loops:Shop", 200),
+        ("environment", "os:Shop", 403),
     ],
 )
 async def test_a_task_names_the_modules_that_the_operator_lists(tmp_path: Path, field: str, name: str, status: int):
