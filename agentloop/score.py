@@ -8,7 +8,7 @@ record has all of a score or nothing. A trajectory that is not complete is never
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -168,6 +168,21 @@ def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
     except RewardError as error:
         problems = (trajectory.reward_error, str(error))
         return replace(trajectory, reward_error="; ".join(problem for problem in problems if problem))
+
+
+def scored_group(
+    group: Sequence[Trajectory], function: Callable[[Sequence[Trajectory]], Sequence[float | Score]]
+) -> list[Trajectory]:
+    """Return a group with the scores that a function gives its complete trajectories at once, such as ranks.
+
+    Scores are over those that there are. Raises RewardError, also for another number of scores.
+    """
+    whole = [one for one in group if one.is_complete]
+    scores = list(function(whole)) if whole else []
+    if len(scores) != len(whole):
+        raise RewardError(f"{len(scores)} scores of {len(whole)} complete trajectories")
+    left = iter(scores)
+    return [scored(one, score_of(next(left))) if one.is_complete else one for one in group]
 
 
 def ended(trajectory: Trajectory) -> Trajectory:

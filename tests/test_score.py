@@ -9,7 +9,7 @@ import pytest
 
 from agentloop import codec
 from agentloop.errors import RewardError
-from agentloop.score import PathScore, Score, ended, resolved, score_of, scored
+from agentloop.score import PathScore, Score, ended, resolved, score_of, scored, scored_group
 from agentloop.types import FinishReason, SplitReason, StopReason, Trajectory
 from tests.support.records.samples import make_path, make_trajectory
 
@@ -158,3 +158,15 @@ def test_what_is_not_complete_is_not_trainable():
     record = ended(make_trajectory(stop_reason=StopReason.LOOP_FAILED))
     assert not record.path.is_trainable
     assert not scored(record, Score(paths={0: PathScore(is_trainable=True)})).path.is_trainable
+
+
+def test_a_group_is_scored_by_its_complete_records():
+    short, long = forked(), forked()
+    lost = replace(forked(), stop_reason=StopReason.ENGINE_FAILED, is_complete=False)
+    group = [long, lost, short]
+    ranked = scored_group(group, lambda whole: [float(place) for place in range(len(whole))])
+    assert [one.reward for one in ranked] == [0.0, None, 1.0]
+    assert [one.reward for one in group] == [None, None, None]
+    assert scored_group([lost], lambda whole: [1.0] * 99)[0] is lost
+    with pytest.raises(RewardError, match="1 scores of 2 complete"):
+        scored_group(group, lambda whole: [1.0])

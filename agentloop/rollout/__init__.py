@@ -6,7 +6,7 @@ from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import Environment, ScriptedTurn, call, tasks_of
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, SingleTurn, ToolLoop
-from agentloop.rollout.rewards import RewardFunction, exact_match
+from agentloop.rollout.rewards import RewardFunction, Weighted, exact_match
 from agentloop.rollout.tool import (
     EndEpisode,
     OpeningSession,
@@ -39,6 +39,7 @@ __all__ = [
     "ToolSet",
     "ToolSpec",
     "Toolbox",
+    "Weighted",
     "call",
     "exact_match",
     "tasks_of",

@@ -11,15 +11,16 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 from agentloop.aio import UserTasks, call_user_code
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
-from agentloop.rollout.models import ModelsPort, NoModels
+from agentloop.rollout.models import ModelsPort, NoModels, judge_score
 from agentloop.rollout.tool import ToolSession
 from agentloop.score import Score, resolved, score_of
-from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop.types import Judge, Message, RolloutTask, Trajectory
 
 RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Score]"]
 """A function of the task and the main conversation's messages, called as `function(task, messages)`.
@@ -32,6 +33,7 @@ Synchronous functions run in a thread of their own, asynchronous ones on the wor
 coroutines may be awaited.
 """
 
+_GIVEN = ("trajectory", "tools", "models", "environment")
 _QUOTES_AND_SPACE = " \t\r\n\"'`\u201c\u201d\u2018\u2019"
 _ANSWER_IS = re.compile(r"answer is\s*:?", re.IGNORECASE)
 
@@ -87,6 +89,53 @@ def load_reward(name_or_path: str) -> RewardFunction:
     return cast(RewardFunction, found)
 
 
+class Weighted:
+    """A reward function made of several: the weighted sum of their rewards, each of which is a component.
+
+    Tasks name its place: `reward = Weighted(answer=(1.0, "exact_match"), style=(0.2, Judge("judge", RUBRIC)))`.
+    """
+
+    def __init__(self, **parts: tuple[float, str | Judge | RewardFunction]) -> None:
+        """A part is a weight and a reward: a name, an import path, a function or a judge. Raises InvalidRequest."""
+        self.has_judge = any(isinstance(reward, Judge) for _, reward in parts.values())
+        self._parts = {name: (weight, function_of(reward)) for name, (weight, reward) in parts.items()}
+        told = [name for name in _GIVEN if any(takes(function, name) for _, function in self._parts.values())]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind) for name in ("task", "messages", *told)]
+        )
+
+    async def __call__(self, task: RolloutTask, messages: Sequence[Message], **given: object) -> Score:
+        """Run the parts side by side. Raises what one of them raises, and RewardError for one without a reward."""
+
+        async def run(function: RewardFunction) -> Score:
+            taken = {name: value for name, value in given.items() if takes(function, name)}
+            return score_of(await call_user_code(function, task, messages, **taken))
+
+        found = await asyncio.gather(*(run(function) for _, function in self._parts.values()))
+        whole, total = Score(), 0.0
+        for (name, (weight, _)), score in zip(self._parts.items(), found, strict=True):
+            if score.reward is None:
+                raise RewardError(f"part {name!r} has no reward")
+            total += weight * score.reward
+            own = {name: score.reward, **{f"{name}.{inner}": one for inner, one in score.components.items()}}
+            metrics = {f"{name}.{inner}": one for inner, one in score.metrics.items()}
+            whole = whole.joined(replace(score, reward=None, components=own, metrics=metrics))
+        return replace(whole, reward=total)
+
+
+def function_of(reward: str | Judge | RewardFunction) -> RewardFunction:
+    """Return the function of a task's reward. Raises InvalidRequest with param "reward"."""
+    if isinstance(reward, Judge):
+        judge = reward
+
+        async def judged(task: RolloutTask, messages: Sequence[Message], models: ModelsPort) -> float:
+            return await judge_score(judge, models, task, messages)
+
+        return judged
+    return load_reward(reward) if isinstance(reward, str) else reward
+
+
 # --- running one ------------------------------------------------------------------------------------------
 
 _user_tasks = UserTasks("reward")
@@ -107,13 +156,8 @@ async def score(
     cancellation. A synchronous function that overruns is abandoned in its thread: it takes no other call's place
     and does not hold up the end of the process.
     """
-    given: dict[str, object] = {
-        "trajectory": trajectory,
-        "tools": {} if tools is None else tools,
-        "models": models,
-        "environment": environment,
-    }
-    given = {name: value for name, value in given.items() if takes(function, name)}
+    values = (trajectory, {} if tools is None else tools, models, environment)
+    given = {name: value for name, value in zip(_GIVEN, values, strict=True) if takes(function, name)}
     evaluation = asyncio.create_task(_evaluate(function, task, trajectory, given), name=f"reward {task.task_id}")
     try:
         await asyncio.wait({evaluation}, timeout=timeout_s)

@@ -48,8 +48,8 @@ from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import LoadedEnvironment, load_environment
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
-from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels, judge_score
-from agentloop.rollout.rewards import RewardFunction, load_reward, score, takes
+from agentloop.rollout.models import JUDGE_TIMEOUT_S, ModelsPort, NoModels
+from agentloop.rollout.rewards import RewardFunction, Weighted, function_of, load_reward, score, takes
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.tool import EndEpisode
 from agentloop.rollout.toolbox import MAX_REASON_BYTES, Toolbox, ToolScope, capped
@@ -244,7 +244,7 @@ class TrajectoryRun:
         try:
             self._loop = await parts.loops.get(task.loop)
             if isinstance(task.reward, Judge):
-                self._reward_function = partial(judge_score, task.reward, parts.models)
+                self._reward_function = function_of(task.reward)
             elif task.reward is not None:
                 self._reward_function = await parts.rewards.get(task.reward)
             for name in task.tool_setup:
@@ -367,7 +367,7 @@ class TrajectoryRun:
         except AgentLoopError as error:
             return None, str(error)
         timeout_s = self._task.limits.reward_timeout_s
-        if isinstance(self._task.reward, Judge):
+        if isinstance(self._task.reward, Judge) or (isinstance(function, Weighted) and function.has_judge):
             timeout_s = max(timeout_s, JUDGE_TIMEOUT_S)
         models, environment = self._parts.models, scope.environment
         return await score(function, self._task, record, timeout_s, tools, models, environment)

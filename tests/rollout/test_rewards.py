@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from agentloop.errors import InvalidRequest, RewardError
-from agentloop.rollout.rewards import contains_reference, exact_match, load_reward, score
+from agentloop.rollout.models import ModelCall
+from agentloop.rollout.rewards import Weighted, contains_reference, exact_match, load_reward, score, takes
 from agentloop.score import PathScore, Score
-from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop.types import Judge, Message, RolloutTask, Trajectory
 from tests.support.records.samples import make_path, make_trajectory
 
 
@@ -245,3 +246,47 @@ async def test_cancellation_passes_through() -> None:
     with pytest.raises(asyncio.CancelledError):
         await scoring
     await asyncio.wait_for(ended.wait(), 10)
+
+
+class OneJudge:
+    """The only other model, which says yes."""
+
+    async def chat(self, call: ModelCall) -> str:
+        assert call.model == "judge"
+        return "Yes."
+
+
+async def test_several_rewards_are_one_weighted_sum_with_components() -> None:
+    async def length(task: RolloutTask, messages: Sequence[Message], trajectory: Trajectory) -> Score:
+        return Score(0.25, components={"words": 1.0}, metrics={"paths": float(len(trajectory.paths))})
+
+    reward = Weighted(
+        answer=(1.0, "exact_match"), style=(0.5, Judge("judge", "Is it polite?")), length=(-2.0, length)
+    )
+    assert reward.has_judge
+    assert [name for name in ("trajectory", "tools", "models", "environment") if takes(reward, name)] == [
+        "trajectory",
+        "models",
+    ]
+    found, problem = await score(reward, task(), record(), models=OneJudge())
+    assert (problem, found) == (
+        None,
+        Score(
+            1.0 + 0.5 - 0.5,
+            components={"answer": 1.0, "style": 1.0, "length": 0.25, "length.words": 1.0},
+            metrics={"length.paths": 1.0},
+        ),
+    )
+
+
+async def test_a_part_that_fails_or_has_no_reward_fails_the_whole() -> None:
+    def silent(task: RolloutTask, messages: Sequence[Message]) -> Score:
+        return Score(metrics={"seen": 1.0})
+
+    found, problem = await score(Weighted(answer=(1.0, "exact_match"), other=(1.0, silent)), task(), record())
+    assert (found, problem) == (None, "RewardError: part 'other' has no reward")
+    found, problem = await score(Weighted(answer=(1.0, "exact_match")), task(None), record())
+    assert found is None
+    assert "has no reference" in (problem or "")
+    with pytest.raises(InvalidRequest, match="unknown reward"):
+        Weighted(answer=(1.0, "no_such"))
