@@ -175,7 +175,13 @@ class _Bench:
         if acts and (untouched.reward or 0.0) > 0:
             self.say("untouched", f"a policy that does nothing has the reward {untouched.reward:g}", task.task_id)
         if solved.reward is None or solved.reward <= max(0.0, acts * (untouched.reward or 0.0)):
-            self.say("gold", f"the gold solution has the reward {solved.reward}", task.task_id)
+            nothing = "" if untouched.reward is None else f", doing nothing {untouched.reward:g}"
+            self.say("gold", f"the gold solution has the reward {solved.reward}{nothing}", task.task_id)
+        failed = [
+            one.content for one in solved.messages if one.role == "tool" and one.content.startswith("Error: ")
+        ]
+        if failed:
+            self.say("gold", f"a call of the gold solution fails: {_short(failed[0])}", task.task_id)
         carried = await self._play(task, gold, is_carried=True)
         self.same("snapshot", task, solved, carried, "a restored state is another one")
         return solved
@@ -188,7 +194,9 @@ class _Bench:
         """Compare two records that must tell one course."""
         for mine, theirs in zip(_course(one), _course(other), strict=False):
             if mine != theirs:
-                self.say(check, f"{why}: {_short(mine)} became {_short(theirs)}", task.task_id)
+                pairs = enumerate(zip(str(mine), str(theirs), strict=False))
+                at = next((place for place, (one_char, other_char) in pairs if one_char != other_char), 0) - 40
+                self.say(check, f"{why}: {_short(mine, at)} became {_short(theirs, at)}", task.task_id)
                 return
 
     async def check_odd_arguments(self, task: RolloutTask) -> None:
@@ -276,6 +284,8 @@ def _odd_arguments(spec: ToolSpec) -> Iterable[dict[str, JSON]]:
     yield from ({**usual, name: odd} for name in properties for odd in _ODD)
 
 
-def _short(value: object) -> str:
+def _short(value: object, at: int = 0) -> str:
+    """Return a value's text, or so much of it from a place on."""
     text = str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    at = max(0, at) if len(text) > _MAX_SHOWN else 0
+    return f"{'...' if at else ''}{text[at : at + _MAX_SHOWN]}{'...' if len(text) > at + _MAX_SHOWN else ''}"

@@ -26,6 +26,11 @@ from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_
 from agentloop_servers.config import new_run_dir
 
 Named = Annotated[str, typer.Argument(help="An environment, my_env:Shop.", metavar="ENVIRONMENT")]
+ToolPaths = Annotated[
+    list[str] | None,
+    typer.Option("--tool", metavar="NAME=PATH", help="A tool that tasks name, by its import path."),
+]
+Debug = Annotated[bool, typer.Option(help="Print tracebacks of tools that raise.")]
 OPENAI_POLICY = "agentloop.testing.openai_policy:OpenAIPolicy"  # its import takes a second
 TEMPLATES = Path(__file__).with_name("new_env")
 
@@ -41,16 +46,18 @@ def try_environment(
     ] = "scripted",
     model: Annotated[str, typer.Option(help="Of openai:URL, whose key is OPENAI_API_KEY.")] = "default",
     out: Annotated[Path | None, typer.Option(help="Where a run directory with the records goes.")] = None,
+    tool: ToolPaths = None,
+    debug: Debug = False,
 ) -> None:
     """Play one episode of an environment in this process, and print it turn by turn."""
     console = Console()
     with clear_errors():
         find_modules_here()
-        configure_logging(None)
+        _log_to_terminal(debug)
         tasks = _chosen(tasks_of(environment), task)
         is_one = len(tasks) == 1
         tell: Callable[[Message], None] = (lambda one: show_message(console, one)) if is_one else lambda one: None
-        records = run_to_end(_played(environment, tasks, policy, model, tell, out, console))
+        records = run_to_end(_played(environment, tasks, policy, model, tell, out, _tools(tasks, tool), console))
     if is_one:
         console.rule()
     for record in records:
@@ -60,7 +67,7 @@ def try_environment(
     rewards = [record.reward for record in records if record.reward is not None]
     if not is_one and rewards:
         console.print(f"mean reward {sum(rewards) / len(rewards):g} of {len(rewards)}", highlight=False)
-    if not all(record.is_complete for record in records):
+    if not all(record.is_complete and record.reward_error is None for record in records):
         raise typer.Exit(1)
 
 
@@ -68,14 +75,16 @@ def try_environment(
 def validate_environment(
     environment: Named,
     max_tasks: Annotated[int, typer.Option(min=1, help="Look at so many tasks, the first ones.")] = 20,
+    tool: ToolPaths = None,
+    debug: Debug = False,
 ) -> None:
     """Look for faults of an environment: leaks, chance, free rewards, tools that break."""
     console = Console()
     with clear_errors():
         find_modules_here()
-        configure_logging(None)
+        _log_to_terminal(debug)
         kind = load_environment(environment).kind
-        faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks_of(environment))))
+        faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks_of(environment), tool)))
         num_gold = sum(kind.gold(task) is not None for task in list(kind.tasks())[:max_tasks])
     for fault in faults:
         console.print(str(fault), highlight=False, markup=False, soft_wrap=True)
@@ -94,11 +103,17 @@ def new(
         if kind != "env" or re.fullmatch(r"[a-z_][a-z0-9_]*", name) is None:
             raise InvalidRequest("agentloop new env NAME, with a module's name in lower case", param="name")
         folder, title = Path(name), "".join(part.title() for part in name.split("_")) or "Env"
+        if folder.exists():
+            raise InvalidRequest(f"{name} is there already", param="name")
         folder.mkdir()
         for template, file in (("environment", name), ("test_environment", f"test_{name}")):
             text = (TEMPLATES / f"{template}.py.in").read_text()
             (folder / f"{file}.py").write_text(text.replace("NAME", name).replace("CLASS", title))
     Console().print(f"cd {name} && agentloop try {name}:{title}", highlight=False)
+
+
+def _log_to_terminal(is_debug: bool) -> None:
+    configure_logging(None, level="debug", console_level="debug" if is_debug else "warning")
 
 
 async def _played(
@@ -108,9 +123,10 @@ async def _played(
     model: str,
     tell: Callable[[Message], None],
     out: Path | None,
+    tools: list[Tool],
     console: Console,
 ) -> list[Trajectory]:
-    tools, records = _tools(tasks), list[Trajectory]()
+    records = list[Trajectory]()
     for task in tasks:
         chosen = _policy(policy, model, task)
         models = cast(ModelsPort, chosen) if policy.startswith("openai:") else None
@@ -159,8 +175,13 @@ def _chosen(tasks: list[RolloutTask], wanted: str) -> list[RolloutTask]:
     return named[:1]
 
 
-def _tools(tasks: list[RolloutTask]) -> list[Tool]:
-    """Return the shipped tools that tasks name."""
+def _tools(tasks: list[RolloutTask], given: list[str] | None) -> list[Tool]:
+    """Return the tools that tasks name: shipped ones, and those of the command line. Raises InvalidRequest."""
     names = sorted({name for task in tasks for name in task.tools})
     shipped = cast(dict[str, str], resolve("agentloop_tools:SHIPPED_TOOLS", param="tools")) if names else {}
-    return load_tools(names, shipped)
+    known = shipped | dict(one.partition("=")[::2] for one in given or ())
+    if missing := [name for name in names if name not in known]:
+        raise InvalidRequest(
+            f"tasks name the tool {missing[0]!r}: say --tool {missing[0]}=my_tools:it", param="tool"
+        )
+    return load_tools(names, known)

@@ -144,6 +144,8 @@ class CommandSandbox(ABC):
             return printed.run(status, stopped)
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
+        if "\0" in command:
+            raise ToolError("a command has no NUL")
         begin = [
             f"export {name}={shlex.quote(value)};"
             for name, value in self._variables.items()
@@ -208,11 +210,12 @@ class Printed:
         return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
 
 
-def tar_of(files: Mapping[str, bytes]) -> bytes:
-    """Pack files by their paths as a tar file."""
+def tar_of(files: Mapping[str, bytes | str]) -> bytes:
+    """Pack files, given by their paths, as a tar file; text is UTF-8."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, data in files.items():
+        for path, content in files.items():
+            data = content.encode(errors="replace") if isinstance(content, str) else content
             entry = tarfile.TarInfo(path)
             entry.size, entry.mode = len(data), 0o644
             archive.addfile(entry, io.BytesIO(data))
