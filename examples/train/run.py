@@ -58,7 +58,8 @@ async def learn(
         before = await evaluate(client, held_out, setting.num_samples)
     progress.doing("trains")
     training_at, cpu_at = time.monotonic(), time.process_time()
-    steps = await train(client, model, training_tasks(recipe.seed, setting.family), recipe, progress.step, prepare)
+    tasks = training_tasks(recipe.seed, setting.family, setting.num_held_out)
+    steps = await train(client, model, tasks, recipe, progress.step, prepare)
     training_s, trainer_cpu_s = time.monotonic() - training_at, time.process_time() - cpu_at
     progress.doing("measures the trained policy")
     after = await evaluate(client, held_out, setting.num_samples)
@@ -136,6 +137,7 @@ def parser_of_runs() -> argparse.ArgumentParser:
     parser, recipe = argparse.ArgumentParser(add_help=False), Recipe()
     parser.add_argument("--config", type=Path, default=CONFIG, help="a Serve config file")
     parser.add_argument("--family", choices=(*FAMILIES, "all"), default="recovery")
+    parser.add_argument("--environment", dest="family", help="in place of a family: its import path, my_env:Shop")
     parser.add_argument("--steps", type=int, default=recipe.num_steps)
     parser.add_argument("--groups", type=int, default=recipe.num_groups, help="tasks a step, of 8 samples each")
     parser.add_argument("--over-provision", type=float, default=0.0, help="groups offered for each of a step's")

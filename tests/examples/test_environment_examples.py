@@ -1,17 +1,22 @@
-"""The examples of environments: an MCP server of one's own, and a shell whose reward runs hidden tests."""
+"""The examples of environments: in one class, by an MCP server of one's own, and by a shell with hidden tests."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from agentloop import rollout
+from agentloop.rollout.environment import ScriptedTurn, load_environment, tasks_of
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox
-from agentloop.testing import validate
+from agentloop.testing import play, validate
 from agentloop.types import ToolCall
+from agentloop_tools.calculator import calculator
 from agentloop_tools.sandbox.bubblewrap import refusal
 from agentloop_tools.shell import ShellTool
 from tests.support.engine.scripted import call, scripted_engine
@@ -33,10 +38,49 @@ def test_an_example_is_short(name: str, most: int):
     assert len((EXAMPLES / name).read_text().splitlines()) < most
 
 
-async def test_the_shop_has_sixty_lines_and_no_fault():
-    code = (EXAMPLES / "14_shop.py").read_text().split('"""', 2)[2]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 60
-    assert await validate(importlib.import_module("examples.14_shop").Shop) == []
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("14_shop:Shop", 60), ("17_wiki:Wiki", 70), ("18_dungeon:Dungeon", 90), ("train.refusals:Refusals", 40)],
+)
+async def test_an_environment_has_no_fault_and_says_who_solved_it(path: str, most: int):
+    module, _, _ = path.partition(":")
+    code = (EXAMPLES / f"{module.replace('.', '/')}.py").read_text().split('"""', 2)[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= most
+    assert await validate(f"examples.{path}", max_tasks=3) == []
+    for one in tasks_of(f"examples.{path}")[:3]:
+        solved, silent = [await play(f"examples.{path}", one, turns) for turns in (None, ["I do not know."])]
+        assert (solved.reward, silent.reward) == (1.0, 0.0)
+
+
+CALCULATED = [rollout.call("calculator", expression=written) for written in ("8% of 5600", "8 * 5600 / 100")]
+
+
+@pytest.mark.parametrize(
+    ("path", "turns", "reward"),
+    [
+        ("17_wiki:Wiki", [rollout.call("answer", text="A Crow!")], 1.0),
+        ("17_wiki:Wiki", [rollout.call("answer", text="a crown")], 0.0),
+        ("18_dungeon:Dungeon", [rollout.call("do", action="take treasure"), "It is mine."], 0.0),
+        ("train.refusals:Refusals", [*CALCULATED, "The answer is 448."], 0.5),
+        ("train.refusals:Refusals", [*CALCULATED, "The answer is 8."], 0.0),
+        ("train.refusals:Refusals", ["The answer is 448."], 0.0),
+    ],
+)
+async def test_a_policy_gets_what_it_earned(path: str, turns: Sequence[ScriptedTurn], reward: float):
+    record = await play(f"examples.{path}", policy=turns)
+    assert (record.reward, record.reward_error) == (reward, None)
+
+
+async def test_a_search_of_the_wiki_takes_any_text():
+    turns = [rollout.call("search", query='the founder of "Quenovar AND (NEAR -*'), "I see."]
+    record = await play("examples.17_wiki:Wiki", policy=turns)
+    [found] = [message.content for message in record.messages if message.role == "tool"]
+    assert json.loads(found)[0] == "Quenovar"
+
+
+def test_the_shipped_policy_knows_the_tool_of_refusals():
+    [method] = load_environment("examples.train.refusals:Refusals").methods.values()
+    assert method.spec.definition() == calculator.spec.definition()
 
 
 async def test_the_shop_of_the_page_has_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from dataclasses import replace
+from itertools import islice
 from types import ModuleType
 
 import numpy as np
@@ -241,11 +242,22 @@ async def test_a_run_that_saved_its_versions_is_checked_against_them(tmp_path):
     assert f"{first}" in {row.version for row in found.retokenized}
 
 
-def test_held_out_tasks_are_never_trained_on():
-    held_out = {task.messages[0].content for task in held_out_tasks(16, "recovery")}
+@pytest.mark.parametrize("family", ["recovery", "examples.train.refusals:Refusals"])
+def test_held_out_tasks_are_never_trained_on(family):
+    held_out = {task.messages[0].content for task in held_out_tasks(16, family)}
     assert len(held_out) == 16
-    trained = {task.messages[0].content for task, _ in zip(training_tasks(0, "recovery"), range(200), strict=False)}
+    trained = {task.messages[0].content for task in islice(training_tasks(0, family, 16), 200)}
     assert not held_out & trained
+
+
+def test_a_small_environment_is_trained_on_in_epochs():
+    shop = "examples.14_shop:Shop"
+    [held_out], trained = held_out_tasks(1, shop), list(islice(training_tasks(0, shop, 1), 4))
+    assert {task.messages for task in trained[:2]} == {task.messages for task in trained[2:]}
+    assert held_out.messages not in [task.messages for task in trained]
+    assert len({task.task_id for task in trained}) == 4
+    with pytest.raises(ValueError, match="all of the environment's tasks are held out"):
+        next(training_tasks(0, shop, 3))
 
 
 def test_gains_are_paired_by_task():
