@@ -1,46 +1,67 @@
-"""A verifiers taskset as rollouts: its harness is the agent, and a session of ours its model.
+"""A verifiers taskset as rollouts: its harness is the agent, sessions of a running service are its model.
 
-verifiers lives in an environment of its own, with `uv` on the PATH, which its harnesses are run by:
+One process runs all samples. It lives in an environment of its own, with `uv` on the PATH to run harnesses:
 
-    uv venv vf && uv pip install --python vf/bin/python verifiers==0.4.0
-    agentloop rollout --tasks tasks.jsonl --agent-command "vf/bin/python examples/12_verifiers.py"
+    uv venv vf && uv pip install --python vf/bin/python verifiers==0.4.0 agentloop-rollouts
+    vf/bin/python examples/12_verifiers.py my-taskset http://127.0.0.1:8600 8
 
-A task names one of a taskset by its id, TASKSET/INDEX (`my-taskset/17`); verifiers' own reward is the session's.
+Here 8 samples of each task; each is a session of my-taskset/INDEX, with the reward that verifiers gives it.
 """
 
 import asyncio
-import json
 import os
-import urllib.request
+import sys
+import uuid
+from dataclasses import dataclass
 
 import verifiers.v1 as vf
 from verifiers.v1.envs.single_agent import SingleAgentEnv, SingleAgentEnvConfig
 
+from agentloop.agents.program import AgentPlace, AgentProgram
+from agentloop.agents.runner import AgentRecord, run_agents
+from agentloop.client.client import RolloutClient
+from agentloop.types import Message, RolloutTask
 
-async def reward_of(task_id: str, base_url: str) -> float:
-    """Run one task of a taskset in its harness, and return the reward that verifiers gives it."""
-    taskset, _, index = task_id.rpartition("/")
+
+@dataclass
+class HarnessRunner:
+    """Runs tasks of one taskset on the event loop that serves it."""
+
+    env: SingleAgentEnv
+
+    async def run(self, place: AgentPlace) -> float:
+        """Run one task in its harness, and return the reward that verifiers gives it."""
+        (task,) = self.env.taskset.include(idx=[place.task.task_id.rpartition("/")[2]])
+        variable = f"KEY_{uuid.uuid4().hex}"  # verifiers reads keys from the environment only
+        os.environ[variable] = place.api_key
+        try:
+            client = vf.EvalClientConfig(base_url=place.base_url, api_key_var=variable)
+            episode = await self.env.run_episode(task, vf.ModelContext(model="default", client=client))
+        finally:
+            del os.environ[variable]
+        if problems := [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
+            raise RuntimeError(str(problems[0]))
+        return float(episode.traces[0].reward)
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+async def main(taskset: str, url: str, samples: str) -> None:
+    """Run every task of a taskset, and print the reward or the error of each sample."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = SingleAgentEnv(SingleAgentEnvConfig(taskset={"id": taskset}, agent=agent))
-    client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")  # it reads keys from there only
-    model = vf.ModelContext(model="default", client=client)
-    async with env.serving():
-        (task,) = env.taskset.include(idx=[index])
-        episode = await env.run_episode(task, model)
-    if problems := [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
-        raise RuntimeError(f"{task_id}: {problems[0]}")
-    return float(episode.traces[0].reward)
+    said = [(Message("user", str(one.data.prompt)),) for one in env.taskset]
+    tasks = [RolloutTask(f"{taskset}/{place}", messages) for place, messages in enumerate(said)]
+    program = AgentProgram(taskset, HarnessRunner(env))
+    async with RolloutClient(url) as client, env.serving():
+        run = await run_agents(client, program, tasks, num_samples=int(samples), on_record=show)
+    print("rollout", run.rollout_id)
 
 
-def main() -> None:
-    """Run the task that `agentloop rollout` put into the environment, and post its reward to its session."""
-    task_id = json.loads(os.environ["AGENTLOOP_TASK"])["task_id"]
-    found = asyncio.run(reward_of(task_id, os.environ["OPENAI_BASE_URL"]))
-    headers = {"authorization": f"Bearer {os.environ['AGENTLOOP_SESSION_KEY']}", "content-type": "application/json"}
-    body = json.dumps({"reward": found}).encode()
-    url = f"{os.environ['AGENTLOOP_SESSION_URL']}/reward"
-    urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30).close()
+def show(record: AgentRecord) -> None:
+    print(record.task_id, record.sample_index, record.error or record.trajectory.reward, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,16 +1,15 @@
-"""The bridge to verifiers, in its own environment: its taskset and harness, our session, its reward."""
+"""The bridge to verifiers, in its own environment: its taskset and harness, our sessions, its rewards."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from agentloop.agents.program import AgentProgram
-from agentloop.agents.runner import AgentRecord, run_agents
 from agentloop.client.client import RolloutClient
-from agentloop.types import Message, RolloutTask, StopReason
+from agentloop.types import StopReason
 from tests.support.service.whole_service import simulated_config, whole_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,24 +18,30 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "clients" / "verifiers" / "bin" / "python"
 
 
-def task(name: str) -> RolloutTask:
-    return RolloutTask(name, (Message("user", "said by the taskset"),))
+async def run_bridge(*arguments: str) -> tuple[list[list[str]], int]:
+    """Return the words of each line that the bridge prints, and its exit status."""
+    paths = {"PATH": f"{PYTHON.parent}:{os.environ['PATH']}"}  # its harness is run by `uv`
+    paths["PYTHONPATH"] = f"{ROOT}:{Path(__file__).parent / 'verifiers'}"
+    program = str(ROOT / "examples" / "12_verifiers.py")
+    pipe = asyncio.subprocess.PIPE
+    bridge = await asyncio.create_subprocess_exec(PYTHON, program, *arguments, env=os.environ | paths, stdout=pipe)
+    output, _ = await bridge.communicate()
+    lines = [line.split() for line in output.decode().splitlines()]
+    return [words for words in lines if words[0].startswith(("counting", "rollout"))], bridge.returncode or 0
 
 
-async def test_a_taskset_runs_on_sessions_and_its_reward_is_theirs(tmp_path: Path, monkeypatch) -> None:
+async def test_one_process_runs_a_taskset_and_its_rewards_are_verifiers(tmp_path: Path) -> None:
     assert PYTHON.exists(), "no environment for verifiers: run `make test-clients`"
-    monkeypatch.setenv("PATH", f"{PYTHON.parent}:{os.environ['PATH']}")  # its harness is run by `uv`
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "verifiers"))
-    bridge = AgentProgram.command(f"{PYTHON} {ROOT / 'examples' / '12_verifiers.py'}")
     async with whole_service(simulated_config(replicas=1), tmp_path) as url, RolloutClient(url) as client:
-        tasks = [task("counting-taskset/1"), task("no-such-taskset/0")]
-        with bridge:
-            found: dict[str, AgentRecord] = {}
-            await run_agents(client, bridge, tasks, on_record=lambda one: found.update({one.task_id: one}))
-    record, failed = found["counting-taskset/1"], found["no-such-taskset/0"]
-    assert record.trajectory is not None
-    assert record.trajectory.stop_reason is StopReason.COMPLETED
-    question, answer = record.trajectory.messages[-2:]
-    assert question.content == "Count to 4."
-    assert record.trajectory.reward == 1.0 + len(answer.content.strip())  # verifiers strips replies
-    assert "no_such_taskset" in (failed.error or "")
+        [*said, (_, rollout_id)], status = await run_bridge("counting-taskset", url, "2")
+        trajectories = (await client.read(rollout_id)).trajectories
+    assert status == 0
+    found = {(one.task_id, one.sample_index): one for one in trajectories}
+    assert len(found) == 6
+    for task_id, sample, reward in said:
+        record = found.pop((task_id, int(sample)))
+        question, answer = record.messages[-2:]
+        assert record.stop_reason is StopReason.COMPLETED
+        assert question.content == f"Count to {int(task_id[-1]) + 3}."
+        assert record.reward == float(reward) == 1.0 + len(answer.content.strip())  # verifiers strips replies
+    assert not found
