@@ -31,7 +31,7 @@ WHY_NOT = refusal()
     ("name", "most"),
     [
         *((name, 60) for name in ("10_mcp_tool.py", "11_shell_tool.py", "16_nemo_gym.py")),
-        *((name, 110) for name in ("12_verifiers.py", "15_repair.py", "17_harbor.py")),
+        *((name, 110) for name in ("12_verifiers.py", "15_repair.py", "19_harbor.py")),
     ],
 )
 def test_an_example_is_short(name: str, most: int):

@@ -2,7 +2,7 @@
 
 Harbor lives in an environment of its own, of Python 3.12 or later, with bubblewrap and tmux on the PATH:
 
-    agentloop rollout --tasks tasks.jsonl --agent-command "harbor/bin/python examples/17_harbor.py TASKS terminus-2"
+    agentloop rollout --tasks tasks.jsonl --agent-command "harbor/bin/python examples/19_harbor.py TASKS terminus-2"
 
 A task's id names a folder of TASKS; Harbor's own reward is the session's. The host's programs stand in for
 the image: a task's Dockerfile is not built, and its network is the host's.
