@@ -40,6 +40,7 @@ class Bubblewrap(BaseEnvironment):
             (self._folder / name).mkdir()
 
     async def stop(self, delete: bool) -> None:
+        await self.exec("tmux kill-server")  # the one process that Harbor's agents leave behind
         shutil.rmtree(self._folder)
 
     def _inside(self, path: str) -> Path:
