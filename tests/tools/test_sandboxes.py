@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestServer
 
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
 from agentloop.types import StopReason
@@ -27,6 +28,7 @@ from agentloop_tools.sandbox.bubblewrap import Bubblewrap, refusal
 from agentloop_tools.sandbox.commands import tar_of
 from agentloop_tools.sandbox.container import Containers
 from agentloop_tools.sandbox.e2b import E2B
+from agentloop_tools.sandbox.kubernetes import Kubernetes
 from agentloop_tools.sandbox.pool import WarmSandboxes
 from agentloop_tools.shell import ShellTool
 from tests.support.endpoint.front_door import serving
@@ -35,6 +37,7 @@ from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.worker import running_worker, task
 from tests.support.service import podman as podman_service
 from tests.support.service.e2b_server import KEY, FakeE2B
+from tests.support.service.kubernetes_server import POOL, FakeCluster
 
 WHY_NOT = refusal()
 WHY_NO_PODMAN = podman_service.why_not()
@@ -61,8 +64,8 @@ def socket() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=["bubblewrap", "podman", "e2b"])
-async def sandboxes(request) -> AsyncIterator[Sandboxes]:
+@pytest.fixture(params=["bubblewrap", "podman", "e2b", "kubernetes"])
+async def sandboxes(request, tmp_path: Path) -> AsyncIterator[Sandboxes]:
     if request.param == "podman":
         made: Sandboxes = Containers(request.getfixturevalue("socket"), image=podman_service.IMAGE, max_life_s=120)
         yield made
@@ -73,6 +76,16 @@ async def sandboxes(request) -> AsyncIterator[Sandboxes]:
         made = Bubblewrap()
         yield made
         await made.close()
+    elif request.param == "kubernetes":
+        cluster = FakeCluster(tmp_path)
+        async with TestServer(cluster.app) as server:
+            url = str(server.make_url(""))
+            made = Kubernetes(pool=POOL, namespace="rl", api_url=url, account=tmp_path, max_life_s=120)
+            yield made
+            await made.close()
+        assert cluster.claims == {}
+        assert {spec["lifecycle"]["shutdownPolicy"] for spec in cluster.made} == {"Delete"}
+        await cluster.close()
     else:
         provider = FakeE2B()
         async with serving(provider.app) as url:
@@ -376,3 +389,25 @@ WORKER = """
 
     asyncio.run(main())
 """
+
+
+@isolates
+async def test_a_claim_that_is_not_ready_or_gone_is_a_lost_sandbox(tmp_path: Path) -> None:
+    cluster = FakeCluster(tmp_path)
+    async with TestServer(cluster.app) as server:
+        url = str(server.make_url(""))
+        made = Kubernetes(pool=POOL, namespace="rl", api_url=url, account=tmp_path, ready_s=0.5)
+        with pytest.raises(ToolLost, match=r"was not ready in 0\.5 s: WarmPoolNotFound no warm pool other"):
+            await made.create(SandboxSource(image="other"))
+        assert cluster.claims == {}
+        with pytest.raises(InvalidRequest, match="its template"):
+            await made.create(SandboxSource(network="internet"))
+        sandbox = await made.create()
+        await cluster.claims.pop("agentloop-2").close()
+        with pytest.raises(ToolLost, match="the cluster does not answer"):
+            await sandbox.exec("echo on")
+        (tmp_path / "token").write_text("of-nobody")
+        with pytest.raises(ToolLost, match="the cluster answers 401"):
+            await made.create()
+        await made.close()
+    await cluster.close()

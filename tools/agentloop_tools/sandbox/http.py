@@ -27,11 +27,9 @@ class SandboxService:
         self, method: str, path: str, *, timeout_s: float | None = _REQUEST_S, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Call it by a path, or another URL. Raises ToolLost if it does not answer, or refuses."""
-        if self._http is None:  # it belongs to the event loop
-            self._http = aiohttp.ClientSession(connector=self._connector(), base_url=self._url)
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._http.request(method, path, timeout=timeout, **options) as answer:
+            async with self._session().request(method, path, timeout=timeout, **options) as answer:
                 if answer.status >= 400:
                     text = (await answer.text(errors="replace")).strip()
                     raise ToolLost(
@@ -40,6 +38,20 @@ class SandboxService:
                 yield answer
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ToolLost(f"{self._name} does not answer: {error_line(error)}") from error
+
+    @contextlib.asynccontextmanager
+    async def socket(self, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Open a WebSocket. Raises ToolLost if it cannot be opened."""
+        try:
+            async with self._session().ws_connect(path, max_msg_size=0, **options) as opened:
+                yield opened
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ToolLost(f"{self._name} does not answer: {error_line(error)}") from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:  # it belongs to the event loop
+            self._http = aiohttp.ClientSession(connector=self._connector(), base_url=self._url)
+        return self._http
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
         """Call it for JSON; None is no content."""
