@@ -122,6 +122,7 @@ class _WatchedSession(OpenEnvironment):
         if self._loaded.is_carried:
             with suppress(ToolError):
                 state, earlier = await self.snapshot(), self.environment
+                await OpenEnvironment(earlier, self._loaded.methods).close()
                 self.environment = self._loaded.make(*self._place)
                 await self.open(earlier.task)
                 await self.restore(state)
