@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 UNTOUCHED: Sequence[ScriptedTurn] = ("I cannot help with that.",)
 _MAX_SHOWN = 160
+_NUM_LOOKS = 20
 _NO_MATTER = {"title", "description", "default", "examples"}
 _BY_TYPE = {"string": "a", "integer": 0, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
 _ODD: tuple[JSON, ...] = ("", "\x00\u202e😀", "'; --", "a" * 100_000, -1, 10**30, 1e308, True, None, [], [[]], {})
@@ -258,12 +259,13 @@ class _Bench:
 
 async def _is_held(objects: Sequence[weakref.ref[Environment]]) -> bool:
     """Tell if something holds one of the objects; the thread of its last method may be about to end."""
-    for _ in range(20):
+    for place in range(_NUM_LOOKS):
         if all(one() is None for one in objects):
             return False
-        gc.collect()
+        if place in (0, _NUM_LOOKS - 1):  # for cycles; it is slow in a large process
+            gc.collect()
         await asyncio.sleep(0.02)
-    return True
+    return any(one() is not None for one in objects)
 
 
 def _course(record: Trajectory) -> list[Any]:

@@ -128,7 +128,7 @@ TEST = "python3 -m unittest 2>&1 | tail -n 1; git diff --stat | cat"
     [
         (PATCH, 1, "OK\n slug.py | 5 +----", 1.0),
         (CHEAT, 1, " test_slug.py | 11 -----------\n 1 file changed, 11 deletions(-)", 0.0),
-        pytest.param(PATCH, 512, "OK\n", 1.0, marks=pytest.mark.slow),
+        pytest.param(PATCH, 512, "OK\n", 1.0, marks=pytest.mark.long),
     ],
 )
 async def test_a_repository_is_repaired(patch: str, num_samples: int, seen: str, reward: float):
