@@ -35,6 +35,7 @@ ISSUE_COLUMNS = [
     "messages",
     "reward",
     "stop_reason",
+    "end_reason",
     "complete",
     "num_tool_calls",
     "num_tool_errors",

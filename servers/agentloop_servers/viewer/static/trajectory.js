@@ -40,6 +40,7 @@ function Facts({ record, annotations, seq }) {
     annotations: annotated.map(([name, { values }]) => `${name} ${values[0].map(reward).join(" | ")}`).join(", "),
     "its parts": numbers(record.components),
     end: record.is_complete ? record.stop_reason : html`<span class="bad">${record.stop_reason}, not complete</span>`,
+    reason: record.end_reason,
     error: record.error ?? record.reward_error,
     time: `${seconds(timings.total_s)}, after ${seconds(timings.queue_s)} in the queue`,
     generating: `${seconds(timings.generate_s)}, of it standstill ${seconds(timings.standstill_s)}`,
