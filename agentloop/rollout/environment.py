@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import NoneType
 from typing import Any, ClassVar, TypeAlias
 
@@ -124,14 +124,10 @@ class LoadedEnvironment:
             close_timeout_s=kind.close_timeout_s,
         )
 
-    @cached_property
+    @property
     def methods(self) -> Mapping[str, FunctionTool]:
         """The methods by `@tool`, by their names: a base class's first."""
-        named: dict[str, Any] = {}
-        for base in reversed(self.kind.__mro__):
-            named |= vars(base)
-        found = (one.within(self.path) for one in named.values() if isinstance(one, FunctionTool))
-        return {one.spec.name: one for one in found}
+        return _methods_of(self.kind, self.path)  # type: ignore[arg-type] # mypy takes the hash of its objects
 
     def open_session(self, trajectory_id: str, seed: int) -> OpenEnvironment:
         environment = self.kind()
@@ -140,6 +136,16 @@ class LoadedEnvironment:
 
     async def close(self) -> None:
         """Nothing is shared between trajectories."""
+
+
+@cache
+def _methods_of(kind: type[Environment], path: str) -> Mapping[str, FunctionTool]:
+    """Make the tools of a class: once, not for each trajectory."""
+    named: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        named |= vars(base)
+    found = (one.within(path) for one in named.values() if isinstance(one, FunctionTool))
+    return {one.spec.name: one for one in found}
 
 
 class OpenEnvironment:

@@ -109,8 +109,7 @@ class Weighted:
         """Run the parts side by side. Raises what one of them raises, and RewardError for one without a reward."""
 
         async def run(function: RewardFunction) -> Score:
-            taken = {name: value for name, value in given.items() if takes(function, name)}
-            return score_of(await call_user_code(function, task, messages, **taken))
+            return score_of(await call_user_code(function, task, messages, **_taken(function, given)))
 
         found = await asyncio.gather(*(run(function) for _, function in self._parts.values()))
         whole, total = Score(), 0.0
@@ -157,7 +156,7 @@ async def score(
     and does not hold up the end of the process.
     """
     values = (trajectory, {} if tools is None else tools, models, environment)
-    given = {name: value for name, value in zip(_GIVEN, values, strict=True) if takes(function, name)}
+    given = _taken(function, dict(zip(_GIVEN, values, strict=True)))
     evaluation = asyncio.create_task(_evaluate(function, task, trajectory, given), name=f"reward {task.task_id}")
     try:
         await asyncio.wait({evaluation}, timeout=timeout_s)
@@ -180,6 +179,11 @@ async def _evaluate(
         raise
     except BaseException as error:  # user code raises anything, and an exit would stop the event loop
         return None, error_line(error)
+
+
+def _taken(function: RewardFunction, given: Mapping[str, object]) -> dict[str, object]:
+    """Return what the function has parameters for."""
+    return {name: value for name, value in given.items() if takes(function, name)}
 
 
 def takes(function: RewardFunction, name: str) -> bool:

@@ -373,7 +373,7 @@ class TrajectoryRun:
         return await score(function, self._task, record, timeout_s, tools, models, environment)
 
     def _final_record(self) -> Trajectory:
-        """Return the terminal record; of a dropped trajectory nothing is kept."""
+        """Return the terminal record. A dropped trajectory leaves one without its paths and score."""
         return self._with_times(self._record or self._unscored_record())
 
     def _failure_record(self, error: BaseException) -> Trajectory:

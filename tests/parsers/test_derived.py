@@ -21,7 +21,7 @@ from agentloop.parsers.derive import Underivable, derive
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.parsers.test_call_constraint import BOOKED, BOOKING, allows, walk
-from tests.parsers.writing import COMMON_FRAGMENTS
+from tests.parsers.writing import COMMON_FRAGMENTS, made, read_streamed
 from tests.support.families import table
 from tests.support.families.derived import NAMES, derived_chat
 
@@ -75,20 +75,7 @@ def read(
     reader: TurnReader, text: str, pieces: Sequence[str] | None = None, *, reads_calls: bool = True
 ) -> Message:
     """The turn read whole; what is streamed in these pieces is the same."""
-    reading = Reading(TOOLS, 0, reads_calls, True, False)
-    message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
-    splitter = TurnSplitter(reader, reading)
-    given = [splitter.add(piece) for piece in pieces or list(text)]
-    given.append(splitter.finish(message))
-    assert "".join(piece.content for piece in given) == message.content
-    assert "".join(piece.reasoning for piece in given) == message.reasoning
-    names = [delta.name for piece in given for delta in piece.calls if delta.name is not None]
-    assert names == [call.name for call in message.tool_calls]
-    return message
-
-
-def made(message: Message) -> list[tuple[str, dict]]:
-    return [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    return read_streamed(reader, text, Reading(TOOLS, 0, reads_calls, True, False), pieces or list(text))
 
 
 def test_calls_are_read_as_they_were_written_and_cut_ones_are_no_others(family, chat) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import PARSER_NAMES, choose_parser, get_parser
@@ -16,7 +15,7 @@ from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRen
 from agentloop.rendering.template import ChatTemplate
 from agentloop.trajectory.node import Reply
 from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus
-from tests.parsers.writing import reads
+from tests.parsers.writing import made, read_streamed, reads
 from tests.support.engine.scripted import RENDERER
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 
@@ -90,21 +89,8 @@ def sampled(family: Family, template: ChatTemplate, message: dict[str, Any]) -> 
 def read(family: Family, text: str, *, is_thinking: bool) -> Message:
     """One token a character, so that spans are offsets into the text. What is streamed is the same."""
     reader = TurnReader(RENDERER, get_parser(family.calls or "hermes"))
-    reading = Reading(TOOLS, 0, True, True, is_thinking)
-    message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
-    for size in (1, 7):
-        splitter = TurnSplitter(reader, reading)
-        pieces = [splitter.add(text[at : at + size]) for at in range(0, len(text), size)]
-        pieces.append(splitter.finish(message))
-        assert "".join(piece.content for piece in pieces) == message.content
-        assert "".join(piece.reasoning for piece in pieces) == message.reasoning
-        names = [delta.name for piece in pieces for delta in piece.calls if delta.name is not None]
-        assert names == [call.name for call in message.tool_calls]
-    return message
-
-
-def made(message: Message) -> list[tuple[str, dict[str, Any]]]:
-    return [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    cuts = ([text[at : at + size] for at in range(0, len(text), size)] for size in (1, 7))
+    return read_streamed(reader, text, Reading(TOOLS, 0, True, True, is_thinking), *cuts)
 
 
 def thinks(family: Family) -> bool:

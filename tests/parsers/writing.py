@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentloop.generation.stream_splitter import TurnSplitter
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import ToolCall, ToolCallStatus
+from agentloop.types import Message, ToolCall, ToolCallStatus
 
 Arguments = Mapping[str, Any]
 Call = tuple[str, Arguments]
@@ -27,6 +29,25 @@ def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Any) -> bool:
     return are_sound and [(c.name, dict(c.arguments)) for c in found] == [
         (c.name, dict(c.arguments)) for c in calls
     ]
+
+
+def read_streamed(reader: TurnReader, text: str, reading: Reading, *cuts: Sequence[str]) -> Message:
+    """Return a turn read whole, one token a character; what is streamed of each cut in pieces is the same."""
+    message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
+    for cut in cuts:
+        splitter = TurnSplitter(reader, reading)
+        pieces = [splitter.add(piece) for piece in cut]
+        pieces.append(splitter.finish(message))
+        assert "".join(piece.content for piece in pieces) == message.content
+        assert "".join(piece.reasoning for piece in pieces) == message.reasoning
+        names = [delta.name for piece in pieces for delta in piece.calls if delta.name is not None]
+        assert names == [call.name for call in message.tool_calls]
+    return message
+
+
+def made(message: Message) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and arguments of a turn's calls."""
+    return [(call.name, dict(call.arguments)) for call in message.tool_calls]
 
 
 def repeated(unit: str, num_chars: int) -> str:

@@ -1,4 +1,4 @@
-"""One way from a model folder and a service's `chat` settings to what writes and reads its conversations.
+"""Load the renderer and the parser of a model folder, by a service's `chat` settings, and test them.
 
 Workers, the endpoint and `agentloop doctor` all come through here: what the doctor says of a folder is what a
 service does with it. Nothing is given out that has not passed its self-test.

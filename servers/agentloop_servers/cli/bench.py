@@ -52,8 +52,7 @@ def try_environment(
     """Play one episode of an environment in this process, and print it turn by turn."""
     console = Console()
     with clear_errors():
-        find_modules_here()
-        _log_to_terminal(debug)
+        _begin(debug)
         tasks = _chosen(tasks_of(environment), task)
         is_one = len(tasks) == 1
         tell: Callable[[Message], None] = (lambda one: show_message(console, one)) if is_one else lambda one: None
@@ -81,11 +80,10 @@ def validate_environment(
     """Look for faults of an environment: leaks, chance, free rewards, tools that break."""
     console = Console()
     with clear_errors():
-        find_modules_here()
-        _log_to_terminal(debug)
-        kind = load_environment(environment).kind
-        faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks_of(environment), tool)))
-        num_gold = sum(kind.gold(task) is not None for task in list(kind.tasks())[:max_tasks])
+        _begin(debug)
+        tasks, kind = tasks_of(environment), load_environment(environment).kind
+        faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks, tool)))
+        num_gold = sum(kind.gold(task) is not None for task in tasks[:max_tasks])
     for fault in faults:
         console.print(str(fault), highlight=False, markup=False, soft_wrap=True)
     console.print(f"{len(faults) or 'no'} faults; {num_gold} tasks with a gold solution", highlight=False)
@@ -112,7 +110,8 @@ def new(
     Console().print(f"cd {name} && agentloop try {name}:{title}", highlight=False)
 
 
-def _log_to_terminal(is_debug: bool) -> None:
+def _begin(is_debug: bool) -> None:
+    find_modules_here()
     configure_logging(None, level="debug", console_level="debug" if is_debug else "warning")
 
 

@@ -153,13 +153,7 @@ class Bubblewrap(CommandSandboxes):
         except OSError as error:
             raise ToolLost(f"a sandbox cannot be made: {error}") from error
         _give(folder)
-        sandbox = BubblewrapSandbox(self, source, limits, folder, image.seeing(self._read_only))
-        try:
-            await sandbox.start()
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return BubblewrapSandbox(self, source, limits, folder, image.seeing(self._read_only))
 
     async def close(self) -> None:
         await super().close()
@@ -196,7 +190,7 @@ class BubblewrapSandbox(CommandSandbox):
         await self._namespaces.end()
         await asyncio.to_thread(remove_tree, self._folder)
 
-    async def start(self) -> None:
+    async def begin(self) -> None:
         """Make the namespaces where there are none: at first, and after a limit has killed them.
 
         Also where background processes leave no room for a command, not even for one that kills them.
@@ -219,7 +213,7 @@ class BubblewrapSandbox(CommandSandbox):
     async def _perform(
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
-        await self.start()
+        await self.begin()
         began = await asyncio.to_thread(folder_use, self._folder, limits)
         allowed = limits if began.excess(limits) is None else replace(limits, max_folder_bytes=0)
         entered = self._namespaces.enter(program, allowed, given, printed)

@@ -29,6 +29,8 @@ from agentloop_tools.sandbox.port import (
     SandboxSource,
 )
 
+KILL_S = 60.0
+KILL_ALL = ("sh", "-c", "kill -9 -1")
 _SESSION = """
 if [ -r /tmp/.session ]; then . /tmp/.session; cd -- "$PWD" 2>/dev/null || cd /task; else {begin} fi
 trap '__status=$?; trap "" XFSZ; export PWD
@@ -46,7 +48,7 @@ class CommandSandboxes(ABC):
 
     @abstractmethod
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> CommandSandbox:
-        """Make a sandbox with an empty folder."""
+        """Make a sandbox with an empty folder, which `begin` starts."""
 
     async def create(
         self, source: SandboxSource = DEFAULT_SOURCE, limits: SandboxLimits = DEFAULT_LIMITS
@@ -63,8 +65,9 @@ class CommandSandboxes(ABC):
     async def filled(self, source: SandboxSource, limits: SandboxLimits, content: bytes | None) -> CommandSandbox:
         """Make a sandbox whose folder has the content of a tar file."""
         sandbox = await self.make(source, limits)
-        self._open.add(sandbox)
         try:
+            await sandbox.begin()
+            self._open.add(sandbox)
             if content is not None:
                 await sandbox.put_tar(content)
         except BaseException:
@@ -112,6 +115,10 @@ class CommandSandbox(ABC):
         self._killing: asyncio.Future[None] | None = None
 
     @abstractmethod
+    async def begin(self) -> None:
+        """Start it. Called once, first. Raises ToolLost."""
+
+    @abstractmethod
     async def perform(
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
@@ -119,9 +126,10 @@ class CommandSandbox(ABC):
 
         Its time is bounded by the caller. Raises ToolLost."""
 
-    @abstractmethod
     async def kill(self) -> None:
         """Kill all that runs."""
+        async with asyncio.timeout(KILL_S):
+            await self.perform(KILL_ALL, self._limits, b"", Printed(0))
 
     @abstractmethod
     async def remove(self) -> None:
@@ -208,6 +216,11 @@ class Printed:
         """Return the end of the command that printed it, and keep no more of what others print."""
         kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
         return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
+
+
+def fed(program: Sequence[str], given: bytes) -> Sequence[str]:
+    """Return a program whose input has a length, where its side of a connection cannot be closed."""
+    return ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program] if given else program
 
 
 def tar_of(files: Mapping[str, bytes | str]) -> bytes:

@@ -21,12 +21,11 @@ from typing import Any
 import aiohttp
 
 from agentloop.errors import ToolLost
-from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
-from agentloop_tools.sandbox.http import SandboxService
+from agentloop_tools.sandbox.commands import KILL_ALL, KILL_S, CommandSandbox, Printed, fed
+from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _API = "/v1.41"
-_KILL_S = 60.0
 _PULL_S = 1800.0
 _LIVE = "end=$(($(date +%s)+{seconds})); while [ $(date +%s) -lt $end ]; do sleep 60 & wait; done"  # and reap
 _TMP_BYTES = 64 << 20
@@ -34,19 +33,18 @@ _FIRST_ASK_S, _ASK_S = 0.01, 0.3  # between two questions whether a command has 
 _LAST_WORDS_S = 0.2  # of a command that ended while others still hold what it printed into
 
 
-class Containers(CommandSandboxes):
+class Containers(ServiceSandboxes):
     """Sandboxes of the runtime behind a socket."""
 
     def __init__(self, socket: str, *, image: str, runtime: str | None = None, max_life_s: float = 3600.0) -> None:
         """`image` is that of a source without one; all need a shell and the usual programs beside it."""
-        super().__init__()
+        super().__init__(
+            SandboxService("the container runtime", "http://runtime", lambda: aiohttp.UnixConnector(socket))
+        )
         self._image = image
         self._runtime = {} if runtime is None else {"Runtime": runtime}
         self._max_life_s = max_life_s
         self.socket = socket
-        self.service = SandboxService(
-            "the container runtime", "http://runtime", lambda: aiohttp.UnixConnector(socket)
-        )
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> ContainerSandbox:
         image = source.image or self._image
@@ -58,13 +56,7 @@ class Containers(CommandSandboxes):
                 raise
             await self.ask("POST", "/images/create", params={"fromImage": image}, timeout_s=_PULL_S)
             made = await self.ask("POST", "/containers/create", json=wanted)
-        sandbox = ContainerSandbox(self, source, limits, name=made["Id"])
-        try:
-            await self.ask("POST", f"/containers/{sandbox.name}/start")
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return ContainerSandbox(self, source, limits, name=made["Id"])
 
     def _wanted(self, image: str, network: str, limits: SandboxLimits) -> dict[str, Any]:
         memory = limits.max_memory_bytes + limits.max_folder_bytes + _TMP_BYTES
@@ -100,10 +92,6 @@ class Containers(CommandSandboxes):
         """Call the runtime. Raises ToolLost."""
         return await self.service.ask(method, f"{_API}{path}", **options)
 
-    async def close(self) -> None:
-        await super().close()
-        await self.service.close()
-
 
 class ContainerSandbox(CommandSandbox):
     """A container, in which programs are started by `exec`."""
@@ -114,12 +102,13 @@ class ContainerSandbox(CommandSandbox):
         self._socket = maker.socket
         self.name = name
 
+    async def begin(self) -> None:
+        await self._ask("POST", f"/containers/{self.name}/start")
+
     async def perform(
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
-        if given:  # the connection cannot be closed to one side only, so the program's input has a length
-            program = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program]
-        name = await self._prepared(program, is_fed=bool(given))
+        name = await self._prepared(fed(program, given), is_fed=bool(given))
         async with self._started(name) as (reader, writer):
             writer.write(given)
             reading = asyncio.create_task(_read(reader, printed), name="container output")
@@ -161,8 +150,8 @@ class ContainerSandbox(CommandSandbox):
             raise ToolLost(f"the container runtime is gone: {error}") from error
 
     async def kill(self) -> None:
-        async with asyncio.timeout(_KILL_S):
-            name = await self._prepared(["sh", "-c", "kill -9 -1"], is_fed=False)
+        async with asyncio.timeout(KILL_S):
+            name = await self._prepared(KILL_ALL, is_fed=False)
             await self._ask("POST", f"/exec/{name}/start", json={"Detach": True, "Tty": False})
 
     async def remove(self) -> None:

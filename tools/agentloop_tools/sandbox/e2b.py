@@ -22,17 +22,16 @@ from typing import Any
 import aiohttp
 
 from agentloop.errors import InvalidRequest, ToolLost
-from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed
-from agentloop_tools.sandbox.http import SandboxService
+from agentloop_tools.sandbox.commands import CommandSandbox, Printed
+from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 NETWORK = "internet"
-_KILL_S = 60.0
 _IS_LAST = 2  # a flag of a message in a stream
 _GIVEN = "/tmp/.given"
 
 
-class E2B(CommandSandboxes):
+class E2B(ServiceSandboxes):
     """Sandboxes of a provider."""
 
     def __init__(
@@ -45,12 +44,11 @@ class E2B(CommandSandboxes):
         max_life_s: float = 3600.0,
     ) -> None:
         """`template` is that of a source without an image, which names another."""
-        super().__init__()
+        super().__init__(SandboxService("the provider of sandboxes", api_url, lambda: None))
         self._sandbox_url = sandbox_url
         self._template = template
         self._max_life_s = max_life_s
         self._key = {"X-API-Key": api_key}
-        self.service = SandboxService("the provider of sandboxes", api_url, lambda: None)
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> E2BSandbox:
         if source.network not in (None, NETWORK):
@@ -62,23 +60,12 @@ class E2B(CommandSandboxes):
             "allow_internet_access": source.network == NETWORK,
         }
         made = await self.service.ask("POST", "/sandboxes", headers=self._key, json=wanted)
-        sandbox = E2BSandbox(self, source, limits, made, self._sandbox_url)
-        try:
-            if await sandbox.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
-                raise ToolLost(f"{FOLDER} cannot be made")
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return E2BSandbox(self, source, limits, made, self._sandbox_url)
 
     async def delete(self, name: str) -> None:
         """End a sandbox; one that is gone, too."""
         with contextlib.suppress(ToolLost):  # its life is bounded
             await self.service.ask("DELETE", f"/sandboxes/{name}", headers=self._key)
-
-    async def close(self) -> None:
-        await super().close()
-        await self.service.close()
 
 
 class E2BSandbox(CommandSandbox):
@@ -98,6 +85,10 @@ class E2BSandbox(CommandSandbox):
             "X-Access-Token": made.get("envdAccessToken") or "",
         }
 
+    async def begin(self) -> None:
+        if await self.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
+            raise ToolLost(f"{FOLDER} cannot be made")
+
     async def perform(
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
@@ -108,10 +99,6 @@ class E2BSandbox(CommandSandbox):
             async with self._call("POST", f"{self._url}/files", headers=self._headers, params=where, data=form):
                 program = ["sh", "-c", f'exec "$@" < {_GIVEN}', "sh", *program]
         return await self.run_as("user", program, printed), None
-
-    async def kill(self) -> None:
-        async with asyncio.timeout(_KILL_S):
-            await self.run_as("user", ["sh", "-c", "kill -9 -1"], Printed(0))
 
     async def run_as(self, user: str, program: Sequence[str], printed: Printed) -> int:
         """Run a program as one of the template's users. Return its status."""

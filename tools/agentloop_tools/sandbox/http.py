@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from agentloop.errors import ToolLost, error_line
+from agentloop_tools.sandbox.commands import CommandSandboxes
 
 _REQUEST_S = 60.0
 
@@ -61,3 +62,15 @@ class SandboxService:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
+
+
+class ServiceSandboxes(CommandSandboxes):
+    """Sandboxes that a service makes."""
+
+    def __init__(self, service: SandboxService) -> None:
+        super().__init__()
+        self.service = service
+
+    async def close(self) -> None:
+        await super().close()
+        await self.service.close()

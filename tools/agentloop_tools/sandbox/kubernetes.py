@@ -25,18 +25,17 @@ from typing import Any
 import aiohttp
 
 from agentloop.errors import InvalidRequest, ToolLost
-from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed, answer
-from agentloop_tools.sandbox.http import SandboxService
+from agentloop_tools.sandbox.commands import CommandSandbox, Printed, answer, fed
+from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _CLAIMS = "/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxclaims"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_KILL_S = 60.0
 _ASK_S = 0.2  # between two questions whether a claim is ready
 _OUTPUTS, _END = (1, 2), 3  # channels of `exec`
 
 
-class Kubernetes(CommandSandboxes):
+class Kubernetes(ServiceSandboxes):
     """Sandboxes of a cluster."""
 
     def __init__(
@@ -51,14 +50,13 @@ class Kubernetes(CommandSandboxes):
     ) -> None:
         """`pool` is the warm pool of a source without an image, which names another. `account` is a folder with
         `token` and `ca.crt`, as a pod has it; `ready_s` bounds the wait for a claim."""
-        super().__init__()
+        super().__init__(SandboxService("the cluster", api_url, self._connector))
         self._pool = pool
         self._claims = _CLAIMS.format(namespace=namespace)
         self._ready_s = ready_s
         self._max_life_s = max_life_s
         self._account = Path(account)
         self.pods = f"/api/v1/namespaces/{namespace}/pods"
-        self.service = SandboxService("the cluster", api_url, self._connector)
 
     def _connector(self) -> aiohttp.BaseConnector:
         authority = self._account / "ca.crt"
@@ -82,16 +80,9 @@ class Kubernetes(CommandSandboxes):
             "spec": {"warmPoolRef": {"name": source.image or self._pool}, "lifecycle": lifecycle},
         }
         made = await self.service.ask("POST", self._claims, headers=self.headers(), json=claim)
-        name = str(made["metadata"]["name"])
-        try:
-            sandbox = KubernetesSandbox(self, source, limits, name=name, pod=await self._ready(name))
-            answer(await sandbox.run(["mkdir", "-p", FOLDER], limits))
-        except BaseException:
-            await self.delete(name)
-            raise
-        return sandbox
+        return KubernetesSandbox(self, source, limits, name=str(made["metadata"]["name"]))
 
-    async def _ready(self, name: str) -> str:
+    async def ready(self, name: str) -> str:
         """Return the pod of a claim, which has its sandbox's name. Raises ToolLost with what the cluster says."""
         said = "nothing"
         with contextlib.suppress(TimeoutError):
@@ -109,33 +100,29 @@ class Kubernetes(CommandSandboxes):
         raise ToolLost(f"claim {name} was not ready in {self._ready_s:g} s: {said[:300]}")
 
     async def delete(self, name: str) -> None:
-        """Delete a claim, and so its sandbox; one that is gone, too."""
+        """Delete a claim and with it its sandbox. A claim that is already deleted is no error."""
         with contextlib.suppress(ToolLost):  # its life is bounded
             await self.service.ask("DELETE", f"{self._claims}/{name}", headers=self.headers())
-
-    async def close(self) -> None:
-        await super().close()
-        await self.service.close()
 
 
 class KubernetesSandbox(CommandSandbox):
     """A claimed pod."""
 
-    def __init__(
-        self, maker: Kubernetes, source: SandboxSource, limits: SandboxLimits, *, name: str, pod: str
-    ) -> None:
+    def __init__(self, maker: Kubernetes, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
         super().__init__(maker, source, limits)
         self._cluster = maker
         self._name = name
-        self._exec = f"{maker.pods}/{pod}/exec"
+        self._exec = ""  # the path, once the claim has its pod
+
+    async def begin(self) -> None:
+        self._exec = f"{self._cluster.pods}/{await self._cluster.ready(self._name)}/exec"
+        answer(await self.run(["mkdir", "-p", FOLDER], self._limits))
 
     async def perform(
         self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
     ) -> tuple[int, str | None]:
-        if given:  # its side of the connection cannot be closed, so the program's input has a length
-            program = ["sh", "-c", f'head -c {len(given)} | "$@"', "sh", *program]
         asked = [("stdin", str(bool(given)).lower()), ("stdout", "true"), ("stderr", "true")]
-        asked += [("command", word) for word in program]
+        asked += [("command", word) for word in fed(program, given)]
         headers, protocols = self._cluster.headers(), ("v4.channel.k8s.io",)
         async with self._cluster.service.socket(
             self._exec, params=asked, headers=headers, protocols=protocols
@@ -150,10 +137,6 @@ class KubernetesSandbox(CommandSandbox):
                 elif message.data[0] == _END:
                     return _status(json.loads(message.data[1:])), None
         raise ToolLost("the pod ended before its command")
-
-    async def kill(self) -> None:
-        async with asyncio.timeout(_KILL_S):
-            await self.perform(["sh", "-c", "kill -9 -1"], self._limits, b"", Printed(0))
 
     async def remove(self) -> None:
         await self._cluster.delete(self._name)
