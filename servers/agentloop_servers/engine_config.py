@@ -155,8 +155,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("lora_rank: adapters are served by vLLM only")
         if self.max_loras is not None:
             self._check_max_loras()
-        if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):
-            raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
+        if self.kind == "sglang" and self.data_parallel_size > 1:
+            raise ValueError("SGLang takes no data_parallel_size: more replicas serve as well")
         if self.hosts > 1:
             self._check_hosts()
         if self.speculative is not None:

@@ -88,7 +88,6 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
     return VllmConfig(
         **_common_fields(config, entry),
         data_parallel_size=entry.data_parallel_size,
-        expert_parallel=entry.expert_parallel,
         max_loras=entry.max_loras,
         num_threads=entry.num_threads or 1,
         max_step_tokens=entry.step_tokens,
@@ -127,6 +126,7 @@ def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
         "gpu_memory_utilization": entry.gpu_memory_utilization,
         "tensor_parallel_size": entry.tensor_parallel_size,
+        "expert_parallel": entry.expert_parallel,
         "can_sleep": config.can_sleep,
         "weight_staging": config.weight_staging(entry),
         "lora_rank": entry.lora_rank,

@@ -41,7 +41,7 @@ from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
-from tests.gpu.policy import service_config, write_policy
+from tests.gpu.policy import service_config, show_gpus, write_policy
 from tests.servers.sglang_group_trainer import SglangTrainer
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
@@ -190,11 +190,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Seque
     tensors = make_tensors(shape, device, getattr(torch, options.dtype), version=0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.device_count()  # remembered from here on; the variable is for the service
-        mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = mine.split(",") if mine else [str(number) for number in range(torch.cuda.device_count())]
-        num_gpus = 1 if options.one_gpu else options.tp * options.dp * options.replicas
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_gpus])
+        show_gpus(1 if options.one_gpu else options.tp * options.dp * options.replicas)
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     old = write_policy(shape, tensors, work / "v0", **facts)
     set_version(shape, tensors, 1)

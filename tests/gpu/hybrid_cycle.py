@@ -2,6 +2,7 @@
 
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --out runs/hybrid.json
     python -m tests.gpu.hybrid_cycle --shape qwen3-4b --ranks 2 --tp 2 --kv-gib 24   # on two GPUs
+    python -m tests.gpu.hybrid_cycle --shape qwen3-4b --ranks 2 --apart --replicas 2   # on four
     python -m tests.gpu.hybrid_cycle --device cpu --shape tiny [--ranks 2]     # simulated engine
 
 A cycle: 64 requests start; `client.sleep(level)` in their middle; one AdamW step of the same model in this process;
@@ -10,6 +11,9 @@ cycles for each level. With `--ranks` FSDP2 shards the model over as many proces
 all step and push together. Before the requests go on, every rank's device is idle: a rank that waited within a
 collective would take turns with the engine on its GPU. Memory is what all processes together have in use on the
 first GPU.
+
+`--apart`: the engines have GPUs of their own, before the trainer's. Nothing sleeps (level 0): the step comes before
+the requests, and the push in their middle. Of several replicas a row is of the one that stood still longest.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,9 +42,10 @@ from agentloop.types import Generation
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, Shape, random_prompts, set_version
-from tests.gpu.policy import service_config, write_policy
+from tests.gpu.policy import service_config, show_gpus, write_policy
 
 LEVELS = (1, 2)
+APART = (0,)
 CONTEXT_TOKENS = 2048
 PROMPT_TOKENS = 128
 BATCH = (4, 512)  # sequences and tokens of a training step
@@ -53,11 +57,13 @@ END_S = 30.0  # of another rank, and for its device to be idle after an update
 class Cycle:
     """One cycle. Memory in GB, None without a GPU."""
 
-    level: int
+    level: int  # 0: awake
     sleep_ms: float
     step_ms: float
     update_ms: float  # wake, transfer, swap and resume
+    stall_ms: float
     transfer_ms: float
+    gb_per_s: float
     swap_ms: float
     verify_ms: float
     used_awake_gb: float | None
@@ -81,7 +87,8 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, rank: int = 0) -> None:
         self.shape: Shape = SHAPES[options.shape]
-        self.device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", rank)
+        number = rank + (options.tp * options.replicas if options.apart else 0)
+        self.device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", number)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         shape, device, dtype = self.shape, self.device, getattr(torch, options.dtype)
@@ -187,23 +194,25 @@ async def cycle(
     version: int,
 ) -> Cycle:
     """One cycle; `version` is the new weights'."""
+    step_ms, sleep_ms, used_asleep = 0.0, 0.0, None
+    if not level:
+        step_ms = await _step(trainer, ranks, version)
     prompts = random_prompts(trainer.shape, options.requests, PROMPT_TOKENS, seed=version)
     calls = [asyncio.create_task(client.generate(prompt, max_tokens=options.tokens)) for prompt in prompts]
     try:
         await asyncio.sleep(SLEEP_AFTER_S)
         used_awake = used_gb()
-        times = [time.perf_counter()]
-        await client.sleep(level)
-        times.append(time.perf_counter())
-        say(f"asleep, level {level}")
-        used_asleep = used_gb()
-        tell(ranks, version)
-        await asyncio.to_thread(trainer.step)
+        if level:
+            began_at = time.perf_counter()
+            await client.sleep(level)
+            sleep_ms = ms_since(began_at)
+            say(f"asleep, level {level}")
+            used_asleep = used_gb()
+            step_ms = await _step(trainer, ranks, version)
         used_training = used_gb()
-        times.append(time.perf_counter())
-        say("one training step")
+        began_at = time.perf_counter()
         update = await _update(client, trainer, version)
-        times.append(time.perf_counter())
+        update_ms = ms_since(began_at)
         used_again = used_gb()
         say(f"updated over {update.transport}")
         await asyncio.to_thread(await_idle, ranks)
@@ -213,7 +222,6 @@ async def cycle(
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-    sleep_ms, step_ms, update_ms = ((end - start) * 1000 for start, end in pairwise(times))
     whole = [answer for answer in answers if isinstance(answer, Generation) and _is_whole(answer, options.tokens)]
     for error in answers:
         if isinstance(error, BaseException):
@@ -223,7 +231,9 @@ async def cycle(
         sleep_ms=sleep_ms,
         step_ms=step_ms,
         update_ms=update_ms,
+        stall_ms=update.stall_ms,
         transfer_ms=update.transfer_ms,
+        gb_per_s=update.num_bytes / 1e6 / update.transfer_ms,
         swap_ms=update.swap_ms,
         verify_ms=update.verify_ms,
         used_awake_gb=used_awake,
@@ -237,12 +247,26 @@ async def cycle(
     )
 
 
+async def _step(trainer: Trainer, ranks: Sequence[Connection], version: int) -> float:
+    """One training step of all ranks, in milliseconds; the others go on to push that version."""
+    tell(ranks, version)
+    began_at = time.perf_counter()
+    await asyncio.to_thread(trainer.step)
+    say("one training step")
+    return ms_since(began_at)
+
+
+def ms_since(began_at: float) -> float:
+    """Milliseconds of `time.perf_counter`."""
+    return (time.perf_counter() - began_at) * 1000
+
+
 async def _update(client: RolloutClient, trainer: Trainer, version: int) -> ReplicaUpdate:
     report = await client.update_weights(trainer.model.named_parameters(), version=version)
-    (replica,) = report.replicas
-    if replica.error is not None:
-        raise RuntimeError(f"the replica did not take version {version}: {replica.error}")
-    return replica
+    for replica in report.replicas:
+        if replica.error is not None:
+            raise RuntimeError(f"the replica did not take version {version}: {replica.error}")
+    return max(report.replicas, key=lambda replica: replica.stall_ms)
 
 
 def _is_whole(answer: Generation, num_tokens: int) -> bool:
@@ -271,6 +295,8 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     model = write_policy(trainer.shape, trainer.tensors(), options.work / "v0", **facts)
     trainer.begin()
+    if options.apart and not is_cpu:
+        show_gpus(options.tp * options.replicas)
     config = service_config(
         model,
         device=options.device,
@@ -279,7 +305,8 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
         kv_cache_mib=256 if is_cpu else int(options.kv_gib * 1024),
         kind="simulated" if is_cpu else options.engine,
         tensor_parallel_size=options.tp,
-        mode="hybrid",
+        mode="standalone" if options.apart else "hybrid",
+        replicas=options.replicas,
     )
     run_dir = options.work / "run"
     run_dir.mkdir()
@@ -292,7 +319,7 @@ async def _run(options: argparse.Namespace, ranks: Sequence[Connection]) -> list
     ):
         say("the service is ready")
         tell(ranks, url)
-        for level in LEVELS:
+        for level in APART if options.apart else LEVELS:
             for _ in range(options.cycles):
                 cycles.append(await cycle(client, trainer, ranks, options, level, version=len(cycles) + 1))
                 say(str(cycles[-1]))
@@ -315,6 +342,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer, a GPU each")
     parser.add_argument("--tp", type=int, default=1, help="the engine's tensor-parallel size")
+    parser.add_argument("--apart", action="store_true", help="the engines have GPUs of their own")
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine; apart only")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--cycles", type=int, default=3, help="of each level")

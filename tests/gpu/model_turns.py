@@ -154,9 +154,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         (first := Path(work) / "load").mkdir()
         turns, calls = asyncio.run(under_load(options, first))
+        times = [turn["switch_s"] for turn in turns]
+        say(f"{len(turns)} switches, median {median(times):.2f} s, longest {max(times):.2f} s; {calls}")
         (second := Path(work) / "judge").mkdir()
         rewards = asyncio.run(judged(options, second))
-    times = [turn["switch_s"] for turn in turns]
     rows = [[name, one.num_answered, one.num_failed, one.longest_s] for name, one in calls.items()]
     tables = {
         f"{len(turns)} switches": table(

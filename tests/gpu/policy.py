@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -59,3 +60,11 @@ def service_config(
     return ServiceConfig.model_validate(
         {"model": str(model), "model_version": 0, "engine": engine, "port": 0, **changed}
     )
+
+
+def show_gpus(number: int) -> None:
+    """Leave the host's first GPUs to the service that this process starts; its own stay as they are."""
+    torch.cuda.device_count()  # remembered from here on; the variable is for the service
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = mine.split(",") if mine else [str(n) for n in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:number])

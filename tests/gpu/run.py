@@ -573,6 +573,21 @@ PARTS = (
         is_default=False,
     ),
     Part(
+        "ranks-2",
+        "pushes of two FSDP2 ranks to two replicas, each with a GPU of its own: NCCL alone, 4B shape",
+        module(
+            "tests.gpu.hybrid_cycle",
+            *("--engine", "{lane}", "--device", "{device}", "--shape", "qwen3-4b", "--kv-gib", "24"),
+            *("--ranks", "2", "--apart", "--replicas", "2", "--cycles", "8"),
+            out="ranks-2",
+        ),
+        360,
+        cycled,
+        is_alone=True,
+        min_gpus=4,
+        is_default=False,
+    ),
+    Part(
         "transports-2",
         "bytes of the 4B shape's size arrive over NCCL, and over IPC and NCCL in one push, with lost receivers",
         module(

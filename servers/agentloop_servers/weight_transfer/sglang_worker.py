@@ -14,6 +14,8 @@ it, where the entry function looks the class up, and calls that. What it rests o
   would, and waits for the device. The loop meets the same result after the pause: `process_batch_result` skips it.
 - The loop watches over the batch it last began, and a pause with one in it for longer than `watchdog_timeout` would
   end the group: a paused scheduler has none.
+- What a request that is not streamed has sampled is sent every `progress_tokens` steps. After a pause its first
+  token is sent at once: with every place taken, the engine judges new weights by it, and holds output until then.
 - `pause_generation(retract)` puts all running requests back into the queue and frees their KV, but `flush_cache`
   wants the queue to be empty. Queued requests hold no KV, and are matched against the cache when their turn comes.
 - A commit writes into the parameters that the captured graphs read, on the thread that launches them.
@@ -107,6 +109,7 @@ class SchedulerExtension(StagingCalls):
     _engine_paused: bool
 
     _taken_in: Any = None  # the result that a pause has processed before its turn
+    _untold: frozenset[str] = frozenset()  # requests that were paused, and whose next token is sent at once
 
     def handle_rpc_request(self, recv_req: Any) -> Any:
         """Answer our calls, and pass SGLang's own on."""
@@ -135,7 +138,20 @@ class SchedulerExtension(StagingCalls):
         if self._taken_in is not None and result is self._taken_in:
             self._taken_in = None
             return
-        super().process_batch_result(batch, result)  # type: ignore[misc]
+        with self._first_tokens_sent(batch):
+            super().process_batch_result(batch, result)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _first_tokens_sent(self, batch: Any) -> Iterator[None]:
+        """Let a batch's requests stream for this one result, as far as it is their first after a pause."""
+        lengths = {req: len(req.output_ids) for req in batch.reqs if req.rid in self._untold}
+        for req in lengths:
+            req.stream = True
+        yield
+        for req, length in lengths.items():
+            req.stream = False
+            if len(req.output_ids) > length:  # a part of a prompt samples nothing
+                self._untold -= {req.rid}
 
     def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
         """Return the requests that the queued result will end, and the next step leaves out (SGLang 0.5.23)."""
@@ -174,6 +190,7 @@ class SchedulerExtension(StagingCalls):
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
 
         if self._engine_paused:
+            self._untold = frozenset(req.rid for req in self._live_requests() if not req.stream)
             # What torch has cached is used again at once; giving it back would cost time in the pause.
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
 

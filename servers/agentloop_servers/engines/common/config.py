@@ -29,6 +29,7 @@ class ProcessEngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     can_sleep: bool = False  # its memory can be given back; CUDA only
     weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
     lora_rank: int | None = None  # the largest; None: no adapters

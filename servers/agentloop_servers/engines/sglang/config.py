@@ -77,6 +77,7 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         "page_size": config.block_size,
         "mem_fraction_static": config.gpu_memory_utilization,
         "tp_size": config.tensor_parallel_size,
+        "ep_size": config.tensor_parallel_size if config.expert_parallel else 1,
         "random_seed": config.seed,
         "disable_cuda_graph": config.enforce_eager or is_cpu,
         "cuda_graph_max_bs_decode": config.max_num_seqs,  # its own, 256 on most GPUs, leaves larger batches without

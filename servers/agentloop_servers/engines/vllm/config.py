@@ -44,7 +44,6 @@ class VllmConfig(ProcessEngineConfig):
     device: str = "cpu"  # "cpu" or "cuda": which build of vLLM is installed
     block_size: int = 32  # on CPU a multiple of 32
     data_parallel_size: int = 1
-    expert_parallel: bool = False
     max_loras: int | None = None  # adapters by name, beside the base; None: one adapter is the policy
     num_threads: int = 1  # CPU only
     max_step_tokens: int = 2048  # on a GPU: decodes and prefill together

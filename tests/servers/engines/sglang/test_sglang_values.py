@@ -191,6 +191,8 @@ def test_the_arguments(tmp_path: Path) -> None:
     assert by_priority["schedule_low_priority_values_first"]  # as vLLM has it
     assert server_arguments(config(tmp_path, can_sleep=True))["enable_memory_saver"]
     assert server_arguments(config(tmp_path, batch_invariant=True))["enable_deterministic_inference"]
+    spread = server_arguments(config(tmp_path, tensor_parallel_size=2, expert_parallel=True))
+    assert (spread["ep_size"], arguments["ep_size"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
