@@ -13,11 +13,11 @@ unexport PYTHONDONTWRITEBYTECODE
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
 
-# Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
+# Of two cores: four processes of what waits half of its time, and two of engines of one thread and of services.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
-	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
 	$(BIN)/python -m pytest -m hosts -k a_cut_a_join_and_a_kill $(ARGS) tests/hosts
 
 # The files that have such tests, as `tests/test_architecture.py` sees to: to import all others takes half a minute.
@@ -31,7 +31,7 @@ test-long: $(VENV)/.dev
 
 # Needs no engine and no Ray: two to four minutes on two cores.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts and not slow" $(ARGS)
 
 # Agents of other people's making and a receiver of traces, each in an environment of its own: `make test-clients`.
 # Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.

@@ -7,8 +7,10 @@ does the other engine's. It is imported only where its case runs: an engine that
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -20,17 +22,30 @@ REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "specu
 """`speculative` is vLLM with drafts."""
 
 
-SHORT_WITH_DRAFTS = ("test_logprobs_contract.py", "test_scores_contract.py")
+SHORT_WITH_DRAFTS = "test_logprobs_contract.py"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run what shares an engine of the contract in one process, and other files in one each."""
+    if config.getvalue("dist") != "loadgroup":  # whose marks xdist 3.8 does not find under pytest 9.2
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - SGLang's environment has no xdist
+
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, test = nodeid.partition("::")
+            engine = re.search(r"\[(vllm|speculative|sglang)\b", test) if "/contract/" in path else None
+            return engine[1] if engine is not None else path
+
+    return ByEngine(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what shares an engine in one process, and what drafts seldom touch in `make test-long` alone."""
+    """Leave what drafts seldom touch to `make test-long`."""
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        engine = params.get("engine_case")
-        item.add_marker(pytest.mark.xdist_group(engine or str(item.path)))
-        if engine == "speculative" and item.path.name not in SHORT_WITH_DRAFTS:
+        if params.get("engine_case") == "speculative" and item.path.name != SHORT_WITH_DRAFTS:
             item.add_marker(pytest.mark.long)
 
 

@@ -12,7 +12,7 @@ from agentloop.types import StopReason
 from agentloop_servers.config import ServiceConfig, WorkerSettings
 from agentloop_servers.local import running_service
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -79,6 +79,7 @@ def test_the_recorded_logprobs_are_those_of_an_engine_of_the_same_kind(rolled: R
     assert found["checkpoint"].k3_kl > 1e-5
 
 
+@pytest.mark.long
 async def test_a_fresh_engine_goes_on_the_same_and_serves_adapters(rolled: Rolled, tmp_path: Path) -> None:
     config = ServiceConfig.model_validate(
         {"model": str(POLICY), "model_version": 1, "engine": {**ENGINE, "lora_rank": 8}}
