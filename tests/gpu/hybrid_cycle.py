@@ -117,6 +117,8 @@ class Trainer:
 
     def step(self) -> float:
         """One step on random tokens; returns the loss. What it needed for itself is free again."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
         tokens = torch.randint(0, self.shape.vocab, BATCH, device=self.device)
         loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()

@@ -11,7 +11,7 @@ from typing import Annotated
 import orjson
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from agentloop import codec
@@ -23,6 +23,7 @@ from agentloop.types import Message, Trajectory, Turn
 from agentloop_servers.cli.terminal import clear_errors, run_to_end, store_of
 
 MAX_NAMED = 10  # of several trajectories that a word means
+LIST_WIDTH = 116  # of a narrower terminal, lines wrap: a table that shrinks cuts what `show` takes
 
 app = typer.Typer()
 
@@ -68,14 +69,17 @@ def list_records(
             page = reader.list_records(FactsQuery(order, failed, task, text, limit, cursor))
         finally:
             reader.close()
-    console, columns = Console(), ("began", "trajectory", "seconds", "reward", "turns", "tokens", "end", "answer")
-    table = Table(*columns, box=None)
+    console, name = Console(), Column("trajectory", no_wrap=True)
+    console.width = max(console.width, LIST_WIDTH)
+    table = Table("began", name, "seconds", "reward", "turns", "tokens", "end", "answer", box=None)
     for one in page.records:
         began = "-" if one.began_at is None else f"{datetime.fromtimestamp(one.began_at):%m-%d %H:%M:%S}"
-        name = f"{one.rollout_id}/{one.group_id}/{one.sample_index}"
+        place = f"{one.group_id}/{one.sample_index}"
+        if not place.startswith(one.rollout_id):  # a group of the user's name may be in several rollouts
+            place = f"{one.rollout_id}/{place}"
         numbers = (f"{one.total_s:.1f}", "-" if one.reward is None else f"{one.reward:g}", str(one.num_turns))
         end = one.stop_reason if one.failure is None else f"{one.stop_reason} ({one.failure})"
-        table.add_row(began, name, *numbers, f"{one.num_sampled_tokens:,}", end, Text(one.answer))
+        table.add_row(began, place, *numbers, f"{one.num_sampled_tokens:,}", end, Text(one.answer))
     console.print(table)
     if page.totals:
         console.print(f"{sum(total.num_records for total in page.totals):,} records so far", highlight=False)
