@@ -233,7 +233,8 @@ def test_a_run_is_listed_and_an_older_one_is_indexed(run_dir: Path) -> None:
     assert "r/" not in run("list", str(run_dir), "--failed")
     assert "r/b/0" in run("list", str(run_dir), "--task", "task-b", "--order", "best")
     narrow = runner.invoke(app, ["list", str(run_dir), "--limit", "2"], env={"COLUMNS": "40"})
-    assert "r/b/0" in narrow.output and "…" not in narrow.output
+    assert "r/b/0" in narrow.output
+    assert "…" not in narrow.output
     with sqlite3.connect(run_dir / STORE_NAME) as db:
         for table in ("facts", "fresh_facts", "totals_by_owner"):
             db.execute(f"DROP TABLE {table}")
