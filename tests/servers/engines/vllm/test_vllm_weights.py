@@ -274,14 +274,16 @@ async def test_after_a_failed_commit_all_ranks_take_a_good_one(tmp_path: Path) -
         await engine.close()
 
 
-async def test_a_checkpoint_of_another_model_is_refused(dummy_engine: VllmEngine, tmp_path: Path) -> None:
-    was_usable = dummy_engine.is_usable  # by a commit of a test before
+async def test_a_checkpoint_of_another_model_is_refused(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    await update(dummy_engine, 11, untied[0])
     with pytest.raises(CheckpointUnreadable, match="served model"):
-        await dummy_engine.stage(WeightUpdate(11, str(POLICY / "v0")))
+        await dummy_engine.stage(WeightUpdate(12, str(POLICY / "v0")))
     save_file({"model.embed_tokens.weight": torch.zeros(4, 4, dtype=torch.int32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointUnreadable, match="not a float type"):
-        await dummy_engine.stage(WeightUpdate(11, str(tmp_path)))
-    assert dummy_engine.is_usable is was_usable
+        await dummy_engine.stage(WeightUpdate(12, str(tmp_path)))
+    assert dummy_engine.is_usable
 
 
 # --- pushed tensors ---
