@@ -119,7 +119,6 @@ class Literals:
     Values are Python's, or strings between marks of their own; those of JSON are read too.
     """
 
-    brackets: str = "()"
     assign: str = "="
     separator: str = ", "
     quote: str = ""  # empty: Python's strings
