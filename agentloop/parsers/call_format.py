@@ -150,6 +150,7 @@ class _CallReader:
 
     def __init__(self, form: CallFormat, opening: re.Pattern[str], counted: str, note: str = "") -> None:
         self.form, self._opening, self._counted, self._note = form, opening, counted, note
+        self._bound = re.compile(_NEVER if opening.pattern == _NEVER else re.escape(counted))
         has_tag = bool(form.outer) and form.is_bare
         self.section = "" if has_tag else form.section[0], form.section[1]
         section, begin, ends = loose(form.section[0]), _literal(form.begin), marks_of(form.end)
@@ -191,7 +192,9 @@ class _CallReader:
 
     def read(self, builder: TurnBuilder, start: int, position: int, tools: Tools, *, is_marked: bool) -> int:
         """Add the calls from `start` on, the mark of the first up to `position`; return where the last one ends."""
-        text, limit = builder.text, self._limit(builder.text, position)
+        text = builder.text
+        later = islice(self._bound.finditer(text, position), _MAX_MARKS_INSIDE, None)
+        limit = next((mark.start() for mark in later), len(text))  # of values, which may hold the next marks
         head = self._first.match(text, start)
         while True:
             try:
@@ -255,13 +258,6 @@ class _CallReader:
             return until, until
         after = self._end.match(text, closing.start())
         return closing.start(), max(closing.end(), after.end() if after is not None else 0)
-
-    def _limit(self, text: str, position: int) -> int:
-        """Return the limit of values: a later mark than the next, which they may hold."""
-        if self._opening.pattern == _NEVER:
-            return len(text)
-        marks = re.compile(re.escape(self._counted)).finditer(text, position)
-        return next((mark.start() for mark in islice(marks, _MAX_MARKS_INSIDE, None)), len(text))
 
     def tag(self, function: Mapping[str, JSON]) -> JSON:
         """Return the structural tag of one call. Raises InvalidRequest if its tool cannot be written."""
