@@ -161,7 +161,7 @@ class Literals:
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if values is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return either([matching(pattern), call_json(schema)])
+        return either(matching(pattern), call_json(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ to go on. `form` returns the structural tag of the arguments of a tool with thes
 def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
     """Return the structural tag of a string that stands as it is."""
     if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-        return either([literal(value) for value in values])
+        return either(*map(literal, values))
     if "pattern" in schema:
         return matching(schema["pattern"])
     if "maxLength" in schema:
@@ -254,7 +254,7 @@ def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
     if not separator or not pieces:
         return sequence(*(behind or [literal("")]))
     num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
-    whole = either([sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)])
+    whole = either(*(sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
     return {"type": "optional", "content": whole} if num_first is None else whole
 
 

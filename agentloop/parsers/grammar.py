@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import orjson
 
@@ -85,7 +85,7 @@ def matching(pattern: str) -> dict[str, JSON]:
     return {"type": "regex", "pattern": pattern}
 
 
-def either(elements: Sequence[JSON]) -> dict[str, JSON]:
+def either(*elements: JSON) -> dict[str, JSON]:
     """Return the structural tag of any one of several."""
     return {"type": "or", "elements": list(elements)}
 
@@ -98,7 +98,7 @@ def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint
 
 def constraint_of(*forms: JSON) -> Constraint:
     """Return the constraint to any one of these structural tags."""
-    tag = {"type": "structural_tag", "format": forms[0] if len(forms) == 1 else either(forms)}
+    tag = {"type": "structural_tag", "format": forms[0] if len(forms) == 1 else either(*forms)}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 
