@@ -13,7 +13,7 @@ import orjson
 from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import Parser
-from agentloop.parsers.grammar import format_of, loads
+from agentloop.parsers.grammar import constraint_of, format_of, loads
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import (
     JSON,
@@ -140,15 +140,13 @@ def _answer_or_calls(
     answer: Constraint, parser: Parser, tools: Sequence[Mapping[str, JSON]], *, is_parallel: bool
 ) -> Constraint:
     """Allow an answer of a constrained form, or else calls of tools and nothing beside them."""
-    calls = orjson.loads(parser.call_constraint(tools, forced=None, is_parallel=is_parallel).text)
+    calls = parser.call_constraint(tools, forced=None, is_parallel=is_parallel)
     if answer.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
         schema = orjson.loads(answer.text) if answer.kind is ConstraintKind.JSON_SCHEMA else {"type": "object"}
         form: JSON = {"type": "json_schema", "json_schema": schema}
     else:
         form = format_of(answer)
-    either = {"type": "or", "elements": [form, calls["format"]]}
-    tag = {"type": "structural_tag", "format": either}
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, orjson.dumps(tag).decode())
+    return constraint_of(form, format_of(calls))
 
 
 # --- answers ----------------------------------------------------------------------------------------------

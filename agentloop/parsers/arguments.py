@@ -12,33 +12,17 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall
-from agentloop.parsers.grammar import call_json, literal, loads, matching, sequence, tagged
+from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall, Tools
+from agentloop.parsers.grammar import JSON_TOKEN, call_json, either, literal, loads, matching, sequence, tagged
 from agentloop.types import JSON
 
 ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
 """Places in a format's literals: of a call's id, of its name once more, of its number, and of a value's type."""
 
-Tools: TypeAlias = Sequence[Mapping[str, JSON]]
-
-MAX_PARAMETERS = 256
-
-# Strings and brackets of any text, in linear time: a string without its end runs to the text's end.
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 _STRINGS = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-class Notation(Protocol):
-    """The notation of the arguments behind a call's name."""
-
-    def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
-        """Return the arguments and where they end. Raises MalformedCall, with the place from which to go on."""
-
-    def form(self, parameters: Mapping[str, JSON]) -> JSON:
-        """Return the structural tag of the arguments of a tool with these parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +79,6 @@ class ObjectKeys:
         return f'{{{self.lead}"{self.name}": {shown}, "{self.arguments[0]}": ' if self.name else f"{{{shown}: "
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
-        """Return the structural tag of the arguments."""
         return call_json(parameters)
 
     def _cut_call(self, text: str) -> tuple[str, str]:
@@ -111,9 +94,8 @@ class ObjectKeys:
     @property
     def _named(self) -> str:
         """A pattern of a call up to its name."""
-        return r"\s*+\{\s*+" + (
-            rf'(?:"\w+"\s*+:\s*+"[^"]*+"\s*+,\s*+)*?"{self.name}"\s*+:\s*+' if self.name else ""
-        )
+        key = rf'(?:"\w+"\s*+:\s*+"[^"]*+"\s*+,\s*+)*?"{self.name}"\s*+:\s*+' if self.name else ""
+        return rf"\s*+\{{\s*+{key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,38 +119,31 @@ class Literals:
     Values are Python's, or strings between marks of their own; those of JSON are read too.
     """
 
-    brackets: str = "()"
     assign: str = "="
     separator: str = ", "
     quote: str = ""  # empty: Python's strings
     quotes_all: bool = False  # other values stand between the marks too
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
-        token = re.compile(rf"{self._strings}|([\[{{(])|([\]}})])", re.DOTALL)
+        token = re.compile(rf"{_strings(self.quote)}|([\[{{(])|([\]}})])", re.DOTALL)
         end = value_end(text, position, limit, token, depth=1)
+        inner = "{" + literals_as_json(text[position : end - 1 if end >= 0 else limit], self.quote, self.assign)
         if end < 0:
-            raise MalformedCall("the arguments have no end", name, self._as_json(text[position:limit]))
-        values = read_arguments(self._as_json(text[position : end - 1]) + "}", name)
+            raise MalformedCall("the arguments have no end", name, inner)
+        values = read_arguments(inner + "}", name)
         if self.quotes_all:
-            schemas, texts = parameter_schemas(tools, name), {k: v for k, v in values.items() if isinstance(v, str)}
+            schemas = parameter_schemas(tools, name)
             try:
-                values |= {key: typed_value(value, schemas.get(key)) for key, value in texts.items()}
+                for key, value in values.items():
+                    if isinstance(value, str):
+                        values[key] = typed_value(value, schemas.get(key))
             except ValueError as error:
                 raise MalformedCall(str(error), name) from error
         return values, end - 1
 
-    @property
-    def _strings(self) -> str:
-        quote = re.escape(self.quote)
-        return f"{quote}(?:(?!{quote}).)*+(?:{quote})?|{_STRINGS}" if quote else _STRINGS
-
-    def _as_json(self, text: str) -> str:
-        """The text behind the first bracket as JSON without its last one, as far as it can be."""
-        return "{" + literals_as_json(text, self._strings, self.quote, self.assign)
-
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces = [
-            (sequence(literal(f"{key}{self.assign}"), self._value(schema)), is_required)
+            (sequence(literal(key + self.assign), self._value(schema)), is_required)
             for key, schema, is_required in _properties(parameters)
         ]
         return _listed(pieces, self.separator)
@@ -186,7 +161,7 @@ class Literals:
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
         if values is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return {"type": "or", "elements": [matching(pattern), call_json(schema)]}
+        return either(matching(pattern), call_json(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,25 +184,26 @@ class TextParameters:
             key, start = found[1].strip(), found.end()
             opened, closed = self.quote if text.startswith(self.quote[0], start) else ("", "")
             end = text.find(closed + close, start)
-            is_open = tail is not None and not (opened and end >= 0)
-            cut = tail.search(text, start, end if end >= 0 else len(text)) if tail is not None and is_open else None
-            written = json.dumps(values, ensure_ascii=False)[:-1]
+            cut = None
+            if tail is not None and not (opened and end >= 0):
+                cut = tail.search(text, start, end if end >= 0 else len(text))
             if cut is not None or end < 0:
-                value = text[start : cut.start() if cut is not None else len(text)].removeprefix("\n")
-                at = cut.start() if cut is not None else start if tail is None else len(text)
+                until = cut.start() if cut is not None else len(text)
+                value = text[start:until].removeprefix("\n")
                 is_text = "string" in _types(schemas.get(key, {"type": "string"}))
-                shown = json.dumps(value, ensure_ascii=False)[:-1] if is_text else value.strip()
-                written += f"{', ' if values else ''}{json.dumps(key)}: {shown}"
-                raise MalformedCall(f"parameter {key!r} has no {close}", name, written, at)
+                shown = begun_json(value) if is_text else value.strip()
+                partial = f"{begun_json(values)}{', ' if values else ''}{json.dumps(key)}: {shown}"
+                at = start if tail is None else until
+                raise MalformedCall(f"parameter {key!r} has no {close}", name, partial, at)
             value, position = text[start + len(opened) : end], end + len(closed + close)
             if not opened and self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
             try:
-                if key in values or len(values) == MAX_PARAMETERS:
-                    raise ValueError("twice in one call" if key in values else f"after the first {MAX_PARAMETERS}")
+                if key in values:
+                    raise ValueError("twice in one call")
                 values[key] = typed_value(value, schemas.get(key))
             except ValueError as error:
-                raise MalformedCall(f"parameter {key!r}: {error}", name, written, position) from error
+                raise MalformedCall(f"parameter {key!r}: {error}", name, begun_json(values), position) from error
         return values, position
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
@@ -243,10 +219,18 @@ class TextParameters:
         return _listed(pieces, "")
 
 
+Notation: TypeAlias = ObjectKeys | JsonArguments | Literals | TextParameters
+"""The way arguments are written: in the object that is the whole call, or behind the call's name.
+
+Behind a name, `read` returns the arguments and where they end. It raises MalformedCall, with the place from which
+to go on. `form` returns the structural tag of the arguments of a tool with these parameters.
+"""
+
+
 def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
     """Return the structural tag of a string that stands as it is."""
     if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-        return {"type": "or", "elements": [literal(value) for value in values]}
+        return either(*map(literal, values))
     if "pattern" in schema:
         return matching(schema["pattern"])
     if "maxLength" in schema:
@@ -263,17 +247,15 @@ def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, 
 
 def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
     """Return the structural tag of pieces in their order, the optional ones left out or not."""
-    behind = [sequence(literal(separator), piece) if separator else piece for piece, _ in pieces]
-    behind = [
-        one if is_required else {"type": "optional", "content": one}
-        for one, (_, is_required) in zip(behind, pieces, strict=True)
-    ]
+    behind = []
+    for piece, is_required in pieces:
+        separated = sequence(literal(separator), piece) if separator else piece
+        behind.append(separated if is_required else {"type": "optional", "content": separated})
     if not separator or not pieces:
         return sequence(*(behind or [literal("")]))
     num_first = next((at for at, (_, is_required) in enumerate(pieces, 1) if is_required), None)
-    firsts = [sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)]
-    either = {"type": "or", "elements": firsts}
-    return {"type": "optional", "content": either} if num_first is None else either
+    whole = either(*(sequence(piece, *behind[at:]) for at, (piece, _) in enumerate(pieces[:num_first], 1)))
+    return {"type": "optional", "content": whole} if num_first is None else whole
 
 
 _PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
@@ -299,7 +281,7 @@ def loose(written: str) -> str:
     return re.sub(f"[{NAME}{NUMBER}{TYPE}]", lambda place: _PLACES[place[0]], pattern)
 
 
-def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = _JSON_TOKEN, *, depth: int = 0) -> int:
+def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = JSON_TOKEN, *, depth: int = 0) -> int:
     """Return the end of the object or array at `start`; -1 if its last bracket is not before `limit`.
 
     The text between the brackets need not be well-formed. `depth` brackets are open before. Takes linear time.
@@ -312,8 +294,17 @@ def value_end(text: str, start: int, limit: int, token: re.Pattern[str] = _JSON_
     return -1
 
 
-def literals_as_json(text: str, strings: str = _STRINGS, quote: str = "", assign: str = "") -> str:
-    """Return Python's literals as JSON: its strings, its words, and bare keys before `assign`."""
+def _strings(quote: str) -> str:
+    """The pattern of strings: Python's, JSON's, and those between marks of their own."""
+    own = re.escape(quote)
+    return f"{own}(?:(?!{own}).)*+(?:{own})?|{_STRINGS}" if quote else _STRINGS
+
+
+def literals_as_json(text: str, quote: str = "", assign: str = "") -> str:
+    """Return Python's literals as JSON: its strings, its words, and bare keys before `assign`.
+
+    Strings stand between `quote` too. What has no end stays without it.
+    """
     key = rf"(?P<key>[^\W\d][\w.-]*+)\s*+{assign}" if assign else "(?P<key>(?!))"
 
     def as_json(found: re.Match[str]) -> str:
@@ -325,10 +316,11 @@ def literals_as_json(text: str, strings: str = _STRINGS, quote: str = "", assign
         if not quote or not written.startswith(quote):
             return _python_string(written)
         inner = written.removeprefix(quote)
-        shown = json.dumps(inner.removesuffix(quote), ensure_ascii=False)
-        return shown if inner.endswith(quote) else shown[:-1]
+        if inner.endswith(quote):
+            return json.dumps(inner.removesuffix(quote), ensure_ascii=False)
+        return begun_json(inner)
 
-    return re.sub(rf"{strings}|{key}|\b(?:True|False|None)\b", as_json, text, flags=re.DOTALL)
+    return re.sub(rf"{_strings(quote)}|{key}|\b(?:True|False|None)\b", as_json, text, flags=re.DOTALL)
 
 
 def _python_string(written: str) -> str:
@@ -339,9 +331,13 @@ def _python_string(written: str) -> str:
             value = read(written.replace("\n", "\\n") + ("" if is_whole else mark))
         except (SyntaxError, ValueError):
             continue
-        shown = json.dumps(value, ensure_ascii=False)
-        return shown if is_whole else shown[:-1]
+        return json.dumps(value, ensure_ascii=False) if is_whole else begun_json(value)
     return written
+
+
+def begun_json(value: JSON) -> str:
+    """Return an object or a string as JSON that was cut before its last character."""
+    return json.dumps(value, ensure_ascii=False)[:-1]
 
 
 def read_arguments(text: str, name: str) -> dict[str, JSON]:
@@ -363,7 +359,7 @@ def check_name(name: JSON) -> str:
     return name
 
 
-def parameter_schemas(tools: Sequence[Mapping[str, JSON]], name: str) -> dict[str, Mapping[str, JSON]]:
+def parameter_schemas(tools: Tools, name: str) -> dict[str, Mapping[str, JSON]]:
     """Return a tool's parameter schemas, its own `$defs` resolved; none of an unknown tool."""
     functions = [tool.get("function", tool) for tool in tools]
     parameters = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
@@ -398,10 +394,7 @@ def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
     if "string" in types:
         return value
     try:
-        try:
-            return loads(bare)
-        except ValueError:
-            return loads(literals_as_json(bare))  # some templates print Python's spelling
+        return loads(literals_as_json(bare))  # some templates print Python's spelling
     except ValueError as error:
         if types:
             raise ValueError(f"it does not have its schema's type: {error}") from error

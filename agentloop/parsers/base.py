@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
@@ -19,6 +19,9 @@ MAX_CALLS = 256
 """Calls of one turn that are read. All that follow become one MALFORMED call, whose error tells their number."""
 
 MAX_NAME_CHARS = 256
+
+Tools: TypeAlias = Sequence[Mapping[str, JSON]]
+"""Definitions of tools in the OpenAI function format, or the functions alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class DecodedText:
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
         """Return the tokens `[start, end)` of the characters `[start, end)`, at least one where there is any."""
-        first = min(bisect_right(self.ends, start), len(self.ends))
+        first = bisect_right(self.ends, start)
         last = min(bisect_left(self.ends, end) + 1, len(self.ends))
         return first, max(first, last)
 
@@ -104,15 +107,13 @@ class Parser(Protocol):
     def marks(self) -> Marks:
         """The marks by which a turn is read while it is sampled."""
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         """Return content and calls of a turn behind its thought, without its stop token. Never raises on any text.
 
-        `tools` are definitions in the OpenAI function format. Call ids are `call_{turn_index}_{i}`.
+        Call ids are `call_{turn_index}_{i}`.
         """
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """Return the constraint to calls of `tools` and nothing else: one or more, exactly one unless
         `is_parallel`. `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not.
         Raises InvalidRequest if no such turn can be written."""
@@ -124,28 +125,21 @@ class NoCallsParser:
     def __init__(self, thoughts: ThoughtMarks, headers: tuple[str, ...] = ()) -> None:
         self.marks = Marks((), thoughts=thoughts, headers=headers)
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         return ParsedTurn("\n".join(segments(decoded.text, self.marks.headers)), ())
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         raise InvalidRequest("this service reads no tool calls: its model has no parser", param="tools")
 
 
+@dataclass(eq=False)
 class MalformedCall(Exception):
-    """The reason why a call cannot be read, in one line for the policy.
+    """The reason why a call cannot be read."""
 
-    `name` is the tool's, and `partial` the JSON text of the arguments, as far as they can be read. The call goes up
-    to `at` at least.
-    """
-
-    def __init__(self, error: str, name: str = "", partial: str = "", at: int = 0) -> None:
-        super().__init__(error)
-        self.error = error
-        self.name = name
-        self.partial = partial
-        self.at = at
+    error: str  # in one line, for the policy
+    name: str = ""  # the tool's, if it can be read
+    partial: str = ""  # JSON of the arguments, as far as they can be read
+    at: int = 0  # the call goes up to there at least
 
 
 class TurnBuilder:
@@ -176,31 +170,19 @@ class TurnBuilder:
         self, start: int, end: int, name: str, arguments: Mapping[str, JSON], call_id: str = "", note: str = ""
     ) -> None:
         """Add a call with the id that was written; `note` is what a lenient parser forgave."""
-        first, last = self._decoded.token_span(start, end)
-        about = ToolCallStatus.OK, f"read leniently: {note}" if note else None, first, last, "", call_id
-        self._calls.append(ToolCall(self._next_id(), name, arguments, *about))
+        error = f"read leniently: {note}" if note else None
+        self._add(start, end, ToolCall("", name, arguments, error=error, written_id=call_id))
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Add a malformed call. `is_cut`: the turn's end alone ended it."""
-        first, last = self._decoded.token_span(start, end)
-        self._calls.append(
-            ToolCall(
-                self._next_id(),
-                malformed.name[:MAX_NAME_CHARS],
-                {},
-                ToolCallStatus.MALFORMED,
-                malformed.error,
-                first,
-                last,
-                text=self.text[start:end],
-                partial_arguments=malformed.partial if is_cut and malformed.name else None,
-            )
-        )
+        name, status = malformed.name[:MAX_NAME_CHARS], ToolCallStatus.MALFORMED
+        text, partial = self.text[start:end], malformed.partial if is_cut and name else None
+        call = ToolCall("", name, {}, status, malformed.error, text=text, partial_arguments=partial)
+        self._add(start, end, call)
 
-    def add_rest(self, start: int, open_tag: str) -> None:
+    def add_rest(self, start: int, num_calls: int) -> None:
         """Add all calls from `start` on as one, which bounds what a policy that repeats without end can cost."""
-        num_calls = max(1, self.text.count(open_tag, start))
-        error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
+        error = f"{max(1, num_calls)} tool calls after the first {MAX_CALLS} were not read"
         self.add_malformed(start, len(self.text), MalformedCall(error))
 
     def read(
@@ -212,12 +194,12 @@ class TurnBuilder:
     ) -> ParsedTurn:
         """Read the turn from `position` on. `read_call` adds the calls behind a mark and returns where they end.
 
-        Calls that are too many are numbered by `counted`, or their mark.
+        Calls that are too many are numbered by `counted`.
         """
         while (found := opening.search(self.text, position)) is not None:
             self.add_content(self.text[position : found.start()])
             if self.is_full:
-                self.add_rest(found.start(), counted or found[0])
+                self.add_rest(found.start(), self.text.count(counted, found.start()))
                 return self.finish()
             position = read_call(self, found)
         self.add_content(self.text[position:])
@@ -226,5 +208,7 @@ class TurnBuilder:
     def finish(self) -> ParsedTurn:
         return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))
 
-    def _next_id(self) -> str:
-        return f"call_{self._turn_index}_{len(self._calls)}"
+    def _add(self, start: int, end: int, call: ToolCall) -> None:
+        first, last = self._decoded.token_span(start, end)
+        call_id = f"call_{self._turn_index}_{len(self._calls)}"
+        self._calls.append(replace(call, id=call_id, token_start=first, token_end=last))

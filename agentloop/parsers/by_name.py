@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
@@ -69,8 +68,9 @@ def get_parser(name: str) -> Parser:
 
 def _imported(path: str) -> Parser:
     found = resolve(path, param="parser")
+    is_instance = not isinstance(found, type) and hasattr(found, "parse")
     try:
-        parser: Any = found() if callable(found) and not _is_instance(found) else found
+        parser: Any = found() if callable(found) and not is_instance else found
         is_parser = (
             isinstance(parser.marks, Marks)
             and callable(parser.call_constraint)
@@ -81,18 +81,6 @@ def _imported(path: str) -> Parser:
     if not is_parser:
         raise InvalidRequest(f"{path} is no parser: it must be an agentloop.parsers.Parser", param="parser")
     return cast(Parser, parser)
-
-
-def _is_instance(found: object) -> bool:
-    return not isinstance(found, type) and hasattr(found, "parse")
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenParser:
-    """The name of a chosen parser, and the reason in one line; no name if none reads the template's calls."""
-
-    name: str | None
-    reason: str
 
 
 # What a template holds if it writes a family's calls, with the parser. Of several that are there the first counts.
@@ -113,13 +101,16 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def choose_parser(template_source: str, literals: Collection[str]) -> ChosenParser:
-    """Choose a parser by a template's text. The reason names `literals`, the tokenizer's added tokens."""
+def choose_parser(template_source: str, literals: Collection[str]) -> tuple[str | None, str]:
+    """Choose a parser by a template's text. Returns its name, None if none reads the calls, and the reason.
+
+    The reason is one line. It names `literals`, the tokenizer's added tokens.
+    """
     if "tool" not in template_source:
-        return ChosenParser(None, "the chat template shows no tools")
+        return None, "the chat template shows no tools"
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
             tokens = [sign for sign in signs if sign in literals]
             known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
-            return ChosenParser(name, f"the chat template writes {' '.join(signs)}{known}")
-    return ChosenParser(None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them")
+            return name, f"the chat template writes {' '.join(signs)}{known}"
+    return None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them"

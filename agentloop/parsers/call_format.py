@@ -8,10 +8,10 @@ that follows (a mark may stand inside a string), so each character is read a bou
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from agentloop.errors import InvalidRequest
@@ -23,22 +23,14 @@ from agentloop.parsers.arguments import (
     Notation,
     ObjectKeys,
     TextParameters,
-    Tools,
+    begun_json,
     check_name,
     loose,
     marks_of,
     value_end,
 )
-from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import (
-    NO_PARAMETERS,
-    constraint_of_calls,
-    either_constraint,
-    literal,
-    matching,
-    sequence,
-    tagged,
-)
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, Tools, TurnBuilder
+from agentloop.parsers.grammar import NO_PARAMETERS, calls_of, constraint_of, literal, matching, sequence, tagged
 from agentloop.types import JSON, Constraint
 
 _MAX_MARKS_INSIDE = 4
@@ -58,25 +50,31 @@ class CallFormat:
 
     begin: str
     end: str
-    arguments: ObjectKeys | Notation
+    arguments: Notation
     middle: str = ""
     section: tuple[str, str] = ("", "")
     separator: str = "\n"
     is_bare: bool = False  # calls may begin a turn without a mark; without any `begin` one a turn
     is_numbered: bool = False  # the name is written as `functions.NAME:NUMBER`, which is the call's id
+    is_lenient: bool = False  # an object without arguments is a call
 
     @property
     def outer(self) -> str:
         """The mark of a turn's first call; empty if it has none."""
-        marks = marks_of(self.section[0]) or marks_of("" if self.is_bare else self.begin.partition(ID)[0])
+        marks = marks_of(self.section[0]) or self._own_marks
         return marks[0] if marks and len(marks[0]) > 1 else ""
 
     @property
     def inner(self) -> str:
         """The mark of each call, as `<function=` behind `<tool_call>`; empty if only the section has one."""
-        marks = marks_of("" if self.is_bare else self.begin.partition(ID)[0])
-        begun = (mark for mark in marks if mark.startswith("<") and not mark.endswith(">"))
-        return "" if not marks else marks[0] if self.section[0].strip() else next(begun, marks[0])
+        first = next(iter(self._own_marks), "")
+        begun = (mark for mark in self._own_marks if mark.startswith("<") and not mark.endswith(">"))
+        return first if self.section[0].strip() else next(begun, first)
+
+    @property
+    def _own_marks(self) -> list[str]:
+        """The marks before the name by which a call is told from text."""
+        return [] if self.is_bare else marks_of(self.begin.partition(ID)[0])
 
     @property
     def is_single(self) -> bool:
@@ -93,14 +91,8 @@ class FormatParser:
     """The reader of one format, or of two with the same first mark, told apart call by call."""
 
     def __init__(
-        self,
-        thoughts: ThoughtMarks,
-        form: CallFormat,
-        *others: CallFormat,
-        headers: tuple[str, ...] = (),
-        lenient: bool = False,
+        self, thoughts: ThoughtMarks, form: CallFormat, *others: CallFormat, headers: tuple[str, ...] = ()
     ) -> None:
-        """`lenient` reads as vLLM and SGLang do: objects without arguments, and a list where one object stands."""
         self.form, self._others = form, others
         ends, last, outer = marks_of(form.end), marks_of(form.section[1]), form.outer
         is_certain = bool(ends) and len(last) < 2 and not (form.is_listed or others)
@@ -116,72 +108,76 @@ class FormatParser:
         self._counted = form.inner or outer or '"name"'
         each = f"(?:{re.escape(outer)}\\s*+)?{re.escape(form.inner)}|" if form.inner not in ("", outer) else ""
         self._opening = re.compile(each + (re.escape(outer) or _NEVER))
-        self._writers = [_CallReader(one, self._opening, self._counted, lenient) for one in (form, *others)]
+        self._writers = [_CallReader(one, self._opening, self._counted) for one in (form, *others)]
         self._readers = self._writers
-        if lenient and isinstance(form.arguments, ObjectKeys) and form.begin.strip():
-            listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
-            forgiving = _CallReader(listed, self._opening, self._counted, lenient, "a list of calls")
-            self._readers = [*self._writers, forgiving]
 
     def lenient(self) -> FormatParser:
-        """Return the lenient reader of the same formats, whose grammar is the same."""
-        marks = self.marks
-        return FormatParser(marks.thoughts, self.form, *self._others, headers=marks.headers, lenient=True)
+        """Return the reader of the same formats that forgives what vLLM and SGLang do. Its grammar is the same.
+
+        It reads objects without arguments, and a list where one object stands.
+        """
+        form, *others = (replace(one, is_lenient=True) for one in (self.form, *self._others))
+        parser = FormatParser(self.marks.thoughts, form, *others, headers=self.marks.headers)
+        if isinstance(form.arguments, ObjectKeys) and form.begin.strip():
+            listed = replace(form, begin="", end="", section=(f"{form.begin}[", f"]{form.end}"), separator=", ")
+            forgiving = _CallReader(listed, self._opening, self._counted, "a list of calls")
+            parser._readers = [*parser._writers, forgiving]
+        return parser
 
     def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         def read_call(builder: TurnBuilder, found: re.Match[str]) -> int:
-            begun = (one for one in self._readers if one.begins(builder.text, found.start()))
+            begun = (one for one in self._readers if one.begins.match(builder.text, found.start()))
             return next(begun, self._readers[0]).read(builder, *found.span(), tools, is_marked=True)
 
         builder, first = TurnBuilder(decoded, turn_index, self.marks.headers), self._readers[0]
-        has_header = bool(self.marks.headers) and decoded.text.lstrip().startswith(self.marks.headers)
-        is_begun = self.form.is_bare and not has_header and first.begins(decoded.text, 0)
+        has_header = decoded.text.lstrip().startswith(self.marks.headers)
+        is_begun = self.form.is_bare and not has_header and first.begins.match(decoded.text)
         position = first.read(builder, 0, 0, tools, is_marked=False) if is_begun else 0
         return builder.read(self._opening, read_call, self._counted, position)
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """See `Parser.call_constraint`. Of two formats the policy chooses, at the first character that differs."""
         several = is_parallel and not self.form.is_single
-        constraints = [
-            constraint_of_calls(tools, one.tag, one.section, one.separator, forced=forced, is_parallel=several)
+        calls = (
+            calls_of(tools, one.tag, one.section, one.form.separator, forced=forced, is_parallel=several)
             for one in self._writers
-        ]
-        return constraints[0] if len(constraints) == 1 else either_constraint(*constraints)
+        )
+        return constraint_of(*calls)
 
 
 class _CallReader:
     """Reads and writes the calls of one format. `note` is what every call of it is forgiven."""
 
-    def __init__(
-        self, form: CallFormat, opening: re.Pattern[str], counted: str, lenient: bool, note: str = ""
-    ) -> None:
-        self._form, self._opening, self._counted, self._lenient, self._note = form, opening, counted, lenient, note
-        has_tag, is_object = bool(form.outer) and form.is_bare, isinstance(form.arguments, ObjectKeys)
-        self.section, self.separator = ("" if has_tag else form.section[0], form.section[1]), form.separator
+    def __init__(self, form: CallFormat, opening: re.Pattern[str], counted: str, note: str = "") -> None:
+        self.form, self._opening, self._counted, self._note = form, opening, counted, note
+        self._bound = re.compile(_NEVER if opening.pattern == _NEVER else re.escape(counted))
+        has_tag = bool(form.outer) and form.is_bare
+        self.section = "" if has_tag else form.section[0], form.section[1]
         section, begin, ends = loose(form.section[0]), _literal(form.begin), marks_of(form.end)
         if not section and form.inner != form.outer:
             section, begin = loose(form.outer), _literal(form.begin[form.begin.index(form.inner) :])
-        first = (
-            rf"\s*+(?:{section}\s*+){'?' if begin or has_tag else ''}{begin}\s*+"
-            if section
-            else rf"\s*+{begin}\s*+"
-        )
-        body = "" if is_object else self._body()
-        self._first, self._element = re.compile(first + body), re.compile(rf"{begin}\s*+{body}")
-        self._begins = re.compile(first + (body or r"(?=\{)"))
+        opened = rf"(?:{section}\s*+){'?' if begin or has_tag else ''}" if section else ""
+        first, body = rf"\s*+{opened}{begin}\s*+", self._body()
+        self._first = re.compile(first + body)  # of a turn or section, up to the call's arguments
+        self._element = re.compile(rf"{begin}\s*+{body}")  # the same of a call behind a separator
+        self.begins = re.compile(first + (body or r"(?=\{)"))  # tells this format from another
         closes = rf"(?:\s*+{loose(form.section[1])})?" if form.section[1].strip() else ""
         needed = next((mark for mark in ends if not mark.startswith("```")), "")
         written = (rf"(?:\s*+{loose(mark)})" + ("" if mark == needed else "?") for mark in ends)
         self._end = re.compile("".join(written) + closes)
+        # What may stand behind a whole object in place of the mark that ends a call.
         self._forgiven = re.compile(rf"\s*+(?:\Z|{opening.pattern}|{loose(form.section[1]) or _NEVER})")
         separator = loose(form.separator)
         after = rf"{separator}\s*+" if separator and not form.is_single else rf"(?:{separator})?\s*+(?=\{{)"
         self._next = re.compile(rf"\s*+{after}" if form.is_listed else _NEVER)
-        self._closings = [mark for mark in (*ends[-1:], *marks_of(form.section[1])[-1:]) if len(mark) > 2]
+        closings = (mark for mark in (*ends[-1:], *marks_of(form.section[1])[-1:]) if len(mark) > 2)
+        self._closing = re.compile("|".join(map(re.escape, sorted(closings, key=len))) or _NEVER)
 
     def _body(self) -> str:
-        """The pattern of a name up to its arguments."""
-        form, notation = self._form, self._form.arguments
+        """The pattern of a name up to its arguments; empty if it is one of them."""
+        form, notation = self.form, self.form.arguments
+        if isinstance(notation, ObjectKeys):
+            return ""
         middle, is_there, behind = form.middle.partition(ID)
         pattern = loose(middle)
         if is_there:
@@ -194,13 +190,11 @@ class _CallReader:
             ahead = f"(?={'|'.join(map(re.escape, behind_name))})"
         return rf"(?P<name>{_TOOL_NAME})\s*+{pattern}\s*+{ahead}"
 
-    def begins(self, text: str, start: int) -> bool:
-        """Tell if a call of this format begins there."""
-        return self._begins.match(text, start) is not None
-
     def read(self, builder: TurnBuilder, start: int, position: int, tools: Tools, *, is_marked: bool) -> int:
         """Add the calls from `start` on, the mark of the first up to `position`; return where the last one ends."""
-        text, limit = builder.text, self._limit(builder.text, position)
+        text = builder.text
+        later = islice(self._bound.finditer(text, position), _MAX_MARKS_INSIDE, None)
+        limit = next((mark.start() for mark in later), len(text))  # of values, which may hold the next marks
         head = self._first.match(text, start)
         while True:
             try:
@@ -216,16 +210,16 @@ class _CallReader:
             if (following := self._next.match(text, end := call[0])) is None:
                 return end
             if builder.is_full:
-                builder.add_rest(end, self._counted if self._form.middle else '"name"')
+                builder.add_rest(end, text.count(self._counted if self.form.middle else '"name"', end))
                 return len(text)
-            start, position, is_marked = end, following.end(), is_marked and not self._form.is_single
+            start, position, is_marked = end, following.end(), is_marked and not self.form.is_single
             head = self._element.match(text, position)
 
     def _call(
         self, text: str, head: re.Match[str] | None, limit: int, tools: Tools, *, is_marked: bool
     ) -> _Call | None:
         """Read one call; None if an object without a mark is none. Raises MalformedCall."""
-        form, notation = self._form, self._form.arguments
+        form, notation = self.form, self.form.arguments
         if head is None:
             shown = marks_of(f"{form.section[0]}{form.begin}...{form.middle}")
             written = "".join(shown).translate({0: "ID", 1: "NAME", 2: "NUMBER"})
@@ -233,16 +227,15 @@ class _CallReader:
         if isinstance(notation, ObjectKeys):
             names = None if is_marked else {str(tool.get("function", tool).get("name")) for tool in tools}
             return self._object(notation, text, head.end(), limit, names)
-        written = head["name"].strip()
-        numbered = _NUMBERED.fullmatch(written) if form.is_numbered else None
-        name = check_name(numbered[1] if numbered is not None else written)
-        call_id = written if numbered is not None and numbered[2] else head.groupdict().get("id") or ""
-        arguments, end = notation.read(text, head.end(), limit, name, tools)
+        name, call_id = head["name"].strip(), head.groupdict().get("id") or ""
+        if form.is_numbered and (numbered := _NUMBERED.fullmatch(name)) is not None:
+            name, call_id = numbered[1], name if numbered[2] else ""
+        arguments, end = notation.read(text, head.end(), limit, check_name(name), tools)
         closed = self._end.match(text, end)
         if closed is None and not (isinstance(notation, JsonArguments) and self._forgiven.match(text, end)):
             further = f"{notation.open}... or " if isinstance(notation, TextParameters) else ""
             error = f"the tool call has something else where {further}{''.join(marks_of(form.end))} must stand"
-            raise MalformedCall(error, name, json.dumps(arguments, ensure_ascii=False)[:-1], end)
+            raise MalformedCall(error, name, begun_json(arguments), end)
         call_id = call_id if _ID.fullmatch(call_id) else ""
         return end if closed is None else closed.end(), name, arguments, call_id, ""
 
@@ -251,7 +244,7 @@ class _CallReader:
         closed = self._end.match(text, end) if end >= 0 else None
         if end < 0 or (closed is None and self._forgiven.match(text, end) is None):
             end = self._ends(text, start)[0]
-        found = keys.read(text[start:end], names, lenient=self._lenient)
+        found = keys.read(text[start:end], names, lenient=self.form.is_lenient)
         if found is None:
             return None
         return end if closed is None else closed.end(), *found[:3], found[3] or self._note
@@ -260,26 +253,15 @@ class _CallReader:
         """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""
         following = self._opening.search(text, start)
         until = following.start() if following is not None else len(text)
-        places = [(at, at + len(mark)) for mark in self._closings if (at := text.find(mark, start, until)) >= 0]
-        if not places:
+        closing = self._closing.search(text, start, until)
+        if closing is None:
             return until, until
-        at, end = min(places)
-        after = self._end.match(text, at)
-        return at, max(end, after.end()) if after is not None else end
-
-    def _limit(self, text: str, position: int) -> int:
-        """Return the limit of values: a later mark than the next, which they may hold."""
-        if self._opening.pattern == _NEVER:
-            return len(text)
-        for _ in range(_MAX_MARKS_INSIDE + 1):
-            if (found := text.find(self._counted, position)) < 0:
-                return len(text)
-            position = found + len(self._counted)
-        return found
+        after = self._end.match(text, closing.start())
+        return closing.start(), max(closing.end(), after.end() if after is not None else 0)
 
     def tag(self, function: Mapping[str, JSON]) -> JSON:
         """Return the structural tag of one call. Raises InvalidRequest if its tool cannot be written."""
-        form, notation, name = self._form, self._form.arguments, str(function.get("name"))
+        form, notation, name = self.form, self.form.arguments, str(function.get("name"))
         content = notation.form(function.get("parameters") or NO_PARAMETERS)
         if isinstance(notation, ObjectKeys):
             opened, end = form.begin + notation.begun(name), "}" + form.end

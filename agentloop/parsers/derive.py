@@ -38,10 +38,10 @@ PROBES = tuple(
 )
 _NUMBERS = ToolCall("prb4x0003", NAMES[0], {_KEYS[0]: 731946, _KEYS[1]: 602758})
 _MARKED = ToolCall("prb4x0008", NAMES[0], {_KEYS[0]: 'a <b> "c"\nd'})
-_BRACKETS = {"(": "()", "{": "{}"}
 
-_Found = tuple[ObjectKeys | Notation, str, tuple[str, ...]]
-"""The notation, the text between name and arguments, and what stands before, between and behind the calls."""
+_Span = tuple[int, int]
+_Found = tuple[Notation, str, list[_Span]]
+"""The notation, the text between name and arguments, and where each call begins and ends."""
 Write = Callable[[Sequence[ToolCall]], str]
 """The turn of these calls as a policy would sample it, behind its thought. Raises TemplateError."""
 
@@ -63,9 +63,11 @@ def derive(write: Write) -> CallFormat:
         text = text.replace(call.id, ID)
         if call.name not in text:
             raise Underivable(f"a call is not shown in its turn, which is {text[:80]!r}")
-    notation, middle, pieces = _objects(text, calls) or _named(text, calls, write)
+    notation, middle, spans = _objects(text, calls) or _named(text, calls, write)
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    pieces = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
     for call in calls:
-        pieces = tuple(piece.replace(call.name, NAME) for piece in pieces)
+        pieces = [piece.replace(call.name, NAME) for piece in pieces]
     alone = ("", pieces[0], pieces[-1], "\n", "")
     before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else alone
     section, end = (before.lstrip(), behind.rstrip()), end if behind.strip() else end.rstrip()
@@ -85,7 +87,7 @@ def derive(write: Write) -> CallFormat:
 
 def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
     """Find calls that are objects of JSON."""
-    spans: list[tuple[int, int]] = []
+    spans: list[_Span] = []
     for call in calls:
         start = at = text.index(call.name)
         value: JSON = None
@@ -96,51 +98,50 @@ def _objects(text: str, calls: Sequence[ToolCall]) -> _Found | None:
         if end < at:
             return None
         spans.append((start, end))
-    arguments, pieces = dict(call.arguments), _between(text, spans)
+    arguments = dict(call.arguments)
     if value == {call.name: arguments}:
-        return ObjectKeys("", ("",)), "", pieces
+        return ObjectKeys("", ("",)), "", spans
     keys = {one: key for key, one in value.items() if isinstance(one, str)}  # of the name and of the id
     shown = (key for key, one in value.items() if arguments in (one, _decoded(str(one), 0)[0]))
-    if (key := next(shown, None)) is None:
+    if (key := next(shown, None)) is None or call.name not in keys:
         raise Underivable(f"the object of a call does not show its arguments: {text[:160]!r}")
     shown_names = [text.index(f'"{keys[call.name]}"', start) for start, _ in spans]
     leads = [text[start + 1 : at] for (start, _), at in zip(spans, shown_names, strict=True)]
     lead = _numbered(*leads) if f'"{key}"' not in leads[0] else ""
-    return ObjectKeys(keys[call.name], (key,), keys.get(ID, ""), lead), "", pieces
+    return ObjectKeys(keys[call.name], (key,), keys.get(ID, ""), lead), "", spans
 
 
 def _named(text: str, calls: Sequence[ToolCall], write: Write) -> _Found:
     """Find calls whose name stands before their arguments."""
-    shown = [text.index(str(next(iter(call.arguments.values())))) for call in calls]
-    starts = [text.rindex(call.name, 0, at) for call, at in zip(calls, shown, strict=True)]
+    places = [_places(text, call) for call in calls]
+    starts = [text.rindex(call.name, 0, one[0][2]) for call, one in zip(calls, places, strict=True)]
     ends = [start + len(call.name) for start, call in zip(starts, calls, strict=True)]
     opened = [max(text.find("{", end), 0) for end in ends]
     found = [_decoded(text, at) for at in opened]
     if [value for value, _ in found] == [call.arguments for call in calls]:
-        pieces = _between(text, [(start, end) for start, (_, end) in zip(starts, found, strict=True)])
-        return JsonArguments(), text[ends[0] : opened[0]], pieces
-    places = [_places(text, call) for call in calls]
+        spans = [(start, end) for start, (_, end) in zip(starts, found, strict=True)]
+        return JsonArguments(), text[ends[0] : opened[0]], spans
     (_, key_end, value, value_end), (other, *_, last) = places[0]
     before = _numbered(*(text[end : one[0][0]] for end, one in zip(ends, places, strict=True)))
     between, apart = text[key_end:value], text[value_end:other]
     lasts = [one[1][3] for one in places]
-    if (opening := before.rstrip()[-1:]) in _BRACKETS and between.strip():
+    if before.rstrip().endswith(("(", "{")) and between.strip():
         quote = between[1:]
-        pieces = _between(text, [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)])
+        spans = [(start, end + len(quote)) for start, end in zip(starts, lasts, strict=True)]
         own = "" if quote in ("'", '"') else quote
-        quotes_all = bool(own) and _around(write([_NUMBERS]), _NUMBERS)[0].endswith(own)
-        return Literals(_BRACKETS[opening], between[0], apart.removeprefix(quote), own, quotes_all), before, pieces
+        quotes_all = bool(own) and _around(write, _NUMBERS)[0].endswith(own)
+        return Literals(between[0], apart.removeprefix(quote), own, quotes_all), before, spans
     middle, open_, close, blanks, _ = _framed(before, apart, text[last:])
     if not open_.strip() or not close.strip():
         raise Underivable(f"no marks stand around a parameter: {text[:160]!r}")
     if all(text.startswith(close + blanks, at) for at in lasts):
         close += blanks
-    pieces = _between(text, [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)])
-    (others, _), (quoted, behind) = (_around(write([call]), call) for call in (_NUMBERS, _MARKED))
+    spans = [(start, at + len(close)) for start, at in zip(starts, lasts, strict=True)]
+    (others, _), (quoted, behind) = (_around(write, call) for call in (_NUMBERS, _MARKED))
     marks = (quoted.removeprefix(between), behind.partition(close)[0]) if quoted != between else ("", "")
     if any(others == between.replace("string", kind) for kind in ("number", "integer")):
         between = others = between.replace("string", TYPE)
-    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close, quote=marks), middle, pieces
+    return TextParameters(open_, tuple(dict.fromkeys((between, others))), close, quote=marks), middle, spans
 
 
 def _places(text: str, call: ToolCall) -> list[tuple[int, int, int, int]]:
@@ -161,30 +162,20 @@ def _numbered(one: str, *others: str) -> str:
     return texts.pop() if {one} != {one, *others} and len(texts) == 1 else one
 
 
-def _around(text: str, call: ToolCall) -> tuple[str, str]:
-    """Return what stands between a call's first key and its value, and behind that."""
-    (key, value), *_ = call.arguments.items()
-    start = text.find(key) + len(key)
-    if (at := text.find(str(value), start)) < 0:
-        raise Underivable(f"a value is not shown as it is: {text[:160]!r}")
-    return text[start:at], text[at + len(str(value)) :]
-
-
-def _between(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Return what stands before, between and behind spans of a text."""
-    edges = [0, *(edge for span in spans for edge in span), len(text)]
-    return tuple(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+def _around(write: Write, call: ToolCall) -> tuple[str, str]:
+    """Return what a turn of one call has between its first key and the value, and behind that."""
+    text = write([call])
+    _, key_end, start, end = _places(text, call)[0]
+    return text[key_end:start], text[end:]
 
 
 def _framed(before: str, between: str, behind: str) -> tuple[str, str, str, str, str]:
     """Tell what belongs to each of two things: text before both, before each, behind each, between, behind both."""
     first, middle, last = (list(MARK.finditer(text)) for text in (before, between, behind))
-    num_end = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1][0], zip(middle, last, strict=False)))
-    rest = middle[num_end:]
-    pairs = zip(reversed(first), reversed(rest), strict=False)
-    num_begin = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+    num_end = _num_alike(middle, last)
+    num_begin = _num_alike(first[::-1], middle[num_end:][::-1])
     end = between[: middle[num_end - 1].end()] if num_end else ""
-    begun = rest[-num_begin].start() if num_begin else len(between)
+    begun = middle[-num_begin].start() if num_begin else len(between)
     return (
         before[: first[-num_begin].start()] if num_begin else before,
         between[begun:],
@@ -192,6 +183,11 @@ def _framed(before: str, between: str, behind: str) -> tuple[str, str, str, str,
         between[len(end) : begun],
         behind[last[num_end - 1].end() :] if num_end else behind,
     )
+
+
+def _num_alike(one: Sequence[re.Match[str]], other: Sequence[re.Match[str]]) -> int:
+    """Return how many marks two rows begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1][0], zip(one, other, strict=False)))
 
 
 def _decoded(text: str, start: int) -> tuple[JSON, int]:

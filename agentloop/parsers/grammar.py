@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import orjson
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import ThoughtMarks
+from agentloop.parsers.base import ThoughtMarks, Tools
 from agentloop.types import JSON, Constraint, ConstraintKind
 
 MAX_JSON_WHITESPACE_CHARS = 8
@@ -31,23 +31,22 @@ INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
 NO_PARAMETERS: Mapping[str, JSON] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-
 MAX_JSON_DEPTH = 64
 
-# Only run over text that is valid JSON, where every quote has its pair: elsewhere it could be quadratic.
-_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
+JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
+"""Strings and brackets of any text, in linear time: a string without its end runs to the text's end."""
 
 
-def constraint_of_calls(
-    tools: Sequence[Mapping[str, JSON]],
+def calls_of(
+    tools: Tools,
     tag: Callable[[Mapping[str, JSON]], JSON],
     section: tuple[str, str] = ("", ""),
     separator: str = "\n",
     *,
     forced: str | None,
     is_parallel: bool,
-) -> Constraint:
-    """Return what `Parser.call_constraint` does, with the `tag` of each tool's call."""
+) -> JSON:
+    """Return the structural tag that `Parser.call_constraint` describes, with the `tag` of each tool's call."""
     functions = [tool.get("function", tool) for tool in tools]
     callable_ones = [function for function in functions if forced is None or function.get("name") == forced]
     if not callable_ones:
@@ -60,9 +59,10 @@ def constraint_of_calls(
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
-    if section[0] and not section[1]:
-        calls = sequence(literal(section[0]), calls)
-    return _constraint_of(tagged(section[0], calls, section[1]) if section[1] else calls)
+    begin, end = section
+    if end:
+        return tagged(begin, calls, end)
+    return sequence(literal(begin), calls) if begin else calls
 
 
 def tagged(begin: str, content: JSON, end: str) -> dict[str, JSON]:
@@ -85,19 +85,20 @@ def matching(pattern: str) -> dict[str, JSON]:
     return {"type": "regex", "pattern": pattern}
 
 
-def either_constraint(one: Constraint, other: Constraint) -> Constraint:
-    """Return the constraint to either of two structural tags."""
-    return _constraint_of({"type": "or", "elements": [format_of(one), format_of(other)]})
+def either(*elements: JSON) -> dict[str, JSON]:
+    """Return the structural tag of any one of several."""
+    return {"type": "or", "elements": list(elements)}
 
 
 def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
     """Return the constraint with the end of an open thought, and a few blanks, allowed before it."""
-    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
-    return _constraint_of(sequence(thought, matching("[ \\n]{0,2}"), format_of(constraint)))
+    thought = tagged("", {"type": "any_text"}, thoughts.close)
+    return constraint_of(sequence(thought, matching("[ \\n]{0,2}"), format_of(constraint)))
 
 
-def _constraint_of(form: JSON) -> Constraint:
-    tag = {"type": "structural_tag", "format": form}
+def constraint_of(*forms: JSON) -> Constraint:
+    """Return the constraint to any one of these structural tags."""
+    tag = {"type": "structural_tag", "format": forms[0] if len(forms) == 1 else either(*forms)}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 
@@ -108,37 +109,36 @@ def format_of(constraint: Constraint) -> JSON:
             return json.loads(constraint.text)["format"]
         case ConstraintKind.REGEX:
             return matching(constraint.text)
-        case ConstraintKind.JSON_OBJECT | ConstraintKind.JSON_SCHEMA:
-            is_any = constraint.kind is ConstraintKind.JSON_OBJECT
-            schema = {"type": "object"} if is_any else json.loads(constraint.text)
-            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE_CHARS}
+        case ConstraintKind.JSON_OBJECT:
+            return _json_of({"type": "object"}, MAX_JSON_WHITESPACE_CHARS)
+        case ConstraintKind.JSON_SCHEMA:
+            return _json_of(json.loads(constraint.text), MAX_JSON_WHITESPACE_CHARS)
 
 
 def call_json(schema: JSON) -> dict[str, JSON]:
     """Return the structural tag of a value of JSON within a call."""
-    return {
-        "type": "json_schema",
-        "json_schema": _bounded(schema),
-        "max_whitespace_cnt": MAX_CALL_WHITESPACE_CHARS,
-    }
+    return _json_of(_bounded(schema), MAX_CALL_WHITESPACE_CHARS)
+
+
+def _json_of(schema: JSON, max_whitespace_chars: int) -> dict[str, JSON]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": max_whitespace_chars}
 
 
 def _bounded(schema: JSON) -> JSON:
     """The schema with a bound on each unbounded integer in it. Recursion is bounded: bodies limit nesting."""
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _bounded_below(key, value) for key, value in schema.items()}
+    found = dict(schema)
+    for key, value in schema.items():
+        if key in _SCHEMA_MAPS and isinstance(value, Mapping):
+            found[key] = {name: _bounded(one) for name, one in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
+            found[key] = [_bounded(one) for one in value]
+        elif key in _SCHEMAS:
+            found[key] = _bounded(value)
     if found.get("type") == "integer" and not _BOUNDS & found.keys():
         found |= INT64
     return found
-
-
-def _bounded_below(key: str, value: JSON) -> JSON:
-    if key in _SCHEMA_MAPS and isinstance(value, Mapping):
-        return {name: _bounded(schema) for name, schema in value.items()}
-    if key in _SCHEMA_LISTS and isinstance(value, list | tuple):
-        return [_bounded(schema) for schema in value]
-    return _bounded(value) if key in _SCHEMAS else value
 
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "multipleOf"}
@@ -153,7 +153,7 @@ def loads(text: str) -> JSON:
         # Rejects bad syntax, NaN, lone surrogates and deep nesting without recursion.
         value: JSON = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ValueError(_one_line(error)) from error
+        raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from error
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
         _check_depth(text)
     if orjson.dumps(value) == text.encode():  # as orjson writes it: no key was lost, and no integer became a float
@@ -163,8 +163,8 @@ def loads(text: str) -> JSON:
 
 def _check_depth(text: str) -> None:
     depth = 0
-    for match in _STRUCTURE.finditer(text):
-        opening, closing = match.groups()
+    for found in JSON_TOKEN.finditer(text):
+        opening, closing = found.groups()
         depth += (opening is not None) - (closing is not None)
         if depth > MAX_JSON_DEPTH:
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} levels deep")
@@ -181,7 +181,3 @@ def _int64(digits: str) -> int:
     if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
         raise ValueError("an integer of more than 64 bits")
     return value
-
-
-def _one_line(error: orjson.JSONDecodeError) -> str:
-    return f"{error.msg} (line {error.lineno}, column {error.colno})"

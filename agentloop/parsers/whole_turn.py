@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from agentloop.errors import UnsupportedParameter
-from agentloop.parsers.arguments import Tools, read_arguments
+from agentloop.parsers.arguments import read_arguments
 from agentloop.parsers.base import (
     MAX_CALLS,
     DecodedText,
@@ -18,6 +18,7 @@ from agentloop.parsers.base import (
     Marks,
     ParsedTurn,
     ThoughtMarks,
+    Tools,
     TurnBuilder,
 )
 from agentloop.types import Constraint
@@ -43,7 +44,7 @@ class WholeTurnParser:
         except Exception as error:  # foreign code on a policy's text
             _log.warning("parser_failed", parser=self._name, error=f"{type(error).__name__}: {error}"[:300])
             return ParsedTurn(decoded.text.strip(), ())
-        builder, num_chars = TurnBuilder(decoded, turn_index), len(decoded.text)
+        builder = TurnBuilder(decoded, turn_index)
         builder.add_content(content)
         spans = _spans(decoded.text, content, [name for name, _ in calls[:MAX_CALLS]])
         for (name, written), (start, end) in zip(calls, spans, strict=False):
@@ -52,8 +53,7 @@ class WholeTurnParser:
             except MalformedCall as malformed:
                 builder.add_malformed(start, end, malformed)
         if len(calls) > MAX_CALLS:
-            too_many = f"{len(calls) - MAX_CALLS} tool calls after the first {MAX_CALLS} were not read"
-            builder.add_malformed(num_chars, num_chars, MalformedCall(too_many))
+            builder.add_rest(len(decoded.text), len(calls) - MAX_CALLS)
         return builder.finish()
 
     def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
@@ -68,8 +68,8 @@ def _spans(text: str, content: str, names: Sequence[str]) -> list[tuple[int, int
 
     A call whose name is not in the text, or stands there escaped, has no characters of its own.
     """
-    begin = text.find(content.strip()) + len(content.strip()) if content.strip() else 0
-    begin += len(text[begin:]) - len(text[begin:].lstrip())
+    shown = content.strip()
+    begin = len(text) - len(text[text.find(shown) + len(shown) :].lstrip())
     starts, position, mark = [], begin, None
     for name in names:
         place = text.find(name, position) if name else -1
@@ -78,7 +78,7 @@ def _spans(text: str, content: str, names: Sequence[str]) -> list[tuple[int, int
             continue
         if mark is None:
             mark = text[begin:place]  # what opens the first call opens the others
-        start = text.rfind(mark, position, place) if mark else place
+        start = text.rfind(mark, position, place)
         starts.append(start if start >= 0 else place)
         position = place + len(name)
     return list(zip(starts, [*starts[1:], len(text)], strict=False))

@@ -29,7 +29,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TemplateRen
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_chosen_parser_reads_its_family(renderers: dict[str, TemplateRenderer], family: Family):
     renderer = renderers[family.name]
-    name = choose_parser(renderer.facts.template_source, renderer.facts.literals).name or "hermes"
+    name = choose_parser(renderer.facts.template_source, renderer.facts.literals)[0] or "hermes"
     test = self_test(renderer, get_parser(name), name)
     assert bool(test.call_text) == renderer.facts.supports_tools
     assert test.opens_thought == family.opens_thought

@@ -151,6 +151,8 @@ def test_what_cannot_be_told_apart_is_refused_with_the_text() -> None:
         derive(lambda calls: ", ".join(f"{c.name} {json.dumps(dict(c.arguments))}" for c in calls))
     with pytest.raises(Underivable, match="not shown in its turn"):
         derive(lambda calls: "I call.")
+    with pytest.raises(Underivable, match="does not show its arguments"):
+        derive(lambda calls: "".join(f"<c>{c.name}</c>" for c in calls))
     with pytest.raises(Underivable, match="more than one place"):
         derive(
             lambda calls: "".join(

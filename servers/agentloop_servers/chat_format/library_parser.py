@@ -6,13 +6,13 @@ nothing of a turn before its end, and know no grammars, so that calls cannot be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from renderers import ParsedToolCall, ToolCallParseStatus
 
 from agentloop.errors import TemplateError, UnsupportedParameter
-from agentloop.parsers.base import MAX_CALLS, DecodedText, MalformedCall, Marks, ParsedTurn, TurnBuilder
+from agentloop.parsers.base import MAX_CALLS, DecodedText, MalformedCall, Marks, ParsedTurn, Tools, TurnBuilder
 from agentloop.parsers.grammar import loads
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import RenderSettings, model_text
@@ -35,7 +35,7 @@ class LibraryParser:
         has_marks = all(self._text.tokens.id_of(mark) is not None for mark in (THINK_OPEN, THINK_CLOSE))
         self._no_thought = THINK_OPEN + THINK_CLOSE if has_marks else ""
 
-    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+    def parse(self, decoded: DecodedText, tools: Tools, turn_index: int) -> ParsedTurn:
         """See `Parser.parse`. A text on which the library fails is content."""
         ids = self._text.ids(self._no_thought + decoded.text)
         reader = self._library.under(NO_KWARGS)
@@ -59,9 +59,7 @@ class LibraryParser:
             builder.add_malformed(spans[MAX_CALLS][0], spans[-1][1], MalformedCall(error))
         return builder.finish()
 
-    def call_constraint(
-        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
-    ) -> Constraint:
+    def call_constraint(self, tools: Tools, *, forced: str | None, is_parallel: bool) -> Constraint:
         """Raise UnsupportedParameter: the library has no grammars."""
         raise UnsupportedParameter(
             f"the parser renderers:{self._library.family} cannot force calls", param="tool_choice"

@@ -116,13 +116,12 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
     if settings.parser != AUTO:
         return _tested(_parser(settings.parser, folder), settings.parser, "it is configured", renderer)
     facts = renderer.facts
-    chosen = choose_parser(facts.template_source, facts.literals)
-    reason = chosen.reason
-    if chosen.name is not None:
+    chosen, reason = choose_parser(facts.template_source, facts.literals)
+    if chosen is not None:
         try:
-            return _tested(get_parser(chosen.name), chosen.name, reason, renderer)
+            return _tested(get_parser(chosen), chosen, reason, renderer)
         except ParserMismatch as mismatch:
-            _log.info("parser_passed_over", parser=chosen.name, because=mismatch.message)
+            _log.info("parser_passed_over", parser=chosen, because=mismatch.message)
             reason = mismatch.message
     if not facts.supports_tools or not facts.shows_calls:
         return _without_tools(renderer, reason)
