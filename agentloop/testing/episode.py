@@ -16,7 +16,6 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.plugins import LoadedOnce
-from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import Environment, LoadedEnvironment, ScriptedTurn, load_environment
 from agentloop.rollout.models import ModelsPort, NoModels
 from agentloop.rollout.tool import Tool
@@ -58,11 +57,10 @@ async def play(
     if policy is None and (policy := loaded.kind.gold(task)) is None:
         raise InvalidRequest(f"task {task.task_id!r} has no gold solution", param="policy")
     chosen = ScriptedTurns(policy) if isinstance(policy, Sequence) else policy
-    episode = _Episode(task, chosen, on_message)
-    toolbox, renderer = Toolbox(tools), byte_renderer()
+    engine, toolbox, renderer = PolicyEngine(chosen, on_message), Toolbox(tools), byte_renderer()
     parts = RunParts(
         coordinator=cast(WorkerPort, None),  # the lease never moves
-        connect=lambda url: cast(TokenEngine, PolicyEngine(chosen, episode.context, episode.tell)),
+        connect=lambda url: cast(TokenEngine, engine),
         renderer=renderer,
         reader=TurnReader(renderer, get_parser(PARSER), PARSER),
         toolbox=toolbox,
@@ -74,44 +72,15 @@ async def play(
         models=NoModels() if models is None else models,
         environments=LoadedOnce(lambda path: loaded, param="environment"),
     )
+    lease = Lease("", chosen.name, "")
+    assignment = Assignment(f"try/{task.task_id}/0", task.task_id, 0, task, lease, rollout_id="try")
+    engine.run = TrajectoryRun(parts, assignment)
     try:
-        record = await episode.run(parts)
+        record = (await engine.run.to_record()).decoded()
+        engine.tell(record.messages)
     finally:
         await toolbox.close()
     return record if chosen.has_ids else without_ids(record)
-
-
-class _Episode:
-    """One trajectory, and those of its messages that were told."""
-
-    def __init__(self, task: RolloutTask, policy: Policy, on_message: Callable[[Message], None]) -> None:
-        lease = Lease("", policy.name, "")
-        self._assignment = Assignment(f"try/{task.task_id}/0", task.task_id, 0, task, lease, rollout_id="try")
-        self._on_message = on_message
-        self._num_told = 0
-        self._run: TrajectoryRun | None = None
-
-    async def run(self, parts: RunParts) -> Trajectory:
-        """Run it to its record."""
-        self._run = TrajectoryRun(parts, self._assignment)
-        record = (await self._run.to_record()).decoded()
-        self._tell(record.messages)
-        return record
-
-    def context(self) -> LoopContext:
-        """Return what its loop has."""
-        ctx = None if self._run is None else self._run.ctx
-        assert ctx is not None, "no loop runs"
-        return ctx
-
-    def tell(self) -> None:
-        """Tell the messages that are new."""
-        self._tell(self.context().messages)
-
-    def _tell(self, messages: Sequence[Message]) -> None:
-        for message in messages[self._num_told :]:
-            self._on_message(message)
-        self._num_told = len(messages)
 
 
 def without_ids(record: Trajectory) -> Trajectory:

@@ -15,8 +15,8 @@ from agentloop.engine import OnProgress
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
-from agentloop.rollout.context import LoopContext
 from agentloop.rollout.environment import ScriptedTurn
+from agentloop.rollout.trajectory_run import TrajectoryRun
 from agentloop.types import (
     JSON,
     FinishReason,
@@ -84,17 +84,25 @@ def byte_renderer() -> TemplateRenderer:
 
 
 class PolicyEngine:
-    """An engine that has a policy speak. `context` is that of the loop it is asked by."""
+    """An engine that has a policy speak in the loop of its `run`, and tells each message of that once."""
 
-    def __init__(self, policy: Policy, context: Callable[[], LoopContext], heard: Callable[[], None]) -> None:
-        """`heard` is called before each turn."""
+    run: TrajectoryRun  # set before it begins
+
+    def __init__(self, policy: Policy, on_message: Callable[[Message], None]) -> None:
         self._policy = policy
-        self._context = context
-        self._heard = heard
+        self._on_message = on_message
+        self._num_told = 0
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """Tell those of a conversation's messages that are new."""
+        for message in messages[self._num_told :]:
+            self._on_message(message)
+        self._num_told = len(messages)
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        self._heard()
-        ctx, renderer = self._context(), byte_renderer()
+        ctx, renderer = self.run.ctx, byte_renderer()
+        assert ctx is not None, "its loop asks"
+        self.tell(ctx.messages)
         message = await self._policy.turn(ctx.messages, ctx.tool_definitions)
         ids = (*renderer.ids(_written(message)), *renderer.stop_token_ids)[: request.sampling.max_tokens]
         spans = (WeightVersionSpan(0, 0, len(ids)),)

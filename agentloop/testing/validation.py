@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,24 +66,16 @@ async def validate(
         bench.same("side by side", task, alone, beside, "state is shared by trajectories that run at once")
     if tasks:
         await bench.check_odd_arguments(tasks[0])
-    return bench.faults
+    return list(dict.fromkeys(bench.faults))
 
 
-@dataclass(slots=True, eq=False)
-class _Life:
-    """The objects of one episode, and what their closes raised."""
-
-    objects: list[weakref.ref[Environment]] = field(default_factory=list)
-    close_errors: list[str] = field(default_factory=list)
-    num_open: int = 0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # it is hashed, and lists are not
 class _WatchedEnvironment(LoadedEnvironment):
-    """An environment of which is seen how it ends; `is_carried` to a new object after each call."""
+    """An environment for one episode, which it watches; `is_carried` to a new object after each call."""
 
-    life: _Life = field(default_factory=_Life)
     is_carried: bool = False
+    objects: list[weakref.ref[Environment]] = field(default_factory=list)
+    close_faults: list[str] = field(default_factory=list)
 
     def open_session(self, trajectory_id: str, seed: int) -> _WatchedSession:
         return _WatchedSession(self, trajectory_id, seed)
@@ -90,7 +83,7 @@ class _WatchedEnvironment(LoadedEnvironment):
     def make(self, trajectory_id: str, seed: int) -> Environment:
         """Return a new object."""
         made = LoadedEnvironment.open_session(self, trajectory_id, seed).environment
-        self.life.objects.append(weakref.ref(made))
+        self.objects.append(weakref.ref(made))
         return made
 
 
@@ -99,7 +92,7 @@ class _WatchedSession(OpenEnvironment):
         super().__init__(loaded.make(trajectory_id, seed), loaded.methods)
         self._loaded = loaded
         self._place = trajectory_id, seed
-        loaded.life.num_open += 1
+        loaded.close_faults.append(f"not done within {loaded.kind.close_timeout_s:g} s")
 
     async def call_tool(self, name: str, arguments: Mapping[str, JSON]) -> str:
         answer = await super().call_tool(name, arguments)
@@ -112,11 +105,12 @@ class _WatchedSession(OpenEnvironment):
         return said
 
     async def close(self) -> None:
+        faults = self._loaded.close_faults
         try:
             await super().close()
+            faults.clear()
         except Exception as error:
-            self._loaded.life.close_errors.append(error_line(error))
-        self._loaded.life.num_open -= 1
+            faults[:] = [error_line(error)]
 
     async def _carry(self) -> None:
         """Go on in a new object, unless the state is one that cannot be carried."""
@@ -137,10 +131,8 @@ class _Bench:
     faults: list[Fault] = field(default_factory=list)
 
     def say(self, check: str, problem: str, task_id: str = "") -> None:
-        """Note a fault, once."""
-        fault = Fault(check, task_id, problem)
-        if fault not in self.faults:
-            self.faults.append(fault)
+        """Note a fault."""
+        self.faults.append(Fault(check, task_id, problem))
 
     def checked_tasks(self) -> list[RolloutTask]:
         """Return the tasks, each id once."""
@@ -149,8 +141,8 @@ class _Bench:
             self.say("tasks", "there are none")
         if codec.encode(first) != codec.encode(second):
             self.say("tasks", "two calls of tasks() give other tasks")
-        ids = [task.task_id for task in first]
-        for twice in sorted({task_id for task_id in ids if ids.count(task_id) > 1}):
+        ids = Counter(task.task_id for task in first)
+        for twice in sorted(task_id for task_id, num in ids.items() if num > 1):
             self.say("tasks", "its id is another's too", twice)
         return list({task.task_id: task for task in first}.values())
 
@@ -179,10 +171,8 @@ class _Bench:
         if solved.reward is None or solved.reward <= max(0.0, acts * (untouched.reward or 0.0)):
             nothing = "" if untouched.reward is None else f", doing nothing {untouched.reward:g}"
             self.say("gold", f"the gold solution has the reward {solved.reward}{nothing}", task.task_id)
-        failed = [
-            one.content for one in solved.messages if one.role == "tool" and one.content.startswith("Error: ")
-        ]
-        if failed:
+        answers = [one.content for one in solved.messages if one.role == "tool"]
+        if failed := [answer for answer in answers if answer.startswith("Error: ")]:
             self.say("gold", f"a call of the gold solution fails: {_short(failed[0])}", task.task_id)
         carried = await self._play(task, gold, is_carried=True)
         self.same("snapshot", task, solved, carried, "a restored state is another one")
@@ -231,18 +221,15 @@ class _Bench:
     async def _play(
         self, task: RolloutTask, turns: Sequence[ScriptedTurn], *, is_carried: bool = False
     ) -> Trajectory:
-        life = _Life()
-        watched = _WatchedEnvironment(self.loaded.kind, self.loaded.path, life=life, is_carried=is_carried)
+        watched = _WatchedEnvironment(self.loaded.kind, self.loaded.path, is_carried=is_carried)
         record = await play(watched, task, turns, tools=self.tools)
         if record.stop_reason in FAILURES:
             self.say("runs", record.error or record.stop_reason, task.task_id)
         if record.reward_error is not None:
             self.say("score", record.reward_error, task.task_id)
-        for error in life.close_errors:
-            self.say("close", error, task.task_id)
-        if life.num_open:
-            self.say("close", f"not done within {self.loaded.kind.close_timeout_s:g} s", task.task_id)
-        if not is_carried and await _is_held(life.objects):
+        for problem in watched.close_faults:
+            self.say("close", problem, task.task_id)
+        if not is_carried and await _is_held(watched.objects):
             self.say("left over", "something still holds the environment's object after its end", task.task_id)
         return record
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentloop.errors import InvalidRequest, ToolError
-from agentloop.rollout.tool import ToolSpec, arguments_model, parameters_schema, validated
+from agentloop.rollout.tool import ToolSpec, parameters_schema, validated
 from agentloop.types import JSON, RolloutTask
 from agentloop_tools.sandbox.bubblewrap import Bubblewrap
 from agentloop_tools.sandbox.commands import answer, tar_of
@@ -43,20 +42,19 @@ MAX_PATH_CHARS = 512
 _CALLS_AT_ONCE = 8  # of one trajectory: they run one after the other
 
 
-def _signature(
-    command: Annotated[
-        str,
-        Field(
-            description="A command line for bash. The current folder, exported variables and processes in the "
-            "background stay for the next one; of files only those in /task are sure to."
-        ),
-    ],
-) -> None:
-    """Run a command in a sandbox without network, first in the folder /task, and return what it prints and its exit
-    status."""
+_DESCRIPTION = (
+    "Run a command in a sandbox without network, first in the folder /task, and return what it prints and its exit "
+    "status."
+)
 
 
-_ARGUMENTS = arguments_model(_signature)
+class _Arguments(BaseModel):  # a docstring would be in the schema
+    model_config = ConfigDict(extra="forbid")
+
+    command: str = Field(
+        description="A command line for bash. The current folder, exported variables and processes in the "
+        "background stay for the next one; of files only those in /task are sure to."
+    )
 
 
 class ShellSetup(BaseModel):
@@ -90,20 +88,16 @@ class ShellTool:
         self._sandboxes: Sandboxes = Bubblewrap() if sandboxes is None else sandboxes
         self._image = image
         self._images = images
-        self._spec = ToolSpec(
+        self.spec = ToolSpec(
             name=name,
-            description=" ".join((_signature.__doc__ or "").split()),
-            parameters=parameters_schema(_ARGUMENTS),
+            description=_DESCRIPTION,
+            parameters=parameters_schema(_Arguments),
             timeout_s=_CALLS_AT_ONCE * (limits.run_s + 5.0),
             max_output_bytes=limits.max_output_bytes + 512,
             max_concurrency=max_concurrency,
             open_timeout_s=open_timeout_s,
             close_timeout_s=30.0,
         )
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
 
     def open_session(self, trajectory_id: str, seed: int) -> ShellSession:
         return ShellSession(self)
@@ -154,16 +148,16 @@ class ShellSession:
             raise InvalidRequest(error.message) from error
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
-        command = validated(_ARGUMENTS, arguments)["command"]
+        command = validated(_Arguments, arguments)["command"]
         if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES:
             raise ToolError(f"a command has at most {MAX_COMMAND_BYTES} bytes")
         ran = await self.sandbox.exec(command)
         text = ran.output.decode(errors="replace").removesuffix("\n")
-        notes = [f"...[{ran.num_cut_bytes} bytes more]"] if ran.num_cut_bytes else []
+        cut = f"...[{ran.num_cut_bytes} bytes more]" if ran.num_cut_bytes else ""
         if ran.stopped is not None:
-            raise ToolError("\n".join([f"killed: {ran.stopped}", *([text] if text else []), *notes]))
-        notes += [f"[exit status {ran.status}]"] if ran.status else []
-        return "\n".join([*([text] if text else []), *notes])
+            raise ToolError("\n".join(filter(None, (f"killed: {ran.stopped}", text, cut))))
+        status = f"[exit status {ran.status}]" if ran.status else ""
+        return "\n".join(filter(None, (text, cut, status)))
 
     async def grade(
         self, command: str, files: Mapping[str, bytes | str] | None = None, limits: SandboxLimits | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -15,11 +17,10 @@ from agentloop.errors import InvalidRequest
 from agentloop.logs import configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout.environment import load_environment, tasks_of
-from agentloop.rollout.models import ModelsPort
 from agentloop.rollout.tool import Tool
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
-from agentloop.testing import Policy, ScriptedTurns, play, validate
+from agentloop.testing import ScriptedTurns, play, validate
 from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers.cli.records import record_lines, show_message
 from agentloop_servers.cli.terminal import clear_errors, find_modules_here, run_to_end, store_of
@@ -50,22 +51,30 @@ def try_environment(
     debug: Debug = False,
 ) -> None:
     """Play one episode of an environment in this process, and print it turn by turn."""
-    console = Console()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     with clear_errors():
         _begin(debug)
         tasks = _chosen(tasks_of(environment), task)
         is_one = len(tasks) == 1
         tell: Callable[[Message], None] = (lambda one: show_message(console, one)) if is_one else lambda one: None
-        records = run_to_end(_played(environment, tasks, policy, model, tell, out, _tools(tasks, tool), console))
+        play_one = partial(play, environment, tools=_tools(tasks, tool), on_message=tell)
+
+        async def played() -> list[Trajectory]:
+            records = [await play_one(one, **_policy(policy, model, one)) for one in tasks]
+            if out is not None:
+                console.print(f"written to {await _stored(records, out)}")
+            return records
+
+        records = run_to_end(played())
     if is_one:
         console.rule()
     for record in records:
         lines = record_lines(record) if is_one else [f"{record.task_id}  {record.stop_reason}  {record.reward}"]
         for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line)
     rewards = [record.reward for record in records if record.reward is not None]
     if not is_one and rewards:
-        console.print(f"mean reward {sum(rewards) / len(rewards):g} of {len(rewards)}", highlight=False)
+        console.print(f"mean reward {sum(rewards) / len(rewards):g} of {len(rewards)}")
     if not all(record.is_complete and record.reward_error is None for record in records):
         raise typer.Exit(1)
 
@@ -78,15 +87,15 @@ def validate_environment(
     debug: Debug = False,
 ) -> None:
     """Look for faults of an environment: leaks, chance, free rewards, tools that break."""
-    console = Console()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     with clear_errors():
         _begin(debug)
         tasks, kind = tasks_of(environment), load_environment(environment).kind
         faults = run_to_end(validate(environment, max_tasks=max_tasks, tools=_tools(tasks, tool)))
         num_gold = sum(kind.gold(task) is not None for task in tasks[:max_tasks])
     for fault in faults:
-        console.print(str(fault), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{len(faults) or 'no'} faults; {num_gold} tasks with a gold solution", highlight=False)
+        console.print(str(fault))
+    console.print(f"{len(faults) or 'no'} faults; {num_gold} tasks with a gold solution")
     if faults:
         raise typer.Exit(1)
 
@@ -115,51 +124,34 @@ def _begin(is_debug: bool) -> None:
     configure_logging(None, level="debug", console_level="debug" if is_debug else "warning")
 
 
-async def _played(
-    path: str,
-    tasks: list[RolloutTask],
-    policy: str,
-    model: str,
-    tell: Callable[[Message], None],
-    out: Path | None,
-    tools: list[Tool],
-    console: Console,
-) -> list[Trajectory]:
-    records = list[Trajectory]()
-    for task in tasks:
-        chosen = _policy(policy, model, task)
-        models = cast(ModelsPort, chosen) if policy.startswith("openai:") else None
-        records.append(await play(path, task, chosen, tools=tools, models=models, on_message=tell))
-    if out is not None:
-        run_dir = new_run_dir(out)
-        store = TrajectoryStore(run_dir / STORE_NAME)
-        try:
-            for record in records:
-                await store.record(EncodedRecord.of(record))
-        finally:
-            await store.close()
-        console.print(f"written to {run_dir}", highlight=False, soft_wrap=True)
-    return records
+async def _stored(records: list[Trajectory], out: Path) -> Path:
+    """Write records into a new run directory, and return it."""
+    run_dir = new_run_dir(out)
+    store = TrajectoryStore(run_dir / STORE_NAME)
+    try:
+        for record in records:
+            await store.record(EncodedRecord.of(record))
+    finally:
+        await store.close()
+    return run_dir
 
 
-def _policy(policy: str, model: str, task: RolloutTask) -> Policy | None:
-    """Return the policy that the command line names; None: the gold solution. Raises InvalidRequest."""
+def _policy(policy: str, model: str, task: RolloutTask) -> dict[str, Any]:
+    """Return the options of `play` for the policy that the command line names. Raises InvalidRequest."""
     kind, _, where = policy.partition(":")
     if policy == "scripted":
-        return None
+        return {}
     if kind == "openai" and where:
-        return cast(Callable[[str, str], Policy], resolve(OPENAI_POLICY, param="policy"))(where, model)
+        outside = cast(Callable[[str, str], Any], resolve(OPENAI_POLICY, param="policy"))(where, model)
+        return {"policy": outside, "models": outside}
     if kind != "run":
         raise InvalidRequest(f"{policy!r} is no policy: scripted, openai:URL or run:RUN", param="policy")
-    reader = TrajectoryReader(store_of(where))
-    try:
+    with closing(TrajectoryReader(store_of(where))) as reader:
         found = next((one for one in reader.trajectories() if one.task_id == task.task_id), None)
-    finally:
-        reader.close()
     if found is None:
         raise InvalidRequest(f"run {where!r} has no record of task {task.task_id!r}", param="policy")
     turns = [one for one in found.messages[len(task.messages) :] if one.role == "assistant"]
-    return ScriptedTurns(turns, name=policy)
+    return {"policy": ScriptedTurns(turns, name=policy)}
 
 
 def _chosen(tasks: list[RolloutTask], wanted: str) -> list[RolloutTask]:

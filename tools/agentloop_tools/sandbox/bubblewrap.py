@@ -32,7 +32,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,12 +41,7 @@ from typing import IO
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed, answer
 from agentloop_tools.sandbox.images import ImageStore, RootImage, host_image
-from agentloop_tools.sandbox.port import (
-    DEFAULT_LIMITS,
-    FOLDER,
-    SandboxLimits,
-    SandboxSource,
-)
+from agentloop_tools.sandbox.port import DEFAULT_LIMITS, FOLDER, SandboxLimits, SandboxSource
 
 NOBODY = 65534
 MIN_VERSION = (0, 8)  # of bubblewrap: the one that the tests run
@@ -75,13 +70,12 @@ _NAMESPACES = ("user", "mount=mnt", "pid", "net", "ipc", "uts", "cgroup")  # nse
 class FolderUse:
     """The content of a folder; `is_too_deep` of one whose folders are nested beyond MAX_DEPTH."""
 
-    num_files: int
-    num_bytes: int
-    is_too_deep: bool
+    num_files: int = 0
+    num_bytes: int = 0
+    is_too_deep: bool = False
 
-    def excess(self, limits: SandboxLimits, began: FolderUse | None = None) -> str | None:
+    def excess(self, limits: SandboxLimits, began: FolderUse) -> str | None:
         """Say what there is too much of, and more than when a command `began`; None: of nothing."""
-        began = FolderUse(0, 0, is_too_deep=False) if began is None else began
         is_deeper = self.is_too_deep and not began.is_too_deep
         if self.num_files > max(limits.max_files, began.num_files) or is_deeper:
             return f"{FOLDER} holds more than {limits.max_files} files, or folders deeper than {MAX_DEPTH}"
@@ -115,7 +109,7 @@ async def _probe(folder: Path) -> str | None:
     try:
         await namespaces.start(host_image(), folder)
         status = await namespaces.enter(["touch", f"{FOLDER}/here"], DEFAULT_LIMITS, b"", printed).wait()
-        answer(printed.run(status, None))
+        answer(printed.run(status))
     except (ToolError, ToolLost) as error:
         return error.message
     finally:
@@ -172,7 +166,9 @@ class BubblewrapSandbox(CommandSandbox):
     def __init__(
         self, maker: Bubblewrap, source: SandboxSource, limits: SandboxLimits, folder: Path, image: RootImage
     ) -> None:
-        super().__init__(maker, source, limits, shell=image.shell, variables=image.variables)
+        super().__init__(maker, source, limits)
+        self._shell = image.shell
+        self._variables = image.variables
         self._folder = folder
         self._image = image
         self._namespaces = _Namespaces()
@@ -182,7 +178,7 @@ class BubblewrapSandbox(CommandSandbox):
     async def put_tar(self, data: bytes) -> None:
         await super().put_tar(data)
         use = await asyncio.to_thread(folder_use, self._folder, self._limits)
-        if (excess := use.excess(self._limits)) is not None:  # between two looks
+        if (excess := use.excess(self._limits, FolderUse())) is not None:  # between two looks
             raise ToolError(excess)
 
     async def remove(self) -> None:
@@ -200,36 +196,30 @@ class BubblewrapSandbox(CommandSandbox):
             await self._namespaces.end()
             await self._namespaces.start(self._image, self._folder)
 
-    async def perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
-        ended = await self._perform(program, limits, given, printed)
-        if ended[0] == 1 and printed.begins_with(b"nsenter: "):  # the last command was killing the sandbox
+    async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
+        status = await self._perform(program, limits, given, printed)
+        if status == 1 and printed.begins_with(b"nsenter: "):  # the last command was killing the sandbox
             await self._namespaces.end()
             printed.clear()
-            ended = await self._perform(program, limits, given, printed)
-        return ended
+            status = await self._perform(program, limits, given, printed)
+        return status
 
-    async def _perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
+    async def _perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         await self.begin()
         began = await asyncio.to_thread(folder_use, self._folder, limits)
-        allowed = limits if began.excess(limits) is None else replace(limits, max_folder_bytes=0)
+        allowed = limits if began.excess(limits, FolderUse()) is None else replace(limits, max_folder_bytes=0)
         entered = self._namespaces.enter(program, allowed, given, printed)
-        self._watch(limits, began)
-        status = await entered.wait()
-        if not self._namespaces.is_busy:
-            self._unwatch()
-        return status, self._excess
-
-    async def kill(self) -> None:
-        await self._namespaces.end()
-
-    def _watch(self, limits: SandboxLimits, began: FolderUse) -> None:
         self._unwatch()
         self._excess = None
         self._watching = asyncio.create_task(self._look(limits, began), name="sandbox watch")
+        status = await entered.wait()
+        if not self._namespaces.is_busy:
+            self._unwatch()
+        printed.stopped = self._excess
+        return status
+
+    async def kill(self) -> None:
+        await self._namespaces.end()
 
     def _unwatch(self) -> None:
         if self._watching is not None:
@@ -282,16 +272,12 @@ class _Namespaces:
         mapped = ("--user", "--map-user=1000", "--map-group=1000", "--keep-caps")
         holder = self._spawn(_chain("unshare", *mapped, "--", "sh", "-c", _HOLD))
         await _says(holder, "made")
-        users = os.open(f"/proc/{holder.pid}/ns/user", os.O_RDONLY)
-        try:
+        with _closing(os.open(f"/proc/{holder.pid}/ns/user", os.O_RDONLY)) as users:
             bwrap = self._spawn(_chain(*_bwrap(users, image, folder)), users)
-        finally:
-            os.close(users)
         await _says(bwrap, "ready")
         first = _children(bwrap.pid, bwrap.pid)[0]
         self._first = os.pidfd_open(first)
-        _pipe(holder.stdin).write(f"{first}\n".encode())
-        _pipe(holder.stdin).flush()
+        os.write(_pipe(holder.stdin).fileno(), f"{first}\n".encode())
         await _says(holder, "held")
         for process in self._processes:
             _pipe(process.stdout).close()
@@ -458,25 +444,29 @@ async def _says(process: subprocess.Popen[bytes], word: str) -> None:
 async def _exit(process: subprocess.Popen[bytes]) -> None:
     """Wait for a child to end, and reap it."""
     if process.poll() is None:
-        ended = os.pidfd_open(process.pid)
-        try:
+        with _closing(os.pidfd_open(process.pid)) as ended:
             await _readable(ended)
-        finally:
-            os.close(ended)
         process.wait()
 
 
 async def _readable(fd: int) -> None:
     """Wait until there is something to read, or until the process of a pidfd has ended."""
-    loop = asyncio.get_running_loop()
-    own = os.dup(fd)  # another task may wait for the same
-    readable = asyncio.Event()
-    loop.add_reader(own, readable.set)
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    with _closing(os.dup(fd)) as own:  # another task may wait for the same
+        loop.add_reader(own, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(own)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    """Close a file descriptor at the end."""
     try:
-        await readable.wait()
+        yield fd
     finally:
-        loop.remove_reader(own)
-        os.close(own)
+        os.close(fd)
 
 
 def _has_ended(pidfd: int) -> bool:
@@ -531,14 +521,11 @@ def _own_base() -> tuple[int, Path]:
     with (root / ".lock").open("w") as making:
         fcntl.flock(making, fcntl.LOCK_EX)  # or another process would remove ours before it is locked
         for left in root.iterdir():
-            with contextlib.suppress(OSError):
-                held = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _kill_stuck(left)
-                    remove_tree(left)
-                finally:
-                    os.close(held)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            with contextlib.suppress(OSError), _closing(os.open(left, flags)) as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _kill_stuck(left)
+                remove_tree(left)
         base = Path(tempfile.mkdtemp(dir=root, prefix=f"{os.getpid()}-"))
         base.chmod(0o711)
         lock = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
@@ -549,14 +536,10 @@ def _own_base() -> tuple[int, Path]:
 def _kill_stuck(base: Path) -> None:
     """Kill what a bwrap left behind that died with its worker while it was starting: it would wait for ever."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(int(pid))
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if command.split(b"\0")[0].endswith(b"bwrap") and f"{base}/".encode() in command:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            finally:
-                os.close(pidfd)
+        with contextlib.suppress(OSError), _closing(os.pidfd_open(int(pid))) as pidfd:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command.split(b"\0")[0].endswith(b"bwrap") and f"{base}/".encode() in command:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def remove_tree(folder: Path) -> None:

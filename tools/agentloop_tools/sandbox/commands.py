@@ -55,9 +55,10 @@ class CommandSandboxes(ABC):
     ) -> CommandSandbox:
         content = None
         if source.snapshot is not None:
-            if source.snapshot not in self._snapshots:
+            if (file := self._snapshots.get(source.snapshot)) is None:
                 raise InvalidRequest(f"there is no snapshot {source.snapshot[:80]!r}", param="snapshot")
-            content = await asyncio.to_thread(_content, self._snapshots[source.snapshot])
+            file.seek(0)
+            content = file.read()  # not in a thread: another could move the place in the file between the two
         elif source.folder is not None:
             content = await asyncio.to_thread(tar_of_folder, source.folder)
         return await self.filled(source, limits, content)
@@ -96,21 +97,12 @@ class CommandSandboxes(ABC):
 class CommandSandbox(ABC):
     """One sandbox, for its maker's source."""
 
-    def __init__(
-        self,
-        maker: CommandSandboxes,
-        source: SandboxSource,
-        limits: SandboxLimits,
-        *,
-        shell: str = "sh",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """`variables` are those that a session begins with, beside those of each program."""
+    def __init__(self, maker: CommandSandboxes, source: SandboxSource, limits: SandboxLimits) -> None:
         self._maker = maker
         self._source = source
         self._limits = limits
-        self._shell = shell
-        self._variables = variables or {}
+        self._shell = "sh"
+        self._variables: Mapping[str, str] = {}  # that a session begins with, beside those of each program
         self._turn = asyncio.Lock()
         self._killing: asyncio.Future[None] | None = None
 
@@ -119,12 +111,10 @@ class CommandSandbox(ABC):
         """Start it. Called once, first. Raises ToolLost."""
 
     @abstractmethod
-    async def perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
-        """Run a program with `given` as its input to its end. Return its status, and a limit that stopped it.
+    async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
+        """Run a program with `given` as its input to its end, and return its status.
 
-        Its time is bounded by the caller. Raises ToolLost."""
+        Its time is bounded by the caller; `printed.stopped` is another limit that stopped it. Raises ToolLost."""
 
     async def kill(self) -> None:
         """Kill all that runs."""
@@ -141,15 +131,15 @@ class CommandSandbox(ABC):
         async with self._turn:
             try:
                 async with asyncio.timeout(limits.run_s):
-                    status, stopped = await self.perform(program, limits, given, printed)
+                    status = await self.perform(program, limits, given, printed)
             except TimeoutError:
                 await self.kill()
-                status, stopped = 137, f"it ran longer than {limits.run_s:g} s"
+                status, printed.stopped = 137, f"it ran longer than {limits.run_s:g} s"
             except asyncio.CancelledError:
                 self._killing = asyncio.ensure_future(self.kill())
                 await asyncio.shield(self._killing)
                 raise
-            return printed.run(status, stopped)
+            return printed.run(status)
 
     async def exec(self, command: str, limits: SandboxLimits | None = None) -> SandboxRun:
         if "\0" in command:
@@ -200,6 +190,7 @@ class Printed:
         self._max_bytes = max_bytes
         self._kept = bytearray()
         self._num_cut = 0
+        self.stopped: str | None = None  # the limit that stopped the command
 
     def add(self, data: bytes) -> None:
         room = self._max_bytes - len(self._kept)
@@ -212,10 +203,10 @@ class Printed:
     def begins_with(self, word: bytes) -> bool:
         return self._kept.startswith(word)
 
-    def run(self, status: int, stopped: str | None) -> SandboxRun:
+    def run(self, status: int) -> SandboxRun:
         """Return the end of the command that printed it, and keep no more of what others print."""
         kept, self._kept, self._max_bytes = bytes(self._kept), bytearray(), 0
-        return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, stopped)
+        return SandboxRun(128 - status if status < 0 else status, kept, self._num_cut, self.stopped)
 
 
 def fed(program: Sequence[str], given: bytes) -> Sequence[str]:
@@ -242,11 +233,6 @@ def tar_of_folder(folder: Path) -> bytes:
         for name in sorted(folder.iterdir()):
             archive.add(name, arcname=name.name)
     return packed.getvalue()
-
-
-def _content(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    return file.read()
 
 
 def answer(ran: SandboxRun) -> bytes:

@@ -22,7 +22,7 @@ import aiohttp
 
 from agentloop.errors import ToolLost
 from agentloop_tools.sandbox.commands import KILL_ALL, KILL_S, CommandSandbox, Printed, fed
-from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
+from agentloop_tools.sandbox.http import ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _API = "/v1.41"
@@ -38,13 +38,14 @@ class Containers(ServiceSandboxes):
 
     def __init__(self, socket: str, *, image: str, runtime: str | None = None, max_life_s: float = 3600.0) -> None:
         """`image` is that of a source without one; all need a shell and the usual programs beside it."""
-        super().__init__(
-            SandboxService("the container runtime", "http://runtime", lambda: aiohttp.UnixConnector(socket))
-        )
+        super().__init__("the container runtime", "http://runtime")
         self._image = image
         self._runtime = {} if runtime is None else {"Runtime": runtime}
         self._max_life_s = max_life_s
         self.socket = socket
+
+    def connector(self) -> aiohttp.BaseConnector:
+        return aiohttp.UnixConnector(self.socket)
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> ContainerSandbox:
         image = source.image or self._image
@@ -89,8 +90,7 @@ class Containers(ServiceSandboxes):
         }
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Call the runtime. Raises ToolLost."""
-        return await self.service.ask(method, f"{_API}{path}", **options)
+        return await super().ask(method, f"{_API}{path}", **options)
 
 
 class ContainerSandbox(CommandSandbox):
@@ -98,23 +98,20 @@ class ContainerSandbox(CommandSandbox):
 
     def __init__(self, maker: Containers, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
         super().__init__(maker, source, limits)
-        self._ask = maker.ask
-        self._socket = maker.socket
-        self.name = name
+        self._containers = maker
+        self._path = f"/containers/{name}"
 
     async def begin(self) -> None:
-        await self._ask("POST", f"/containers/{self.name}/start")
+        await self._containers.ask("POST", f"{self._path}/start")
 
-    async def perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
-        name = await self._prepared(fed(program, given), is_fed=bool(given))
+    async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
+        name = await self._prepared(program, given)
         async with self._started(name) as (reader, writer):
             writer.write(given)
             reading = asyncio.create_task(_read(reader, printed), name="container output")
             try:
                 pause_s = _FIRST_ASK_S
-                while (state := await self._ask("GET", f"/exec/{name}/json"))["Running"]:
+                while (state := await self._containers.ask("GET", f"/exec/{name}/json"))["Running"]:
                     await asyncio.wait({reading}, timeout=pause_s)
                     await asyncio.sleep(_FIRST_ASK_S)
                     pause_s = min(2 * pause_s, _ASK_S)
@@ -122,11 +119,12 @@ class ContainerSandbox(CommandSandbox):
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-        return int(state["ExitCode"]), None
+        return int(state["ExitCode"])
 
-    async def _prepared(self, program: Sequence[str], *, is_fed: bool) -> str:
-        wanted = {"AttachStdin": is_fed, "AttachStdout": True, "AttachStderr": True, "Cmd": list(program)}
-        return str((await self._ask("POST", f"/containers/{self.name}/exec", json=wanted))["Id"])
+    async def _prepared(self, program: Sequence[str], given: bytes = b"") -> str:
+        words = list(fed(program, given))
+        wanted = {"AttachStdin": bool(given), "AttachStdout": True, "AttachStderr": True, "Cmd": words}
+        return str((await self._containers.ask("POST", f"{self._path}/exec", json=wanted))["Id"])
 
     @contextlib.asynccontextmanager
     async def _started(self, name: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -137,7 +135,7 @@ class ContainerSandbox(CommandSandbox):
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         try:
-            reader, writer = await asyncio.open_unix_connection(self._socket)
+            reader, writer = await asyncio.open_unix_connection(self._containers.socket)
             try:
                 writer.write(head.encode() + body)
                 answer = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
@@ -151,12 +149,11 @@ class ContainerSandbox(CommandSandbox):
 
     async def kill(self) -> None:
         async with asyncio.timeout(KILL_S):
-            name = await self._prepared(KILL_ALL, is_fed=False)
-            await self._ask("POST", f"/exec/{name}/start", json={"Detach": True, "Tty": False})
+            name = await self._prepared(KILL_ALL)
+            await self._containers.ask("POST", f"/exec/{name}/start", json={"Detach": True, "Tty": False})
 
     async def remove(self) -> None:
-        with contextlib.suppress(ToolLost):  # it is gone, or the runtime is: its life is bounded
-            await self._ask("DELETE", f"/containers/{self.name}", params={"force": "true", "v": "true"})
+        await self._containers.delete(self._path, params={"force": "true", "v": "true"})
 
 
 async def _read(reader: asyncio.StreamReader, printed: Printed) -> None:

@@ -23,7 +23,7 @@ import aiohttp
 
 from agentloop.errors import InvalidRequest, ToolLost
 from agentloop_tools.sandbox.commands import CommandSandbox, Printed
-from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
+from agentloop_tools.sandbox.http import ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 NETWORK = "internet"
@@ -44,7 +44,7 @@ class E2B(ServiceSandboxes):
         max_life_s: float = 3600.0,
     ) -> None:
         """`template` is that of a source without an image, which names another."""
-        super().__init__(SandboxService("the provider of sandboxes", api_url, lambda: None))
+        super().__init__("the provider of sandboxes", api_url)
         self._sandbox_url = sandbox_url
         self._template = template
         self._max_life_s = max_life_s
@@ -59,13 +59,12 @@ class E2B(ServiceSandboxes):
             "secure": True,
             "allow_internet_access": source.network == NETWORK,
         }
-        made = await self.service.ask("POST", "/sandboxes", headers=self._key, json=wanted)
+        made = await self.ask("POST", "/sandboxes", json=wanted)
         return E2BSandbox(self, source, limits, made, self._sandbox_url)
 
-    async def delete(self, name: str) -> None:
-        """End a sandbox; one that is gone, too."""
-        with contextlib.suppress(ToolLost):  # its life is bounded
-            await self.service.ask("DELETE", f"/sandboxes/{name}", headers=self._key)
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Call the provider's API, which alone is told the key."""
+        return await super().ask(method, path, headers=self._key, **options)
 
 
 class E2BSandbox(CommandSandbox):
@@ -75,8 +74,7 @@ class E2BSandbox(CommandSandbox):
         self, maker: E2B, source: SandboxSource, limits: SandboxLimits, made: dict[str, Any], url: str
     ) -> None:
         super().__init__(maker, source, limits)
-        self._delete = maker.delete
-        self._call = maker.service.call
+        self._provider = maker
         self._name = str(made["sandboxID"])
         self._url = url.format(id=self._name, domain=made.get("domain") or "e2b.app")
         self._headers = {
@@ -89,24 +87,20 @@ class E2BSandbox(CommandSandbox):
         if await self.run_as("root", ["mkdir", "-p", "-m", "777", FOLDER], Printed(0)):
             raise ToolLost(f"{FOLDER} cannot be made")
 
-    async def perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
+    async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         if given:
             form = aiohttp.FormData()
             form.add_field("file", given, filename="given")
             where = {"path": _GIVEN, "username": "user"}
-            async with self._call("POST", f"{self._url}/files", headers=self._headers, params=where, data=form):
+            url = f"{self._url}/files"
+            async with self._provider.call("POST", url, headers=self._headers, params=where, data=form):
                 program = ["sh", "-c", f'exec "$@" < {_GIVEN}', "sh", *program]
-        return await self.run_as("user", program, printed), None
+        return await self.run_as("user", program, printed)
 
     async def run_as(self, user: str, program: Sequence[str], printed: Printed) -> int:
         """Run a program as one of the template's users. Return its status."""
-        start = {
-            "process": {"cmd": program[0], "args": list(program[1:]), "envs": {"HOME": FOLDER}},
-            "stdin": False,
-        }
-        body = json.dumps(start).encode()
+        process = {"cmd": program[0], "args": list(program[1:]), "envs": {"HOME": FOLDER}}
+        body = json.dumps({"process": process, "stdin": False}).encode()
         headers = {
             **self._headers,
             "Authorization": f"Basic {base64.b64encode(f'{user}:'.encode()).decode()}",
@@ -115,7 +109,7 @@ class E2BSandbox(CommandSandbox):
         }
         url = f"{self._url}/process.Process/Start"
         framed = bytes([0]) + len(body).to_bytes(4, "big") + body
-        async with self._call("POST", url, headers=headers, data=framed, timeout_s=None) as got:
+        async with self._provider.call("POST", url, headers=headers, data=framed, timeout_s=None) as got:
             async for message in _messages(got):
                 event = message.get("event", {})
                 for stream in ("stdout", "stderr"):
@@ -126,7 +120,7 @@ class E2BSandbox(CommandSandbox):
         raise ToolLost("the sandbox ended before its command")
 
     async def remove(self) -> None:
-        await self._delete(self._name)
+        await self._provider.delete(f"/sandboxes/{self._name}")
 
 
 async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

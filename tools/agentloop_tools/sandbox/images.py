@@ -77,7 +77,7 @@ class ImageStore:
         the programs, ToolLost if they fail."""
         image = self._images.get(reference)
         if image is None or (image.done() and image.exception() is not None):
-            image = self._images[reference] = asyncio.ensure_future(self._made(reference))
+            image = self._images[reference] = asyncio.ensure_future(self._fetched(reference))
         return await asyncio.shield(image)
 
     async def close(self) -> None:
@@ -86,11 +86,9 @@ class ImageStore:
             image.cancel()
         await asyncio.gather(*self._images.values(), return_exceptions=True)
 
-    async def _made(self, reference: str) -> RootImage:
-        is_folder = await asyncio.to_thread(Path(reference).is_dir)
-        return folder_image(Path(reference)) if is_folder else await self._fetched(reference)
-
     async def _fetched(self, reference: str) -> RootImage:
+        if await asyncio.to_thread(Path(reference).is_dir):
+            return folder_image(Path(reference))
         for program in ("skopeo", "umoci"):
             if shutil.which(program) is None:
                 raise InvalidRequest(f"{program} is not installed: no image but a folder", param="image")

@@ -26,13 +26,14 @@ import aiohttp
 
 from agentloop.errors import InvalidRequest, ToolLost
 from agentloop_tools.sandbox.commands import CommandSandbox, Printed, answer, fed
-from agentloop_tools.sandbox.http import SandboxService, ServiceSandboxes
+from agentloop_tools.sandbox.http import ServiceSandboxes
 from agentloop_tools.sandbox.port import FOLDER, SandboxLimits, SandboxSource
 
 _CLAIMS = "/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxclaims"
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _ASK_S = 0.2  # between two questions whether a claim is ready
-_OUTPUTS, _END = (1, 2), 3  # channels of `exec`
+_EXEC = "v4.channel.k8s.io"
+_OUTPUTS, _END = (1, 2), 3  # its channels
 
 
 class Kubernetes(ServiceSandboxes):
@@ -50,23 +51,25 @@ class Kubernetes(ServiceSandboxes):
     ) -> None:
         """`pool` is the warm pool of a source without an image, which names another. `account` is a folder with
         `token` and `ca.crt`, as a pod has it; `ready_s` bounds the wait for a claim."""
-        super().__init__(SandboxService("the cluster", api_url, self._connector))
+        super().__init__("the cluster", api_url)
         self._pool = pool
         self._claims = _CLAIMS.format(namespace=namespace)
         self._ready_s = ready_s
         self._max_life_s = max_life_s
         self._account = Path(account)
-        self.pods = f"/api/v1/namespaces/{namespace}/pods"
+        self._pods = f"/api/v1/namespaces/{namespace}/pods"
 
-    def _connector(self) -> aiohttp.BaseConnector:
+    def connector(self) -> aiohttp.BaseConnector:
         authority = self._account / "ca.crt"
-        return aiohttp.TCPConnector(
-            ssl=ssl.create_default_context(cafile=authority if authority.is_file() else None), limit=0
-        )
+        trusted = ssl.create_default_context(cafile=authority if authority.is_file() else None)
+        return aiohttp.TCPConnector(ssl=trusted, limit=0)
 
     def headers(self) -> dict[str, str]:
         """Return the account's token, which the cluster renews in its file."""
         return {"Authorization": f"Bearer {(self._account / 'token').read_text().strip()}"}
+
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        return await super().ask(method, path, headers=self.headers(), **options)
 
     async def make(self, source: SandboxSource, limits: SandboxLimits) -> KubernetesSandbox:
         if source.network is not None:
@@ -79,54 +82,47 @@ class Kubernetes(ServiceSandboxes):
             "metadata": {"generateName": "agentloop-"},
             "spec": {"warmPoolRef": {"name": source.image or self._pool}, "lifecycle": lifecycle},
         }
-        made = await self.service.ask("POST", self._claims, headers=self.headers(), json=claim)
-        return KubernetesSandbox(self, source, limits, name=str(made["metadata"]["name"]))
+        made = await self.ask("POST", self._claims, json=claim)
+        return KubernetesSandbox(self, source, limits, claim=f"{self._claims}/{made['metadata']['name']}")
 
-    async def ready(self, name: str) -> str:
-        """Return the pod of a claim, which has its sandbox's name. Raises ToolLost with what the cluster says."""
+    async def ready(self, claim: str) -> str:
+        """Return the path of a claim's pod, once it is ready. Raises ToolLost with what the cluster says."""
         said = "nothing"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._ready_s):
                 while True:
-                    claim = await self.service.ask("GET", f"{self._claims}/{name}", headers=self.headers())
-                    status: dict[str, Any] = claim.get("status") or {}
-                    ready: dict[str, Any] = next(
-                        (one for one in status.get("conditions") or () if one["type"] == "Ready"), {}
-                    )
+                    status: dict[str, Any] = (await self.ask("GET", claim)).get("status") or {}
+                    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+                    ready: dict[str, Any] = conditions.get("Ready", {})
                     if ready.get("status") == "True":
-                        return str(status["sandbox"]["name"])
+                        return f"{self._pods}/{status['sandbox']['name']}"
                     said = f"{ready.get('reason', 'nothing')} {ready.get('message', '')}".strip()
                     await asyncio.sleep(_ASK_S)
+        name = claim.rpartition("/")[2]
         raise ToolLost(f"claim {name} was not ready in {self._ready_s:g} s: {said[:300]}")
-
-    async def delete(self, name: str) -> None:
-        """Delete a claim and with it its sandbox. A claim that is already deleted is no error."""
-        with contextlib.suppress(ToolLost):  # its life is bounded
-            await self.service.ask("DELETE", f"{self._claims}/{name}", headers=self.headers())
 
 
 class KubernetesSandbox(CommandSandbox):
     """A claimed pod."""
 
-    def __init__(self, maker: Kubernetes, source: SandboxSource, limits: SandboxLimits, *, name: str) -> None:
+    def __init__(self, maker: Kubernetes, source: SandboxSource, limits: SandboxLimits, *, claim: str) -> None:
         super().__init__(maker, source, limits)
         self._cluster = maker
-        self._name = name
-        self._exec = ""  # the path, once the claim has its pod
+        self._claim = claim
+        self._pod = ""  # the path, once the claim has it
 
     async def begin(self) -> None:
-        self._exec = f"{self._cluster.pods}/{await self._cluster.ready(self._name)}/exec"
+        self._pod = await self._cluster.ready(self._claim)
         answer(await self.run(["mkdir", "-p", FOLDER], self._limits))
 
-    async def perform(
-        self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed
-    ) -> tuple[int, str | None]:
+    async def perform(self, program: Sequence[str], limits: SandboxLimits, given: bytes, printed: Printed) -> int:
         asked = [("stdin", str(bool(given)).lower()), ("stdout", "true"), ("stderr", "true")]
         asked += [("command", word) for word in fed(program, given)]
-        headers, protocols = self._cluster.headers(), ("v4.channel.k8s.io",)
-        async with self._cluster.service.socket(
-            self._exec, params=asked, headers=headers, protocols=protocols
-        ) as ws:
+        path, headers = f"{self._pod}/exec", self._cluster.headers()
+        async with (
+            self._cluster.http() as http,
+            http.ws_connect(path, params=asked, headers=headers, protocols=[_EXEC], max_msg_size=0) as ws,
+        ):
             for start in range(0, len(given), 1 << 16):
                 await ws.send_bytes(b"\0" + given[start : start + (1 << 16)])
             async for message in ws:
@@ -135,11 +131,11 @@ class KubernetesSandbox(CommandSandbox):
                 if message.data[0] in _OUTPUTS:
                     printed.add(message.data[1:])
                 elif message.data[0] == _END:
-                    return _status(json.loads(message.data[1:])), None
+                    return _status(json.loads(message.data[1:]))
         raise ToolLost("the pod ended before its command")
 
     async def remove(self) -> None:
-        await self._cluster.delete(self._name)
+        await self._cluster.delete(self._claim)
 
 
 def _status(end: dict[str, Any]) -> int:

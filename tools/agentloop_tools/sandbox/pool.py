@@ -16,19 +16,17 @@ from agentloop_tools.sandbox.port import (
 )
 
 _PAUSE_S = 1.0  # after a start that failed
+_CLOSE_ALL_S = 30.0
 
 
 class WarmSandboxes:
     """Sandboxes of another maker, of which some wait: those of the source and limits that were asked for first."""
 
-    def __init__(
-        self, sandboxes: Sandboxes, *, num_warm: int, create_s: float = 60.0, close_s: float = 30.0
-    ) -> None:
-        """`create_s` bounds each start, `close_s` the end of all."""
+    def __init__(self, sandboxes: Sandboxes, *, num_warm: int, create_s: float = 60.0) -> None:
+        """`create_s` bounds each start."""
         self._sandboxes = sandboxes
         self._num_warm = num_warm
         self._create_s = create_s
-        self._close_s = close_s
         self._wanted: tuple[SandboxSource, SandboxLimits] | None = None
         self._waiting: deque[Sandbox] = deque()
         self._filling: asyncio.Task[None] | None = None
@@ -49,7 +47,7 @@ class WarmSandboxes:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
         self._waiting.clear()  # their maker closes them
-        async with asyncio.timeout(self._close_s):
+        async with asyncio.timeout(_CLOSE_ALL_S):
             await self._sandboxes.close()
 
     async def _fill(self, source: SandboxSource, limits: SandboxLimits) -> None:
