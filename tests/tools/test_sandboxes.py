@@ -314,6 +314,21 @@ class CountingSandboxes(Bubblewrap):
 
 
 @isolates
+async def test_a_folder_of_the_host_is_seen_and_a_second_close_closes_nothing_of_another() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as corpus:
+        Path(corpus).chmod(0o755)
+        Path(corpus, "text").write_text("seen")
+        sandboxes = Bubblewrap(read_only=[corpus])
+        ran = await (await sandboxes.create()).exec(f"cat {corpus}/text && touch {corpus}/new")
+        assert (ran.status, ran.output[:4], os.listdir(corpus)) == (1, b"seen", ["text"])
+        await sandboxes.close()
+        others = [os.open(corpus, os.O_RDONLY) for _ in range(32)]  # among them the number that is free again
+        await sandboxes.close()
+        for other in others:
+            os.close(other)
+
+
+@isolates
 async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     sandboxes = Bubblewrap()
     for step in range(60):

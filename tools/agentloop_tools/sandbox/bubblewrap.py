@@ -156,8 +156,9 @@ class Bubblewrap(CommandSandboxes):
 
     def _remove(self) -> None:
         remove_tree(self._base)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 class BubblewrapSandbox(CommandSandbox):
