@@ -316,11 +316,11 @@ class CountingSandboxes(Bubblewrap):
 @isolates
 async def test_a_folder_of_the_host_is_seen_and_a_second_close_closes_nothing_of_another() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as corpus:
-        Path(corpus).chmod(0o755)
-        Path(corpus, "text").write_text("seen")
+        os.chmod(corpus, 0o755)
+        os.mkdir(f"{corpus}/seen")
         sandboxes = Bubblewrap(read_only=[corpus])
-        ran = await (await sandboxes.create()).exec(f"cat {corpus}/text && touch {corpus}/new")
-        assert (ran.status, ran.output[:4], os.listdir(corpus)) == (1, b"seen", ["text"])
+        ran = await (await sandboxes.create()).exec(f"ls {corpus} && touch {corpus}/new")
+        assert (ran.status, ran.output[:5], os.listdir(corpus)) == (1, b"seen\n", ["seen"])
         await sandboxes.close()
         others = [os.open(corpus, os.O_RDONLY) for _ in range(32)]  # among them the number that is free again
         await sandboxes.close()

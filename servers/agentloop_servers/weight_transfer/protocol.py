@@ -34,6 +34,7 @@ from agentloop_servers.tls import trusting
 HELLO_TIMEOUT_S = 5.0
 HANDOVER_TIMEOUT_S = 15.0  # for the thread to take a message over, not for the peer to read it
 LINGER_S = 1.0  # in which the peer of a closed connection reads the last message
+_ACCEPT_TURNS = 4  # of the loop, in which a connection that is being accepted comes through
 CONNECTION_POLL_S = 0.05  # between two reads of flags that are set without a notice
 MAX_HELLO_BYTES = 2**16
 MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
@@ -333,6 +334,10 @@ class ControlConnections:
 
     async def _end(self) -> None:
         if self._server is not None:
+            for sock in self._server.sockets:  # a server that is closed amid an accept leaves that socket open
+                asyncio.get_running_loop().remove_reader(sock)
+            for _ in range(_ACCEPT_TURNS):
+                await asyncio.sleep(0)
             self._server.close()
         for connection in self._serving:
             connection.close()

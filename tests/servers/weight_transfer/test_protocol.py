@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import msgspec
@@ -224,3 +226,21 @@ def test_nobody_listens(side):
     for wrong in (address, "127.0.0.1", "no port:x"):
         with pytest.raises(ConnectionLost, match="no connection"):
             side.workers.connect(wrong, 1.0)
+
+
+def test_a_close_amid_an_accept_leaves_no_socket_open():
+    """In most of the hundred closes a connection is on its way in."""
+    with warnings.catch_warnings(record=True) as left:
+        warnings.simplefilter("always", ResourceWarning)
+        for number in range(100):
+            listening = ControlConnections("amid", threading.Condition())
+            host, _, port = listening.listen("127.0.0.1").rpartition(":")
+            closing = threading.Timer(number / 50_000, listening.close)
+            closing.start()
+            for _ in range(3):
+                with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+                    pass
+            closing.join()
+        until(lambda: not any(thread.name == "amid" for thread in threading.enumerate()))
+        gc.collect()
+    assert not [str(one.message) for one in left]
