@@ -394,7 +394,10 @@ def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
     if "string" in types:
         return value
     try:
-        return loads(literals_as_json(bare))  # some templates print Python's spelling
+        try:
+            return loads(bare)
+        except ValueError:
+            return loads(literals_as_json(bare))  # some templates print Python's spelling
     except ValueError as error:
         if types:
             raise ValueError(f"it does not have its schema's type: {error}") from error

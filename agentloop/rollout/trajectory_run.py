@@ -185,7 +185,7 @@ class TrajectoryRun:
 
     @property
     def ctx(self) -> LoopContext | None:
-        """The context of its loop, once that has one."""
+        """The running loop's context; None before the loop starts."""
         return self._ctx
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import re
 import shlex
 import tarfile
@@ -57,8 +58,8 @@ class CommandSandboxes(ABC):
         if source.snapshot is not None:
             if (file := self._snapshots.get(source.snapshot)) is None:
                 raise InvalidRequest(f"there is no snapshot {source.snapshot[:80]!r}", param="snapshot")
-            file.seek(0)
-            content = file.read()  # not in a thread: another could move the place in the file between the two
+            size = os.fstat(file.fileno()).st_size
+            content = await asyncio.to_thread(os.pread, file.fileno(), size, 0)  # moves no place of the file
         elif source.folder is not None:
             content = await asyncio.to_thread(tar_of_folder, source.folder)
         return await self.filled(source, limits, content)
@@ -80,6 +81,7 @@ class CommandSandboxes(ABC):
         """Keep a snapshot, and name it."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its maker
         file.write(content)
+        file.flush()
         self._snapshots[name := uuid.uuid4().hex] = file
         return name
 

@@ -43,7 +43,7 @@ class E2B(ServiceSandboxes):
         template: str = "base",
         max_life_s: float = 3600.0,
     ) -> None:
-        """`template` is that of a source without an image, which names another."""
+        """A source's image names its template; `template` is used for a source without an image."""
         super().__init__("the provider of sandboxes", api_url)
         self._sandbox_url = sandbox_url
         self._template = template
