@@ -375,8 +375,8 @@ class EngineControl(TrainerFollower, AdapterServer, Protocol):
     async def resume(self) -> float:
         """End a pause. Idempotent. Raises Conflict while memory is asleep.
 
-        The first resume after a commit takes a look: the engine answers a fixed prompt before it gives out any
-        token. Returns the seconds of the look, else 0. Raises WeightsRefused if the answer is noise,
+        The first resume after a commit runs the canary check: the engine answers a fixed prompt before it releases
+        any token. Returns the seconds of the check, else 0. Raises WeightsRefused if the logits are broken,
         WeightUpdateFailed without one; the engine is then as after a failed commit.
         """
 

@@ -6,7 +6,7 @@ once; only the two `until_...` await. The engine does the work between two metho
 check that allows a step to the method that records its end.
 
 Invariants: nothing is admitted outside SERVING; memory sleeps, and weights change, only while PAUSED; a commit that
-does not succeed leaves no version; what is sampled under new weights is given out once they were looked at.
+does not succeed leaves no version; tokens sampled under new weights are held until the canary check passes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class EngineLifecycle:
         self._end_reason = ""
         self._min_kv_version: int | None = None
         self._ends_older_kv = False
-        self._needs_look = False  # the committed weights were not looked at yet
-        self._output_release: asyncio.Future[None] | None = None  # at the look's end; an error: discarded
+        self._needs_canary = False  # the committed weights have not passed the canary check
+        self._output_release: asyncio.Future[None] | None = (
+            None  # set when the canary check ends; an error: discarded
+        )
         self._frozen, self._not_admitting = _Stopwatch(), _Stopwatch()
         self._pinned: dict[str, VersionDemand] = {}  # by the id of a request in flight
         self._unpinned = ChangeSignal()
@@ -205,8 +207,10 @@ class EngineLifecycle:
 
     @contextmanager
     def committing(self, version: int, *, is_forced: bool = False) -> Iterator[None]:
-        """Set `version` if the block succeeds; else the weights are of unknown state. The new ones need a look
-        unless the update `is_forced`."""
+        """Set `version` if the block succeeds; else the weights are of unknown state.
+
+        The new weights need a canary check unless the update `is_forced`.
+        """
         try:
             yield
             self.require_alive()
@@ -214,7 +218,7 @@ class EngineLifecycle:
             self.refuse()
             raise
         self.version = version
-        self._needs_look = not is_forced
+        self._needs_canary = not is_forced
         if self._ends_older_kv:
             self._min_kv_version = version
 
@@ -257,25 +261,25 @@ class EngineLifecycle:
         while self.is_serving and self.refusing(version) and await self._unpinned.wait_until(give_up_at):
             pass
 
-    # --- the look at new weights --------------------------------------------------------------------------
+    # Canary check
 
     @property
     def is_output_held(self) -> bool:
-        """True from `begin_look` to the end of the look; after a refusal, to the next look."""
+        """True from `begin_canary` until the check ends; after a refusal, until the next check."""
         return self._output_release is not None
 
-    def begin_look(self) -> bool:
-        """Hold back all sampled tokens if the weights still need a look; returns if they do. Call before anything
-        can be sampled under new weights."""
-        if not self._needs_look:
+    def begin_canary(self) -> bool:
+        """Hold all sampled tokens and return True if the weights still need the canary check; else return False.
+        Call before anything can be sampled under new weights."""
+        if not self._needs_canary:
             self.release_output()
         elif self._output_release is None or self._output_release.done():
             self._output_release = asyncio.get_running_loop().create_future()
-        return self._needs_look
+        return self._needs_canary
 
     def release_output(self) -> None:
-        """End a look that found no fault: tokens that were held back are given out."""
-        release, self._output_release, self._needs_look = self._output_release, None, False
+        """End a canary check that found no fault: held tokens are released."""
+        release, self._output_release, self._needs_canary = self._output_release, None, False
         if release is not None and not release.done():
             release.set_result(None)
 
@@ -285,7 +289,7 @@ class EngineLifecycle:
         self._discard_output(EngineUnusable("its weights are of unknown state"))
 
     async def until_output_released(self) -> None:
-        """Wait for the end of a look. Raises EngineUnusable if the weights were refused, or EngineLost."""
+        """Wait until the canary check ends. Raises EngineUnusable if the weights were refused, or EngineLost."""
         if self._output_release is not None:
             await asyncio.shield(self._output_release)
 
@@ -320,7 +324,7 @@ class EngineLifecycle:
         """Record that all memory was given back; level 2 has discarded the weights."""
         self.asleep = ALL_MEMORY
         if level == 2:
-            self.version, self._needs_look = None, False
+            self.version, self._needs_canary = None, False
 
     def wakeable(self, tags: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
         """Return those of `tags` that are asleep.

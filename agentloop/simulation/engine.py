@@ -251,17 +251,17 @@ class SimulatedEngine:
         lifecycle, began_at = self._lifecycle, self._clock.now()
         async with lifecycle.control:
             lifecycle.check_resume()
-            needs_look = lifecycle.begin_look()
-            version = lifecycle.require_usable() if needs_look else None
+            needs_canary = lifecycle.begin_canary()
+            version = lifecycle.require_usable() if needs_canary else None
             lifecycle.resumed()
             self._pin_adapters()
             self._refresh()
             if version is not None:
-                await self._look(version)
+                await self._run_canary(version)
             return 0.0 if version is None else self._clock.now() - began_at
 
-    async def _look(self, version: int) -> None:
-        """Say of new weights what the faults say. Raises WeightsRefused."""
+    async def _run_canary(self, version: int) -> None:
+        """Run the canary check, whose result the injected faults decide. Raises WeightsRefused."""
         try:
             if self.faults.look_delay_s:
                 await self._clock.sleep(self.faults.look_delay_s)
@@ -274,7 +274,8 @@ class SimulatedEngine:
         else:
             self._lifecycle.release_output()
         finally:
-            if self._lifecycle.is_output_held and self._lifecycle.is_serving:  # cut short too: it looks again
+            # Cancelled too: the next resume checks again.
+            if self._lifecycle.is_output_held and self._lifecycle.is_serving:
                 self._lifecycle.paused(KVPolicy.KEEP)
             self._refresh()
 

@@ -680,13 +680,16 @@ async def test_many_requests_across_an_update_are_all_whole(case: EngineCase) ->
     assert any(len(generation.weight_versions) == 2 for generation in generations)
 
 
-async def test_every_place_is_taken_again_after_all_kv_was_dropped(case: EngineCase) -> None:
-    num_places = min(case.engine.info.max_running, 64)
-    readings = [Reading(case, case.request(case.prompt(num_tokens=160), 800)) for _ in range(num_places)]
+@pytest.mark.parametrize("kv_policy", [KVPolicy.KEEP, KVPolicy.RECOMPUTE])
+async def test_a_push_with_every_slot_taken_succeeds_and_every_request_continues(
+    case: EngineCase, kv_policy: KVPolicy
+) -> None:
+    num_slots = min(case.engine.info.max_running, 64)
+    readings = [Reading(case, case.request(case.prompt(num_tokens=160), 800)) for _ in range(num_slots)]
     for reading in readings:
         await reading.middle(1)
-    update = await commit_next(case, KVPolicy.RECOMPUTE)
-    # Together they are more than a step prefills: one of them comes back in two parts.
+    update = await commit_next(case, kv_policy)  # the canary check needs one more slot
+    # Under RECOMPUTE they are more than a step prefills: one of them is prefilled in two chunks.
     await until(
         lambda: all(reading.deltas[-1].weight_versions[-1].version == update.version for reading in readings)
     )

@@ -27,6 +27,7 @@ import structlog
 from aiohttp import web
 
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
+from agentloop.canary import UniformLogprobWatch
 from agentloop.capabilities import Feature
 from agentloop.codec import decode
 from agentloop.engine import (
@@ -42,7 +43,6 @@ from agentloop.engine import (
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
-from agentloop.noise import NoiseWatch
 from agentloop.plugins import resolve_extra
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.host import software_of_process
@@ -140,7 +140,7 @@ class DataPlaneServer(PrivateServer):
         self._fencing = FencingGuard()
         self.num_answered = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.refuses_paused = False
-        self.noise = NoiseWatch()
+        self.uniform = UniformLogprobWatch()
         self._load = Load()
         self._load_at: float | None = None
         routes = [
@@ -220,8 +220,8 @@ class DataPlaneServer(PrivateServer):
         self.num_cached_tokens += generation.cached_tokens
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
-        if wanted.sampling.score_from is None:  # what is given may be as unlikely as noise
-            self.noise.see(generation, self._engine.info.vocab_size)
+        if wanted.sampling.score_from is None:  # given tokens may be as unlikely as uniform ones
+            self.uniform.see(generation, self._engine.info.vocab_size)
         load = self._recent_load()
         engine, quantization = self._engine.info.name, self._engine.info.quantization
         return replace(generation, replica_id=self._replica_id, engine=engine, quantization=quantization, load=load)
@@ -451,7 +451,7 @@ class Replica:
         )
 
     def _report(self) -> ReplicaReport:
-        engine, num_answered, is_noise = self._engine, self._server.num_answered, self._server.noise.is_noise
+        engine, num_answered, is_noise = self._engine, self._server.num_answered, self._server.uniform.is_uniform
         if is_noise and not self._was_noise:
             self._log.warning("samples_noise", version=engine.weight_version)
         self._was_noise = is_noise

@@ -109,7 +109,6 @@ class SchedulerExtension(StagingCalls):
     _engine_paused: bool
 
     _taken_in: Any = None  # the result that a pause has processed before its turn
-    _untold: frozenset[str] = frozenset()  # requests that were paused, and whose next token is sent at once
 
     def handle_rpc_request(self, recv_req: Any) -> Any:
         """Answer our calls, and pass SGLang's own on."""
@@ -138,20 +137,7 @@ class SchedulerExtension(StagingCalls):
         if self._taken_in is not None and result is self._taken_in:
             self._taken_in = None
             return
-        with self._first_tokens_sent(batch):
-            super().process_batch_result(batch, result)  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def _first_tokens_sent(self, batch: Any) -> Iterator[None]:
-        """Let a batch's requests stream for this one result, as far as it is their first after a pause."""
-        lengths = {req: len(req.output_ids) for req in batch.reqs if req.rid in self._untold}
-        for req in lengths:
-            req.stream = True
-        yield
-        for req, length in lengths.items():
-            req.stream = False
-            if len(req.output_ids) > length:  # a part of a prompt samples nothing
-                self._untold -= {req.rid}
+        super().process_batch_result(batch, result)  # type: ignore[misc]
 
     def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
         """Return the requests that the queued result will end, and the next step leaves out (SGLang 0.5.23)."""
@@ -190,7 +176,6 @@ class SchedulerExtension(StagingCalls):
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
 
         if self._engine_paused:
-            self._untold = frozenset(req.rid for req in self._live_requests() if not req.stream)
             # What torch has cached is used again at once; giving it back would cost time in the pause.
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
 

@@ -175,7 +175,6 @@ class Loop:
         )
         self.output_streamer = SimpleNamespace(stream_output=lambda reqs, _: self.sent.extend(reqs))
         self.num_launched = 0
-        self.streamed: list[tuple[str, int]] = []  # requests, each with the number of its tokens
 
     def step(self) -> None:
         if self._engine_paused:
@@ -208,8 +207,6 @@ class Loop:
                 req.update_finish_state()
                 if req.finished():
                     self.tree_cache.release(req)
-                if req.stream:
-                    self.streamed.append((req.rid, len(req.output_ids)))
 
     def pause_generation(self, request: PauseRequest) -> None:
         self._engine_paused = True
@@ -343,19 +340,6 @@ def test_no_request_loses_a_token_to_a_pause(scheduler: Scheduler, num_steps: in
     run(scheduler, 12)
     assert [len(req.output_ids) for req in reqs] == [6, 9]
     assert not scheduler.tree_cache.holders
-
-
-@pytest.mark.parametrize("is_cleared", [False, True])
-def test_the_first_token_of_each_request_after_a_pause_is_sent_at_once(
-    scheduler: Scheduler, is_cleared: bool
-) -> None:
-    run(scheduler, 3)
-    scheduler.waiting_queue.append(scheduler.new_req("late", 4))
-    scheduler.counts(is_cleared=is_cleared)
-    scheduler.ask("requests_resume")
-    scheduler.waiting_queue.append(scheduler.new_req("new", 4))
-    run(scheduler, 12)
-    assert sorted(scheduler.streamed) == [("a", 4), ("b", 4), ("late", 1)]
 
 
 def test_a_resume_and_a_pause_without_a_step_between_count_the_same(scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""The Engine port over an engine in processes of its own: the part that all such engines have in common.
+"""The Engine port over an engine in separate processes: the part that all such engines have in common.
 
 An adapter's engine is a `ProcessEngine` that hands requests to its process and reads the outputs. The rest stands
 here once: the gate, the modes of pause, commits, sleep, load.
@@ -6,7 +6,7 @@ here once: the gate, the modes of pause, commits, sleep, load.
 - A gate holds new requests while the engine is not serving (`calls.py`).
 - The process is only ever frozen in place. Before that, ABORT ends requests in flight, and WAIT lets them end.
 - A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
-- The first step under new weights has a fixed prompt in it. All outputs wait for its answer (`_look_at_weights`).
+- The first request under new weights is a fixed prompt. All outputs wait for its answer (`_run_canary`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from agentloop.canary import canary_deadline_s, canary_request, find_weight_fault
 from agentloop.checks import check_request
 from agentloop.engine import (
     ALL_MEMORY,
@@ -48,7 +49,6 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
-from agentloop.noise import LOOK_TIMEOUT_S, is_telling, look_request, noise_problem
 from agentloop.request_watch import RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
@@ -57,9 +57,6 @@ from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
-
-_LOOK_POLL_S = 0.001
-_NUM_POLLED = 16  # requests; one in three tokens of random weights is telling
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
@@ -324,8 +321,8 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def resume(self) -> float:
         async with self._lifecycle.control:
             self._lifecycle.check_resume()
-            if self._lifecycle.begin_look():
-                return await self._look_at_weights(self._lifecycle.require_usable())
+            if self._lifecycle.begin_canary():
+                return await self._run_canary(self._lifecycle.require_usable())
             await self._unfreeze()
             return 0.0
 
@@ -335,65 +332,50 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._lifecycle.resumed()
         self._calls.wake_all()
 
-    # --- the look at new weights --------------------------------------------------------------------------
+    # Canary check
 
-    async def _look_at_weights(self, version: int) -> float:
-        """Resume with a fixed prompt in the first step, and judge the weights by its answer: the look's seconds."""
-        loop, request = asyncio.get_running_loop(), look_request(self.info)
-        answering = asyncio.create_task(self._answer_look(request), name="look")
+    async def _run_canary(self, version: int) -> float:
+        """Resume with the canary check as the first request. Returns the seconds that it took.
+
+        Raises WeightsRefused if the weights are broken, WeightUpdateFailed if the deadline passes.
+        """
+        loop, request = asyncio.get_running_loop(), canary_request(self.info)
+        deadline_s = canary_deadline_s(self._process.stats().slow_step_s)
+        answering = asyncio.create_task(self._answer_canary(request), name="canary check")
         try:
-            await asyncio.sleep(0)  # the process has it before it resumes
+            await asyncio.sleep(0)  # the process gets the request before it resumes
             await self._unfreeze()
-            began_at = loop.time()
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                problem = await self._find_problem(answering, version)
-            if problem is not None:
-                raise WeightsRefused(f"version {version}: {problem}")
+            started_at = loop.time()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    fault = find_weight_fault(await answering, self.info.vocab_size)
+            except MalformedEngineResponse as error:
+                fault = error.message
+            if fault is not None:
+                raise WeightsRefused(f"version {version}: {fault}")
             self._lifecycle.release_output()
-            return loop.time() - began_at
+            return loop.time() - started_at
         except Exception as error:
             await self._refuse()
             if isinstance(error, TimeoutError):
-                raise WeightUpdateFailed(f"version {version}: no answer within {LOOK_TIMEOUT_S:g} s") from error
+                raise WeightUpdateFailed(
+                    f"version {version}: the canary check had no answer within {deadline_s:g} s; "
+                    "the engine is stuck or its host is overloaded"
+                ) from error
             raise
-        except BaseException:  # cancelled: the next resume looks again
+        except BaseException:  # cancelled: the next resume runs the check again
             await self._freeze_again(is_cache_cleared=False)
             raise
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
-    async def _answer_look(self, request: GenerateRequest) -> Generation:
-        """Generate past the gate, which is shut."""
+    async def _answer_canary(self, request: GenerateRequest) -> Generation:
+        """Generate without the gate, which is shut."""
         call = Call(request)
         async with contextlib.aclosing(self.admitted(call, None, is_streamed=False)) as outputs:
             output = await anext(outputs, None)
             return self.finished(call, output, SampledTokens(self._config.logprobs_mode))
-
-    async def _find_problem(self, answering: asyncio.Task[Generation], version: int) -> str | None:
-        """Wait for the answer, and return the fault of the new weights; None if they have none.
-
-        A full engine has no place for the prompt until a request ends. There a good token of another request does.
-        """
-        polled = {call: SampledTokens(self._config.logprobs_mode) for call in self._calls.all()[:_NUM_POLLED]}
-        while not answering.done():
-            if any(self._is_sane(call, sampled, version) for call, sampled in polled.items()):
-                return None
-            await asyncio.wait([answering], timeout=_LOOK_POLL_S)
-        try:
-            return noise_problem(answering.result(), self.info.vocab_size)
-        except MalformedEngineResponse as error:
-            return error.message
-
-    def _is_sane(self, call: Call, sampled: SampledTokens, version: int) -> bool:
-        """Tell if a request has sampled a token under `version` whose logprob is not that of noise.
-
-        `sampled` is of the last poll: only new tokens are read.
-        """
-        if call.is_admitted:
-            self.add_so_far(sampled, call)
-        is_new = sampled.newest_version == version
-        return is_new and is_telling(call.request.sampling, sampled.logprobs[-1], self.info.vocab_size)
 
     async def _refuse(self) -> None:
         """Refuse the new weights: end all requests, freeze, and drop all KV."""
@@ -423,7 +405,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     async def commit(self, version: int) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._served_weights.staged_version)
-            if self._lifecycle.is_output_held:  # the last weights had no look that ended well
+            if self._lifecycle.is_output_held:  # no canary check of the last weights has passed
                 await self._refuse()
             staged = self._served_weights.take_staged()
             try:
@@ -471,7 +453,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         async with self._lifecycle.control:
             wanted = self._lifecycle.wakeable(tags)
             if wanted:
-                self._lifecycle.begin_look()  # vLLM may take a step before it is paused again
+                self._lifecycle.begin_canary()  # vLLM may take a step before it is paused again
                 await self._process.wake(wanted)
                 self._lifecycle.woken(wanted)
 

@@ -26,6 +26,12 @@ class EngineStats:
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
     num_prefill_tokens: int = 0  # of prompts without a token given out
+    slow_step_s: float = 0.0  # the slowest recent step (`slow_step_s`)
+
+
+def slow_step_s(before_s: float, step_s: float) -> float:
+    """Return the time of the slowest recent step, in seconds, after one of `step_s`; it decays by 10 % a step."""
+    return max(step_s, 0.9 * before_s)
 
 
 class EngineProcess(EngineRequests, Protocol):

@@ -15,9 +15,9 @@ from agentloop_servers.engines.common.config import ProcessEngineConfig
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
 
-_SPARE_PLACES = 1
-"""A prompt that is read in parts counts twice against free places in the step that ends it (0.5.17):
-with as many places as requests, one of them would stay in the queue until another one ends."""
+SPARE_SLOTS = 2
+"""Slots beyond `max_num_seqs`: one for the canary check, and one because a chunked prompt counts twice against free
+slots in the step that finishes it (0.5.17), which would keep another request in the queue."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -72,7 +72,7 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "context_length": config.max_model_len + _SPARE_CONTEXT_TOKENS,
-        "max_running_requests": config.max_num_seqs + _SPARE_PLACES,
+        "max_running_requests": config.max_num_seqs + SPARE_SLOTS,
         "pp_max_micro_batch_size": config.max_num_seqs,  # what really bounds a batch, without pipelines too
         "page_size": config.block_size,
         "mem_fraction_static": config.gpu_memory_utilization,

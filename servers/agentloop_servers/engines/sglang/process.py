@@ -171,6 +171,7 @@ class SglangProcess:
             num_sampled_tokens=facts.num_sampled_tokens,
             num_preemptions=facts.num_preemptions,
             num_prefill_tokens=facts.num_prefill_tokens,
+            slow_step_s=facts.slow_step_us / 1e6,
         )
 
     async def check_health(self) -> None:

@@ -65,9 +65,10 @@ class SchedulerFacts:
     num_waiting: int = 0
     num_kv_tokens: int = 0  # that requests hold
     num_prefill_tokens: int = 0  # of prompts without a token yet
+    slow_step_us: int = 0  # the slowest recent step
 
 
-_FACTS = struct.Struct("<6q")
+_FACTS = struct.Struct("<7q")
 
 
 class FactsFile:

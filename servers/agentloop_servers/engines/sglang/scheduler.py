@@ -8,12 +8,14 @@
 - A model's own stop tokens end nothing: SGLang adds them to those that a request names.
 - SGLang makes no grammars where it has no tokenizer, and with one it would send all output through a process more.
   So it is started without, and its grammar backend is made here. The ids that end a text are each request's own.
+- A canary check runs before every other request (`CanaryFirst`).
 - Its counters are written to a file that the engine reads (`FactsFile`): a call for them would take a place between
   two steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from typing import Any
 
 import torch
 
+from agentloop.canary import CANARY_PREFIX
+from agentloop_servers.engines.common.process import slow_step_s
 from agentloop_servers.engines.sglang.requests import (
     PARAMETER,
     FactsFile,
@@ -42,6 +46,7 @@ def install(scheduler: Any, argument: str) -> None:
         scheduler.grammar_manager.grammar_backend = _grammar_backend(scheduler)
     sampling = Sampling(scheduler, setup)
     sampling.install()
+    CanaryFirst(scheduler).install()
     if ranks(scheduler).tp_rank == 0:
         Counters(scheduler, sampling, FactsFile(setup.facts_path)).install()
 
@@ -204,6 +209,69 @@ def _grammar_backend(scheduler: Any) -> Any:
     return Grammars(tokenizer, vocab_size)
 
 
+class CanaryFirst:
+    """Prefills a canary request alone, before every other request of the scheduler.
+
+    One of the `SPARE_SLOTS` is reserved for it. If running requests hold the whole KV cache, one of them is
+    retracted, as SGLang does when a decode step finds no memory; it is prefilled again later.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._num_waiting = 0
+        self._prefill = scheduler.get_new_batch_prefill
+        self._batch_type = type(scheduler.running_batch)
+
+    def install(self) -> None:
+        """Run canary requests first from now on."""
+        scheduler, enqueue = self._scheduler, self._scheduler._add_request_to_queue
+
+        def enqueued(req: Any, *arguments: Any, **options: Any) -> Any:
+            self._num_waiting += req.rid.startswith(CANARY_PREFIX)
+            return enqueue(req, *arguments, **options)
+
+        scheduler._add_request_to_queue = enqueued
+        scheduler.get_new_batch_prefill = self.prefill
+
+    def prefill(self, running_batch: Any) -> Any:
+        """Plan the next prefill, as SGLang's `get_new_batch_prefill` does."""
+        if self._num_waiting == 0:
+            return self._prefill(running_batch)
+        self._num_waiting = 0
+        scheduler = self._scheduler
+        canary = [req for req in scheduler.waiting_queue if req.rid.startswith(CANARY_PREFIX)]
+        if not canary:  # aborted
+            return self._prefill(running_batch)
+        # Hide all other requests: their slots, and the KV that SGLang sets aside for their growth, do not count.
+        others = [req for req in scheduler.waiting_queue if req not in canary]
+        chunked, scheduler.chunked_req = scheduler.chunked_req, None
+        scheduler.waiting_queue = canary
+        try:
+            batch = self._plan_alone()
+            if batch is None and not running_batch.is_empty():
+                self._retract(running_batch)
+                batch = self._plan_alone()
+        finally:
+            scheduler.waiting_queue, scheduler.chunked_req = scheduler.waiting_queue + others, chunked
+            self._num_waiting = sum(req.rid.startswith(CANARY_PREFIX) for req in scheduler.waiting_queue)
+        if batch is None:
+            return self._prefill(running_batch)
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+        return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+
+    def _plan_alone(self) -> Any:
+        return self._prefill(self._batch_type(reqs=[], batch_is_full=False)).batch_to_run
+
+    def _retract(self, running_batch: Any) -> None:
+        retract = running_batch.retract_decode  # without a parameter from 0.5.23 on
+        has_parameter = bool(inspect.signature(retract).parameters)
+        retracted, ratio, _ = retract(self._scheduler.server_args) if has_parameter else retract()
+        self._scheduler.new_token_ratio_tracker.current = ratio
+        for req in retracted:
+            self._scheduler._add_request_to_queue(req, is_retracted=True)
+
+
 class Counters:
     """The scheduler's counters, written after every batch."""
 
@@ -214,6 +282,8 @@ class Counters:
         self._num_preemptions = 0
         self._num_prefill_tokens = 0
         self._counted_at = 0.0
+        self._last_step_at: float | None = None  # None: no request ran, or the engine was paused
+        self._slow_step_s = 0.0
 
     def install(self) -> None:
         """Write the counters from now on."""
@@ -234,6 +304,9 @@ class Counters:
     def write(self) -> None:
         """Write the present figures."""
         scheduler, now = self._scheduler, time.monotonic()
+        if self._last_step_at is not None:
+            self._slow_step_s = slow_step_s(self._slow_step_s, now - self._last_step_at)
+        self._last_step_at = None if scheduler.running_batch.is_empty() else now
         waiting = scheduler.waiting_queue
         if now - self._counted_at > _PREFILL_INTERVAL_S or not waiting:
             self._counted_at = now
@@ -249,5 +322,6 @@ class Counters:
                 num_waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
                 num_kv_tokens=max(0, int(scheduler.max_total_num_tokens - free)),
                 num_prefill_tokens=self._num_prefill_tokens,
+                slow_step_us=round(1e6 * self._slow_step_s),
             )
         )

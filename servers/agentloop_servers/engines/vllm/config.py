@@ -12,6 +12,7 @@ from agentloop.capabilities import CONSTRAINTS, NOT_SPECULATIVE, Feature, config
 from agentloop.images import MAX_IMAGES
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.common.config import ProcessEngineConfig
+from agentloop_servers.engines.vllm.scheduler import SCHEDULER
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
@@ -131,7 +132,9 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         "quantization": "fp8_per_tensor" if config.quantization == "fp8" else config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs + 1,  # the slot of the canary check
+        "max_num_active_seqs": config.max_num_seqs,
+        "scheduler_cls": SCHEDULER,
         "scheduling_policy": config.scheduling_policy,
         "block_size": config.block_size,
         **_parallel_arguments(config),
@@ -189,7 +192,7 @@ def _speculative_arguments(config: VllmConfig, speculative: Speculative) -> dict
     if speculative.model is not None:
         arguments["model"] = speculative.model
     if most < config.max_num_seqs:
-        steps = [(1, most, num_tokens), (most + 1, config.max_num_seqs, 0)]
+        steps = [(1, most, num_tokens), (most + 1, config.max_num_seqs + 1, 0)]
         arguments["num_speculative_tokens_per_batch_size"] = steps
     return arguments
 

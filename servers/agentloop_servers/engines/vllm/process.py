@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import multiprocessing
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,7 +20,7 @@ from agentloop.capabilities import Feature
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError, EngineLost, UnsupportedParameter
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
+from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line, slow_step_s
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
@@ -40,7 +41,10 @@ EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded tak
 class SchedulerStats:
     """A vLLM stat logger that keeps the latest figures. They do not change while vLLM is idle or paused."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last_step_at: float | None = None  # None: no request ran, or the engine was paused
+        self.slow_step_s = 0.0
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of the blocks that requests hold
         self.num_steps = 0  # that sampled, or prefilled a chunk
@@ -53,8 +57,16 @@ class SchedulerStats:
             self.num_preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
             self.num_steps += 1
+            now = self._now()
+            if self._last_step_at is not None:
+                self.slow_step_s = slow_step_s(self.slow_step_s, now - self._last_step_at)
+            self._last_step_at = now if scheduler_stats.num_running_reqs else None
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
+
+    def paused(self) -> None:
+        """Leave the time of a pause out of the next step."""
+        self._last_step_at = None
 
     def log_engine_initialized(self) -> None: ...
     def log(self) -> None: ...
@@ -188,6 +200,7 @@ class VllmProcess:
         """
         async with vllm_call("pause", self._config.control_timeout_s):
             await self.llm.engine_core.pause_scheduler_async("keep", is_cache_cleared)
+        self.scheduler_stats.paused()
 
     async def resume(self) -> None:
         async with vllm_call("resume", self._config.control_timeout_s):
@@ -222,6 +235,7 @@ class VllmProcess:
             num_sampled_tokens=stats.num_sampled_tokens,
             num_preemptions=stats.num_preemptions,
             num_prefill_tokens=0 if self.llm is None else int(self.llm.output_processor.get_num_queued_tokens()),
+            slow_step_s=stats.slow_step_s,
         )
 
     @property
@@ -242,7 +256,7 @@ class VllmProcess:
             vocab_size=config.model_config.get_vocab_size(),
             block_size=block_size,
             kv_capacity_tokens=self._num_blocks_tokens,
-            max_running=config.scheduler_config.max_num_seqs * num_ranks,
+            max_running=config.scheduler_config.max_num_active_seqs * num_ranks,
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,

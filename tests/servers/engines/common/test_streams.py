@@ -61,7 +61,7 @@ class Stepping(ProcessEngine):
         sampled[request_id] = 0
         try:
             while sampled[request_id] < call.request.sampling.max_tokens:
-                await asyncio.sleep(STEP_S)
+                await self.next_step(request_id)
                 sampled[request_id] += 1
                 if sampled[request_id] == self.fails_at:
                     raise EngineLost("it died")
@@ -74,6 +74,9 @@ class Stepping(ProcessEngine):
             raise
         finally:
             del sampled[request_id]
+
+    async def next_step(self, request_id: str) -> None:
+        await asyncio.sleep(STEP_S)
 
     def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
         self._grow(sampled, self.process.num_sampled.get(call.request.request_id, 0))

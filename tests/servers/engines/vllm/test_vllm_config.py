@@ -29,12 +29,19 @@ from agentloop_servers.engines.vllm.config import (
 )
 from agentloop_servers.engines.vllm.convert import sampling_params
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.engines.vllm.scheduler import SCHEDULER
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
 
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"
+
+
+def slots(num_requests: int) -> dict[str, object]:
+    """One slot more than requests: that of the canary check."""
+    return {"max_num_seqs": num_requests + 1, "max_num_active_seqs": num_requests}
+
 
 ALWAYS = {
     "model": str(MODEL),
@@ -43,7 +50,8 @@ ALWAYS = {
     "quantization": None,
     "kv_cache_dtype": "auto",
     "max_model_len": 1024,
-    "max_num_seqs": 512,
+    "scheduler_cls": SCHEDULER,
+    **slots(512),
     "scheduling_policy": "fcfs",
     "block_size": 32,
     "tensor_parallel_size": 1,
@@ -66,7 +74,7 @@ CUDA = ALWAYS | {
 LORA = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
 CPU = {"device": "cpu", "kv_cache_mib": 64}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-LOAD = {"method": "ngram_gpu", "num_speculative_tokens_per_batch_size": [(1, 16, 3), (17, 512, 0)]}
+LOAD = {"method": "ngram_gpu", "num_speculative_tokens_per_batch_size": [(1, 16, 3), (17, 513, 0)]}
 ALWAYS_DRAFTS = {"num_tokens": 3, "max_running": 64}
 
 CASES = {
@@ -123,7 +131,7 @@ CASES = {
         {"mode": "debug", "engine": CPU},
         ALWAYS
         | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False}
-        | {"max_num_seqs": 256},
+        | slots(256),
     ),
     "drafts of few requests": (
         {"engine": {"speculative": {"num_tokens": 3, "max_running": 16}}},
@@ -136,17 +144,19 @@ CASES = {
         },
         ALWAYS
         | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False}
-        | {"max_num_seqs": 64, "speculative_config": NGRAM},
+        | slots(64)
+        | {"speculative_config": NGRAM},
     ),
     "dummy": ({"engine": {"load_format": "dummy"}}, CUDA | {"load_format": "dummy"}),
     "few seats": (
         {"engine": {"max_running": 64}},
-        CUDA | {"max_num_seqs": 64, "cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8)]},
+        CUDA | slots(64) | {"cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8)]},
     ),
     "many seats": (
         {"engine": {"max_running": 2000, "max_graph_tokens": 1100}},
         CUDA
-        | {"max_num_seqs": 2000, "max_num_batched_tokens": 4000}
+        | slots(2000)
+        | {"max_num_batched_tokens": 4000}
         | {"cudagraph_capture_sizes": [*graph_sizes(1024), 1088, 1100]},
     ),
     "eager": (

@@ -1,14 +1,16 @@
-"""The look at new weights of an engine in a process of its own: what leaves it meanwhile, and after a refusal."""
+"""The canary check of an engine in its own process: which tokens leave the engine during it and after a refusal."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from agentloop.canary import CANARY_PREFIX
 from agentloop.engine import CommitReport, Delta, Progress, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.request_watch import ReportPace, StreamPace
@@ -16,6 +18,7 @@ from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.common import engine as process_engine
 from agentloop_servers.engines.common.calls import Call
+from agentloop_servers.engines.vllm.process import SchedulerStats
 from tests.servers.engines.common.test_streams import STEP_S, Stepping
 
 OLD, NEW = 3, 4
@@ -36,8 +39,8 @@ class Weights:
         return CommitReport()
 
 
-class Looking(Stepping):
-    """Freezes, and takes version `NEW`, whose fixed prompt has `answer` as the logprob of the likeliest id."""
+class Checking(Stepping):
+    """Freezes and commits version `NEW`. `answer` is the logprob of the canary check's likeliest token."""
 
     def __init__(self, answer: float) -> None:
         super().__init__()
@@ -72,18 +75,22 @@ class Looking(Stepping):
         await self.commit(version)
 
     async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        if call.request.request_id.startswith("look-"):
-            await self.runs.wait()
-            await self.may_answer.wait()
-            yield 1
+        if not call.request.request_id.startswith(CANARY_PREFIX):
+            async for output in super().admitted(call, prepared, is_streamed=is_streamed):
+                yield output
             return
-        async for output in super().admitted(call, prepared, is_streamed=is_streamed):
-            while not self.runs.is_set() and call.request.request_id not in self.process.aborted:
-                await asyncio.sleep(STEP_S)
-            yield output
+        await self.runs.wait()
+        await self.may_answer.wait()
+        yield 1
+
+    async def next_step(self, request_id: str) -> None:
+        """A frozen engine takes no step, unless the request was aborted."""
+        await super().next_step(request_id)
+        while not self.runs.is_set() and request_id not in self.process.aborted:
+            await asyncio.sleep(STEP_S)
 
     def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
-        if call.request.request_id.startswith("look-"):
+        if call.request.request_id.startswith(CANARY_PREFIX):
             sampled.append(1, self.answer, NEW, ((1, self.answer),))
             return sampled.generation(call.request.request_id, FinishReason.LENGTH)
         return super().finished(call, output, sampled)
@@ -93,7 +100,7 @@ class Looking(Stepping):
             sampled.append(7 + place, UNIFORM, OLD if place < self.num_old else NEW)
 
 
-async def gather_stream(engine: Looking, heard: list[Delta | Generation]) -> None:
+async def gather_stream(engine: Checking, heard: list[Delta | Generation]) -> None:
     async for piece in engine.stream(GenerateRequest("r", (1, 2), SamplingParams(max_tokens=NUM_TOKENS))):
         heard.append(piece)
 
@@ -102,29 +109,33 @@ def versions(heard: list[Delta | Generation]) -> set[int]:
     return {span.version for piece in heard for span in piece.weight_versions}
 
 
-@pytest.fixture(params=["each token", "looked at now and then"])
+@pytest.fixture(params=["each token", "polled"])
 def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "each token":
-        monkeypatch.setattr(Looking, "stream_pace", StreamPace(least_s=0.0, pieces_per_s=200.0))
+        monkeypatch.setattr(Checking, "stream_pace", StreamPace(least_s=0.0, pieces_per_s=200.0))
 
 
-async def begun(engine: Looking) -> tuple[list[Delta | Generation], asyncio.Task[None], asyncio.Task[float]]:
-    """A stream over a commit, and the resume that looks, a few steps later."""
+async def begun(engine: Checking) -> tuple[list[Delta | Generation], asyncio.Task[None], asyncio.Task[float]]:
+    """A stream over a commit, and the resume, once the request has sampled a token under the new weights."""
     heard: list[Delta | Generation] = []
     streaming = asyncio.create_task(gather_stream(engine, heard))
     while not heard:
         await asyncio.sleep(STEP_S)
     await engine.take()
     resuming = asyncio.create_task(engine.resume())
-    await asyncio.sleep(10 * STEP_S)
-    assert engine.process.num_sampled.get("r", NUM_TOKENS) > engine.num_old, "it samples under the new weights"
+    await sampled_more(engine, resuming)
     assert versions(heard) == {OLD}
     return heard, streaming, resuming
 
 
+async def sampled_more(engine: Checking, resuming: asyncio.Task[float]) -> None:
+    while engine.process.num_sampled.get("r", NUM_TOKENS) <= engine.num_old and not resuming.done():
+        await asyncio.sleep(STEP_S)
+
+
 @pytest.mark.usefixtures("pace")
-async def test_tokens_wait_for_the_answer() -> None:
-    engine = Looking(-0.5)
+async def test_tokens_are_held_until_the_check_passes() -> None:
+    engine = Checking(-0.5)
     heard, streaming, resuming = await begun(engine)
     engine.may_answer.set()
     assert await resuming > 0
@@ -137,8 +148,8 @@ async def test_tokens_wait_for_the_answer() -> None:
 
 @pytest.mark.usefixtures("pace")
 @pytest.mark.parametrize("answer", [UNIFORM, math.nan])
-async def test_noise_is_refused_and_none_of_its_tokens_leaves(answer: float) -> None:
-    engine = Looking(answer)
+async def test_broken_weights_are_refused_and_none_of_their_tokens_leaves(answer: float) -> None:
+    engine = Checking(answer)
     heard, streaming, resuming = await begun(engine)
     engine.may_answer.set()
     with pytest.raises(WeightsRefused, match="version 4: the logits of a fixed prompt are"):
@@ -153,26 +164,26 @@ async def test_noise_is_refused_and_none_of_its_tokens_leaves(answer: float) -> 
         await engine.resume()
 
 
-async def test_what_is_reported_of_a_request_waits_too() -> None:
-    engine, told = Looking(UNIFORM), list[Progress]()
+async def test_progress_reports_are_held_too() -> None:
+    engine, told = Checking(UNIFORM), list[Progress]()
     request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=NUM_TOKENS))
     asking = asyncio.create_task(engine.generate(request, told.append))
     while not any(one.tokens.token_ids for one in told):
         await asyncio.sleep(STEP_S)
     await engine.take()
     resuming = asyncio.create_task(engine.resume())
-    await asyncio.sleep(10 * STEP_S)
+    await sampled_more(engine, resuming)
     engine.may_answer.set()
     ended = await asyncio.gather(resuming, asking, return_exceptions=True)
     assert [type(one) for one in ended] == [WeightsRefused, EngineUnusable]
     assert {span.version for one in told for span in one.tokens.weight_versions} == {OLD}
 
 
-async def test_without_an_answer_the_tokens_are_not_given_out_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_engine, "LOOK_TIMEOUT_S", 20 * STEP_S)
-    engine = Looking(-0.5)
+async def test_a_check_without_an_answer_releases_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_engine, "canary_deadline_s", lambda slow_step_s: 20 * STEP_S)
+    engine = Checking(-0.5)
     heard, streaming, resuming = await begun(engine)
-    with pytest.raises(WeightUpdateFailed, match="version 4: no answer within") as failed:
+    with pytest.raises(WeightUpdateFailed, match="version 4: the canary check had no answer within") as failed:
         await resuming
     assert not isinstance(failed.value, WeightsRefused)
     with pytest.raises(EngineUnusable):
@@ -180,8 +191,8 @@ async def test_without_an_answer_the_tokens_are_not_given_out_either(monkeypatch
     assert versions(heard) == {OLD}
 
 
-async def cut_short() -> tuple[Looking, list[Delta | Generation], asyncio.Task[None]]:
-    engine = Looking(-0.5)
+async def cut_short() -> tuple[Checking, list[Delta | Generation], asyncio.Task[None]]:
+    engine = Checking(-0.5)
     heard, streaming, resuming = await begun(engine)
     resuming.cancel()
     await asyncio.gather(resuming, return_exceptions=True)
@@ -189,7 +200,7 @@ async def cut_short() -> tuple[Looking, list[Delta | Generation], asyncio.Task[N
     return engine, heard, streaming
 
 
-async def test_after_a_resume_that_was_cut_short_the_next_one_looks() -> None:
+async def test_a_cancelled_resume_leaves_the_check_to_the_next_one() -> None:
     engine, heard, streaming = await cut_short()
     engine.may_answer.set()
     assert await engine.resume() > 0
@@ -197,7 +208,7 @@ async def test_after_a_resume_that_was_cut_short_the_next_one_looks() -> None:
     assert versions(heard) == {OLD, NEW}
 
 
-async def test_what_was_never_looked_at_ends_with_the_next_commit() -> None:
+async def test_a_commit_discards_tokens_that_were_never_checked() -> None:
     engine, heard, streaming = await cut_short()
     engine.may_answer.set()
     await engine.take(NEW + 1)
@@ -206,3 +217,22 @@ async def test_what_was_never_looked_at_ends_with_the_next_commit() -> None:
         await streaming
     assert versions(heard) == {OLD}
     assert (engine.is_usable, engine.cleared[-1]) == (True, True)
+
+
+def test_the_slowest_recent_step_leaves_out_idle_time_and_pauses() -> None:
+    now = [0.0]
+    stats = SchedulerStats(lambda: now[0])
+
+    def step(at: float, num_running: int) -> float:
+        now[0] = at
+        waiting = {"num_waiting_reqs": 0, "num_skipped_waiting_reqs": 0, "kv_cache_usage": 0.0}
+        stats.record(SimpleNamespace(num_running_reqs=num_running, **waiting))
+        return round(stats.slow_step_s, 3)
+
+    assert step(10.0, 4) == 0.0  # the first step has no beginning
+    assert step(13.0, 4) == 3.0
+    assert step(13.1, 0) == 2.7  # it decays
+    assert step(50.0, 4) == 2.7  # nothing ran before
+    stats.paused()
+    assert step(90.0, 4) == 2.7
+    assert step(95.0, 4) == 5.0

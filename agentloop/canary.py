@@ -1,0 +1,73 @@
+"""Checks that find weights which arrived intact and still break the model: NaN or uniform logits.
+
+Checksums cannot find them: a layer multiplied by 1e30 passes each one. After a commit an engine runs
+`canary_request` before any other request, and refuses the weights if `find_weight_fault` finds a fault in the
+answer. A replica whose generations stay at the logprob of a uniform choice reports that (`UniformLogprobWatch`, an
+entry of `degraded`).
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+
+from agentloop.engine import EngineInfo
+from agentloop.types import GenerateRequest, Generation, SamplingParams
+
+CANARY_PREFIX = "canary-"
+"""Request ids with this prefix run before all others (`engines/*/scheduler.py`)."""
+
+_MIN_DEADLINE_S = 10.0
+_MAX_DEADLINE_S = 50.0  # below the fleet's `resume_timeout_s`, so that the engine reports the reason
+_NUM_STEPS = 8  # the canary needs one step; the others allow for a busy host
+
+_NUM_PROMPT_TOKENS = 4  # less than a KV block, the sampled token included: the prefix cache keeps none of it
+_TOLERANCE = 1e-3  # nats; uniform logits give -ln(vocabulary) up to rounding in float32
+_NUM_IN_A_ROW = 16  # generations; a good model samples a token at the uniform logprob about once in thousands
+
+
+def canary_deadline_s(slow_step_s: float) -> float:
+    """Return the deadline of a canary check, in seconds from the resume.
+
+    `slow_step_s`: the duration of the engine's slowest recent step.
+    """
+    return min(max(_MIN_DEADLINE_S, _NUM_STEPS * slow_step_s), _MAX_DEADLINE_S)
+
+
+def canary_request(info: EngineInfo) -> GenerateRequest:
+    """Return the fixed prompt that tests new weights; its answer is one token."""
+    sampling = SamplingParams(max_tokens=1, num_top_logprobs=1)
+    prompt = tuple(range(min(_NUM_PROMPT_TOKENS, info.vocab_size)))
+    return GenerateRequest(CANARY_PREFIX + uuid.uuid4().hex, prompt, sampling, _MAX_DEADLINE_S)
+
+
+def find_weight_fault(answer: Generation, vocab_size: int) -> str | None:
+    """Return the fault of weights that gave this answer to `canary_request`, or None.
+
+    The likeliest token has the uniform logprob only if all tokens have it.
+    """
+    tops = [logprob for alternatives in answer.top_logprobs for _, logprob in alternatives]
+    logprobs = [*answer.logprobs, *tops]
+    if not tops or not all(map(math.isfinite, logprobs)):
+        return "the logits of a fixed prompt are not finite"
+    if max(logprobs) <= _TOLERANCE - math.log(vocab_size):
+        return "the logits of a fixed prompt are all equal"
+    return None
+
+
+class UniformLogprobWatch:
+    """Counts an engine's latest generations in a row that end at the logprob of a uniform choice."""
+
+    def __init__(self) -> None:
+        self._num_uniform = 0
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if sampled logprobs stay at -ln(vocabulary)."""
+        return self._num_uniform >= _NUM_IN_A_ROW
+
+    def see(self, generation: Generation, vocab_size: int) -> None:
+        """Count a generation; one without tokens changes nothing."""
+        for logprob in generation.logprobs[-1:]:
+            is_uniform = not math.isfinite(logprob) or abs(logprob + math.log(vocab_size)) <= _TOLERANCE
+            self._num_uniform = self._num_uniform + 1 if is_uniform else 0
