@@ -36,8 +36,8 @@ _PATH = re.compile(rf"\w+(?:\.\w+)*:{_NAME}(?:\.{_NAME})*", re.ASCII)
 
 
 def install_hint(extra: str) -> str:
-    """Return the commands that install one of our extras: from the package index, and in a checkout."""
-    return f"pip install '{DISTRIBUTION}[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
+    """Return the command that installs one of our extras; the distribution is not on the package index yet."""
+    return f"in a checkout of agentloop: pip install -e '.[{extra}]'"
 
 
 def resolve_extra(path: str, extra: str) -> object:

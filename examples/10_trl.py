@@ -1,8 +1,7 @@
 """TRL's AsyncGRPOTrainer on the service: it trains while the engines sample, and pushes after every step.
 
 First, in another terminal: agentloop serve --config servers/cpu_push.yaml, or with servers/standalone.yaml on a
-GPU. Then, in an environment with `pip install 'agentloop-rollouts[trl]'` (in a checkout
-`pip install -e '.[trl]'`): python examples/10_trl.py http://127.0.0.1:8000
+GPU. Then, after `pip install -e '.[trl]'` in the checkout: python examples/10_trl.py http://127.0.0.1:8000
 """
 
 import sys

@@ -35,7 +35,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentloop.errors import InvalidRequest
+from agentloop.errors import CheckpointUnreadable, InvalidRequest
 from agentloop.logs import LogRotation
 from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
@@ -46,6 +46,7 @@ from agentloop_servers.engine_config import (
     Staging,
     check_entries,
 )
+from agentloop_servers.engines.common.config import DTYPE_BYTES, kv_bytes_per_token
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where relative paths of a config are looked for when the working directory has no such path."""
@@ -634,7 +635,12 @@ class ServiceConfig(ModelConfig):
         """The model's folder, absolute. Raises InvalidRequest if there is none."""
         path = located(self.model)
         if not (path / "config.json").is_file():
-            raise InvalidRequest(f"no model at {self.model}: it has no config.json", param="model")
+            raise InvalidRequest(
+                f"no model at {self.model}: 'model' is a Hugging Face folder with config.json, safetensors and a "
+                "tokenizer; download a model of a hub first ('hf download NAME --local-dir DIR'), and convert a .gguf "
+                "file to such a folder",
+                param="model",
+            )
         return path
 
     def allowed_weight_roots(self) -> tuple[Path, ...]:
@@ -680,10 +686,46 @@ class ModelSizes:
 
 
 def model_sizes(config: ServiceConfig) -> ModelSizes:
-    """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
+    """Return what the model's config.json says of it.
+
+    Raises InvalidRequest if it does not, and if a replica's KV cache is too small for one context.
+    """
     sizes = _own_sizes(config)
+    for entry in config.entries:
+        _check_kv_cache(config, entry, entry.max_context_tokens or sizes.max_context_tokens)
     longest = max(entry.max_context_tokens or sizes.max_context_tokens for entry in config.entries)
     return replace(sizes, max_context_tokens=longest)
+
+
+_PARTIAL_KV = ("kv_lora_rank", "sliding_window", "layers_block_type", "attn_layer_indices")
+_NUM_KEPT_BLOCKS = 2  # of a KV cache: vLLM's null block and that of the canary check
+
+
+def _check_kv_cache(config: ServiceConfig, entry: EngineEntry, max_context_tokens: int) -> None:
+    """Raise InvalidRequest if `kv_cache_mib` does not hold one context, which the engine would find after minutes."""
+    model = config.model_path()
+    if entry.kind == "simulated" or entry.kv_cache_mib is None or entry.dtype not in DTYPE_BYTES:
+        return
+    try:
+        block_bytes = entry.block_size * kv_bytes_per_token(entry, str(model))
+    except CheckpointUnreadable:
+        return  # a model of another kind: the engine itself decides
+    document = json.loads((model / "config.json").read_text())
+    document |= document.get("text_config") or {}
+    is_partial = set(document.get("layer_types") or ()) - {"full_attention"}
+    if is_partial or any(document.get(name) for name in _PARTIAL_KV):
+        return  # some layers keep less KV: the engine itself has to say how much
+    num_needed = -(-max_context_tokens // entry.block_size) + _NUM_KEPT_BLOCKS
+    if num_needed * block_bytes <= entry.kv_cache_mib * 2**20:
+        return
+    num_blocks = entry.kv_cache_mib * 2**20 // block_bytes - _NUM_KEPT_BLOCKS
+    needed_mib = -(-num_needed * block_bytes // 2**20)
+    raise InvalidRequest(
+        f"a context of {max_context_tokens:,} tokens needs {needed_mib:,} MiB of KV cache, and engine.kv_cache_mib is "
+        f"{entry.kv_cache_mib:,}: raise it, or set engine.max_context_tokens to at most "
+        f"{max(0, num_blocks) * entry.block_size:,}",
+        param="engine.kv_cache_mib",
+    )
 
 
 def weight_bytes(config: ServiceConfig) -> int:

@@ -346,3 +346,26 @@ def test_what_is_set_of_the_balancer_reaches_it():
 def test_a_balancer_that_cannot_be_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         service(balancer=settings)
+
+
+def test_a_kv_cache_below_one_context_is_refused_with_the_longest_context_that_fits(tmp_path):
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    model = {"vocab_size": 49152, "max_position_embeddings": 8192, **sizes}  # SmolLM2-135M
+
+    def checked(kv_cache_mib, changed=(), **engine):
+        (tmp_path / "config.json").write_text(json.dumps({**model, **dict(changed)}))
+        engine = {"kind": "vllm", "device": "cpu", "dtype": "float32", "block_size": 32, **engine}
+        return model_sizes(ServiceConfig(model=str(tmp_path), engine={**engine, "kv_cache_mib": kv_cache_mib}))
+
+    with pytest.raises(InvalidRequest) as refused:
+        checked(256)
+    assert refused.value.message == (
+        "a context of 8,192 tokens needs 363 MiB of KV cache, and engine.kv_cache_mib is 256: raise it, or set "
+        "engine.max_context_tokens to at most 5,760"
+    )
+    assert checked(363).max_context_tokens == 8192
+    assert checked(256, max_context_tokens=5760).max_context_tokens == 5760
+    with pytest.raises(InvalidRequest, match="at most 5,760"):
+        checked(256, max_context_tokens=5761)
+    assert checked(182, dtype="bfloat16").max_context_tokens == 8192
+    assert checked(1, changed={"sliding_window": 512}).max_context_tokens == 8192  # the engine decides

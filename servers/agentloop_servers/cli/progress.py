@@ -142,8 +142,8 @@ async def open_progress(console: Console, client: RolloutClient) -> AsyncIterato
         following.cancel()
 
 
-def summary_table(summary: Summary) -> Table:
-    """The summary as a small table."""
+def summary_table(summary: Summary, push_error: AgentLoopError | None = None) -> Table:
+    """Return the summary as a small table. `push_error`: why the run's weights were not pushed."""
     table = Table(show_header=False, box=None, pad_edge=False)
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
     table.add_row("trajectories", f"{summary.records} of {summary.accepted} accepted, {summary.lost} lost")
@@ -165,6 +165,8 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("prefix-cache hits", _percent(summary.prefix_cache_hit_share))
     for update in summary.updates:
         table.add_row(f"update to v{update.version}", f"{update.pause_to_resume_ms:.0f} ms from pause to resume")
+    if push_error is not None:
+        table.add_row("update", f"failed, all tokens have the old version: {push_error.message}")
     return table
 
 

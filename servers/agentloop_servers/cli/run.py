@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias, cast
 
 import structlog
 from rich.console import Console
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_fixed
 
 from agentloop.agents.program import AgentProgram
 from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
@@ -29,7 +30,7 @@ from agentloop.api.coordinator import UpdateReport
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout, load_tasks
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, WeightUpdateFailed
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
 from agentloop.plugins import resolve_extra
 from agentloop.rollout.environment import tasks_of
@@ -47,6 +48,7 @@ EXPORT = "agentloop.export:export"  # an optional part
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
 LATEST_NAME = "latest"
+MAX_PUSHES, PUSH_WAIT_S = 3, 1.0  # of a run whose push fails on the replicas
 CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -300,17 +302,35 @@ async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunO
 async def _push(
     client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
 ) -> UpdateReport | AgentLoopError:
-    """Push, and return the report, or the error as a value: trajectories in flight go on under the old weights."""
-    try:
+    """Push, and return the report, or the error as a value: trajectories in flight continue under the old weights.
+
+    A push that failed on the replicas is repeated; one whose weights were refused is not.
+    """
+
+    async def send() -> UpdateReport:
         # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
-        report = await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
+        return await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
+
+    def announce(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        progress.say(f"weights  version {push.version} not pushed, trying again: {error}")
+
+    attempts = AsyncRetrying(
+        retry=retry_if_exception(lambda error: type(error) is WeightUpdateFailed),
+        stop=stop_after_attempt(MAX_PUSHES),
+        wait=wait_fixed(PUSH_WAIT_S),
+        before_sleep=announce,
+        reraise=True,
+    )
+    try:
+        report = await attempts(send)
     except AgentLoopError as error:
         _log.error("push_failed", code=error.code, reason=error.message)
         progress.say(f"weights  version {push.version} not pushed: {error.message}")
         for rollout_id in doomed:
             await client.cancel(rollout_id)
         return error
-    progress.say(f"weights  version {report.version} live, decoding stood still for {report.stall_ms:.0f} ms")
+    progress.say(f"weights  version {report.version} live, decoding paused for {report.stall_ms:.0f} ms")
     return report
 
 

@@ -166,7 +166,7 @@ def _roll_out(
     finally:
         if program is not None:
             program.close()
-    console.print(summary_table(result.summary))
+    console.print(summary_table(result.summary, result.push_error))
     console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
     console.print(f"to look at: {result.run_dir / REPORT_NAME}", highlight=False, soft_wrap=True)
     if not result.is_good:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -294,12 +294,16 @@ def fields_called(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:
+def resolve_weights(directory: str, roots: Collection[Path], *, param: str) -> Path:
     """Return the real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
 
-    The message is the same whatever is wrong, so that it tells nothing of the file system.
+    The message is the same for a missing folder and for one outside the roots: it does not reveal the file system.
     """
-    refusal = InvalidRequest("not an absolute path of a directory under the service's weight roots", param=param)
+    refusal = InvalidRequest(
+        f"{directory!r} is not the absolute path of a folder under the service's weight roots "
+        f"({', '.join(map(str, roots))}): move the folder there, or add its parent to 'weight_roots' in the config",
+        param=param,
+    )
     if not os.path.isabs(directory) or "\0" in directory:
         raise refusal
     try:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pyarrow.parquet as pq
@@ -26,11 +27,12 @@ from agentloop import __version__
 from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import InvalidRequest, WeightUpdateFailed
+from agentloop.errors import AgentLoopError, Conflict, InvalidRequest, WeightsRefused, WeightUpdateFailed
 from agentloop.storage.summary import StaleSummary
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
 from agentloop_servers.cli import load
+from agentloop_servers.cli import run as cli_run
 from agentloop_servers.cli.commands import COMMANDS, app
 from agentloop_servers.cli.doctor import Check, examine
 from agentloop_servers.cli.progress import PlainProgress, summary_table
@@ -405,7 +407,7 @@ async def test_a_run_collects_everything_and_pushes_once_in_the_middle(tmp_path:
     assert [report.version for report in collected.updates] == [1]
     assert "rollout  100/100" in output
     assert "tok/s" in output
-    assert "version 1 live, decoding stood still for 20 ms" in output
+    assert "version 1 live, decoding paused for 20 ms" in output
 
 
 @pytest.mark.parametrize("after_share", [0.0, 1.0])
@@ -415,13 +417,39 @@ async def test_a_push_at_either_end_happens(tmp_path: Path, after_share: float) 
     assert len(coordinator.updates) == 1
 
 
-async def test_a_failed_push_costs_no_trajectory(tmp_path: Path) -> None:
-    coordinator = FakeCoordinator()
-    coordinator.update_error = WeightUpdateFailed("replica-1: no such tensor")
+class FailingPushes(FakeCoordinator):
+    """Raises these errors, one for each push."""
+
+    def __init__(self, *errors: AgentLoopError) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    async def update_weights(self, *arguments: Any, **options: Any) -> UpdateReport:
+        self.update_error = self.errors.pop(0) if self.errors else None
+        return await super().update_weights(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_pushed"),
+    [
+        ([WeightUpdateFailed("slow")], True),
+        ([WeightUpdateFailed("slow")] * 2, True),
+        ([WeightUpdateFailed("slow")] * 3, False),
+        ([WeightsRefused("slow")], False),
+        ([Conflict("slow")], False),
+    ],
+)
+async def test_a_push_that_fails_on_the_replicas_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[AgentLoopError], is_pushed: bool
+) -> None:
+    monkeypatch.setattr(cli_run, "PUSH_WAIT_S", 0.0)
+    coordinator = FailingPushes(*errors)
     collected, output = await run(coordinator, tmp_path, WeightPush(tmp_path, 1, 0.5))
-    assert collected.num_received == 100
-    assert isinstance(collected.push_error, WeightUpdateFailed)
-    assert "version 1 not pushed: replica-1: no such tensor" in output
+    assert collected.num_received == 100  # a failed push costs no trajectory
+    assert (len(collected.updates), collected.push_error is None) == (int(is_pushed), is_pushed)
+    assert output.count("version 1 not pushed, trying again: slow") == len(errors) - (not is_pushed)
+    assert ("version 1 not pushed: slow" in output) is not is_pushed
+    assert coordinator.errors == []
 
 
 @pytest.mark.parametrize("limit", [None, StalenessLimit(0, OnStale.DROP), StalenessLimit(2, OnStale.MASK, 64)])
@@ -512,6 +540,8 @@ def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
     assert "3 of 4 accepted, 1 lost" in output.getvalue()
     assert "success v1" in output.getvalue()
     assert "stale" not in output.getvalue()
+    Console(file=output, width=200).print(summary_table(summary, WeightUpdateFailed("replica-1: no answer")))
+    assert "failed, all tokens have the old version: replica-1: no answer" in output.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentloop.capabilities import PRIORITY_POLICY
-from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.engines.common.config import ProcessEngineConfig
+from agentloop_servers.engines.common.config import DTYPE_BYTES, ProcessEngineConfig, kv_bytes_per_token
 
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
@@ -18,8 +15,6 @@ _SPARE_CONTEXT_TOKENS = 8
 SPARE_SLOTS = 2
 """Slots beyond `max_num_seqs`: one for the canary check, and one because a chunked prompt counts twice against free
 slots in the step that finishes it (0.5.17), which would keep another request in the queue."""
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +26,8 @@ class SglangConfig(ProcessEngineConfig):
 
     def __post_init__(self) -> None:
         ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
-        if self.dtype not in _DTYPE_BYTES:
-            raise ValueError(f"dtype is one of {', '.join(_DTYPE_BYTES)}, not {self.dtype!r}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype is bfloat16 or float16 on cuda: SGLang's kernels take no float32")
         if self.lora_rank is not None:
@@ -95,7 +90,7 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
     if config.kv_cache_dtype == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
     if config.kv_cache_memory_bytes is not None:
-        arguments["max_total_tokens"] = config.kv_cache_memory_bytes // _kv_bytes_per_token(config)
+        arguments["max_total_tokens"] = config.kv_cache_memory_bytes // kv_bytes_per_token(config, config.model)
     if config.scheduling_policy == PRIORITY_POLICY:
         # In vLLM's direction. A request that runs is not put back for one that waits.
         arguments |= {
@@ -108,21 +103,3 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
     if config.can_sleep:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return arguments
-
-
-def _kv_bytes_per_token(config: SglangConfig) -> int:
-    """Return the bytes of one token's KV in one worker's cache. Raises CheckpointUnreadable."""
-    path = Path(config.model) / "config.json"
-    try:
-        model = json.loads(path.read_text(encoding="utf-8"))
-        model = model.get("text_config", model)
-        num_heads = int(model["num_attention_heads"])
-        num_kv_heads = int(model.get("num_key_value_heads", num_heads))
-        head_dim = int(model.get("head_dim") or model["hidden_size"] // num_heads)
-        num_layers = int(model["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointUnreadable(f"{path} does not say how large a token's KV is", param="model") from error
-    num_own = max(1, num_kv_heads // config.tensor_parallel_size)
-    return (
-        2 * num_layers * num_own * head_dim * (1 if config.kv_cache_dtype == "fp8" else _DTYPE_BYTES[config.dtype])
-    )
