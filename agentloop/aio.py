@@ -10,11 +10,14 @@ import contextvars
 import functools
 import gc
 import inspect
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -354,10 +357,13 @@ class LoopWatch:
 
     def __init__(self, blocked_s: float = BLOCKED_S) -> None:
         self.longest_s = 0.0  # by which the loop was late, since this was set to 0
-        self.blocked: tuple[str, float] | None = None  # FILE:LINE that blocked it last; time.monotonic()
+        self.blocked: tuple[str, float] | None = None
+        """FILE:LINE that blocked the loop last, "" if the host was short of CPU; and when, by time.monotonic()."""
         self._blocked_s = blocked_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread_id)
+        self._turned_cpu_s = self._cpu_s()
         self._turned_at = time.monotonic()
         self._is_closed = threading.Event()
         self._loop.call_later(blocked_s / 4, self._turn)
@@ -370,27 +376,55 @@ class LoopWatch:
     def _turn(self) -> None:
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - self._turned_at - self._blocked_s / 4)
-        self._turned_at = now
+        self._turned_at, self._turned_cpu_s = now, self._cpu_s()
         if not self._is_closed.is_set():
             self._loop.call_later(self._blocked_s / 4, self._turn)
 
     def _look(self) -> None:
         told_at = 0.0
-        while not self._is_closed.wait(self._blocked_s / 4):
+        while not self._is_closed.wait(self._blocked_s / 4) and not self._loop.is_closed():
             turned_at = self._turned_at
             still_s = time.monotonic() - turned_at
             if still_s >= self._blocked_s and told_at != turned_at:
-                told_at, place = turned_at, self._place()
+                told_at, place = turned_at, self._place(still_s)
                 self.blocked = place, time.monotonic()
-                _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=place)
+                if place:
+                    _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=place)
+                else:
+                    load, num_cpus = round(os.getloadavg()[0], 1), os.cpu_count()
+                    _log.warning("host_short_of_cpu", still_s=round(still_s, 1), load=load, cpus=num_cpus)
+
+    def _cpu_s(self) -> float:
+        return time.clock_gettime(self._cpu_clock)
 
     def _culprit(self) -> str:
         task = asyncio.current_task(self._loop)
         return "no task" if task is None else task.get_name()
 
-    def _place(self) -> str:
-        frame = sys._current_frames().get(self._thread_id)
-        return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    def _place(self, still_s: float) -> str:
+        """Return the innermost line of user code on the loop's thread; "" if the thread waits for a CPU.
+
+        Without user code the innermost line is at fault only if the thread was computing all the time.
+        """
+        stack, frame = list[FrameType](), sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        guilty = next(filter(_is_user_code, stack), None)
+        used_s = self._cpu_s() - self._turned_cpu_s
+        if guilty is None and used_s >= still_s / 2:
+            guilty = stack[0]
+        return "" if guilty is None else f"{guilty.f_code.co_filename}:{guilty.f_lineno} in {guilty.f_code.co_name}"
+
+
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
+_OURS = frozenset({"agentloop", "agentloop_servers", "agentloop_tools", "__main__"})
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    """Return True for code that is neither agentloop's nor of an installed package."""
+    name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    return name.partition(".")[0] not in _OURS and not file.startswith(("<", *_LIBRARIES))
 
 
 def freeze_gc() -> None:

@@ -160,7 +160,8 @@ def _of_update(status: ServiceStatus) -> Iterator[Finding]:
 
 def _of_workers(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
     for worker, silent_s in flights.silent:
-        at = next((f", last at {one.place}" for one in flights.blocked if one.process == f"worker-{worker}"), "")
+        blocked = [one.place for one in flights.blocked if one.process == f"worker-{worker}" and one.place]
+        at = f", last at {blocked[0]}" if blocked else ""
         text = f"worker {worker} is silent since {silent_s:.0f} s: its event loop is blocked{at}, or it is lost"
         yield Finding(Cause.SILENT_WORKER, text, "service.log: `event_loop_blocked` has file and line", silent_s)
     num_waiting = sum(one.num_queued - one.num_held for one in status.rollouts)
@@ -219,8 +220,15 @@ def _of_flights(flights: FlightPage) -> Iterator[Finding]:
 def _of_blocked(flights: FlightPage) -> Iterator[Finding]:
     for one in flights.blocked:
         if one.ago_s < RECENT_BLOCK_S:
-            text = f"the event loop of {one.process} was blocked {one.ago_s:.0f} s ago, at {one.place}"
-            yield Finding(Cause.BLOCKED, text, "mend that code: await, or run it in a thread", one.ago_s)
+            text = f"the event loop of {one.process} was blocked {one.ago_s:.0f} s ago"
+            if one.place:
+                action = "fix that code: await, or run it in a thread"
+                yield Finding(Cause.BLOCKED, f"{text}, at {one.place}", action, one.ago_s)
+            else:
+                action = (
+                    "run fewer processes on that host, or give it more CPUs: `host_short_of_cpu` in service.log"
+                )
+                yield Finding(Cause.BLOCKED, f"{text}: its host was short of CPU", action, one.ago_s)
 
 
 def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:

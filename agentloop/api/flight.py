@@ -54,7 +54,7 @@ class Blocked:
     """The latest code that blocked the event loop of a process for a second or more."""
 
     process: str  # as in metrics: "worker-ID", "ingress-0", ...
-    place: str  # FILE:LINE
+    place: str  # FILE:LINE; "": no code, the host was short of CPU
     ago_s: float
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from agentloop.api.coordinator import Page, RolloutStatus
 from agentloop.api.requests import TaskBody, parse_body
-from agentloop.errors import Gone, InvalidRequest, NotFound, RecordsDamaged
+from agentloop.errors import Gone, InvalidRequest, NotFound, RecordsDamaged, ServiceUnavailable
 from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
@@ -181,7 +181,16 @@ class Rollout:
         return False
 
     async def _read_part(self, part: _Part, wait_s: float) -> None:
-        page = await self._service.read(part.rollout_id, after=part.cursor, wait_s=wait_s)
+        name, cursor = part.rollout_id, part.cursor
+        try:
+            page = await self._service.read(name, after=cursor, wait_s=wait_s)
+        except ServiceUnavailable as error:
+            raise ServiceUnavailable(
+                f"{error.message}. Nothing is lost: iterate this rollout again, or raise retry_timeout_s of "
+                f"RolloutClient. Another process can read the records with client.read({name!r}, after={cursor}), one "
+                "by one: groups cannot be resumed there",
+                details=error.details,
+            ) from error
         part.cursor = page.cursor
         part.num_read += len(page.trajectories)
         part.num_damaged = max(part.num_damaged, page.status.num_damaged)

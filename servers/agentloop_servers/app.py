@@ -801,7 +801,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     if config.served_name in configs:
         raise InvalidRequest(f"two models are called {config.served_name!r}", param="models")
     if config.turns is not None:
-        sizes = {one.served_name: weight_bytes(one) for one in configs.values()}
+        sizes = {one.served_name: one.num_gpu_engines * weight_bytes(one) for one in configs.values()}
         check_turns(sizes, psutil.virtual_memory().available)
     check_hosts(config, node_resources(), node_labels())
     trust = where_the_run_is(config, begun_run, config, run_dir)

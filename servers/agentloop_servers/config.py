@@ -637,8 +637,8 @@ class ServiceConfig(ModelConfig):
         if not (path / "config.json").is_file():
             raise InvalidRequest(
                 f"no model at {self.model}: 'model' is a Hugging Face folder with config.json, safetensors and a "
-                "tokenizer; download a model of a hub first ('hf download NAME --local-dir DIR'), and convert a .gguf "
-                "file to such a folder",
+                "tokenizer; download a model of a hub first ('hf download NAME --local-dir DIR'), and convert a "
+                ".gguf file to such a folder",
                 param="model",
             )
         return path
@@ -702,7 +702,7 @@ _NUM_KEPT_BLOCKS = 2  # of a KV cache: vLLM's null block and that of the canary 
 
 
 def _check_kv_cache(config: ServiceConfig, entry: EngineEntry, max_context_tokens: int) -> None:
-    """Raise InvalidRequest if `kv_cache_mib` does not hold one context, which the engine would find after minutes."""
+    """Raise InvalidRequest if `kv_cache_mib` does not hold one context: the engine would find it after minutes."""
     model = config.model_path()
     if entry.kind == "simulated" or entry.kv_cache_mib is None or entry.dtype not in DTYPE_BYTES:
         return
@@ -721,16 +721,16 @@ def _check_kv_cache(config: ServiceConfig, entry: EngineEntry, max_context_token
     num_blocks = entry.kv_cache_mib * 2**20 // block_bytes - _NUM_KEPT_BLOCKS
     needed_mib = -(-num_needed * block_bytes // 2**20)
     raise InvalidRequest(
-        f"a context of {max_context_tokens:,} tokens needs {needed_mib:,} MiB of KV cache, and engine.kv_cache_mib is "
-        f"{entry.kv_cache_mib:,}: raise it, or set engine.max_context_tokens to at most "
+        f"a context of {max_context_tokens:,} tokens needs {needed_mib:,} MiB of KV cache, and engine.kv_cache_mib "
+        f"is {entry.kv_cache_mib:,}: raise it, or set engine.max_context_tokens to at most "
         f"{max(0, num_blocks) * entry.block_size:,}",
         param="engine.kv_cache_mib",
     )
 
 
 def weight_bytes(config: ServiceConfig) -> int:
-    """Return the size of the weights of all of a model's replicas on GPUs, by its safetensors files."""
-    return config.num_gpu_engines * sum(file.stat().st_size for file in config.model_path().glob("*.safetensors"))
+    """Return the size of one copy of the model's weights, in bytes, by its safetensors files."""
+    return sum(file.stat().st_size for file in config.model_path().glob("*.safetensors"))
 
 
 def _own_sizes(config: ServiceConfig) -> ModelSizes:

@@ -87,6 +87,12 @@ CASES = [
         "loop of worker-w1 was blocked 7 s ago, at my_tool.py:7",
     ),
     (
+        WELL,
+        flying(blocked=(Blocked("ingress-0", "", 7.0),)),
+        Cause.BLOCKED,
+        "loop of ingress-0 was blocked 7 s ago: its host was short of CPU",
+    ),
+    (
         replace(WELL, rollouts=(), unread=(("r", 400.0), ("new", 20.0))),
         EMPTY,
         Cause.UNREAD,

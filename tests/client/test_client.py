@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from agentloop.api.facts import FactsQuery, ListOrder
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
+from agentloop.client.rollout import Rollout
 from agentloop.engine import MemoryTag, PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
@@ -323,6 +324,10 @@ async def test_a_service_that_is_not_there_or_not_ready(service: Service) -> Non
     async with RolloutClient("http://127.0.0.1:9", retry_timeout_s=0.3) as client:
         with pytest.raises(ServiceUnavailable, match="no answer"):
             await client.status()
+        rollout = Rollout(client)
+        rollout.expect("r1", num_groups=1, num_samples=2)
+        with pytest.raises(ServiceUnavailable, match=r"iterate this rollout again.*client\.read\('r1', after=0\)"):
+            await anext(aiter(rollout))
     service.coordinator.is_ready = False
     async with client_of(service) as client:
         with pytest.raises(DeadlineExceeded):

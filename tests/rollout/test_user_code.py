@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 from structlog.testing import capture_logs
 
+from agentloop import aio
 from agentloop.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
 from agentloop.codec import decode, encode
 from agentloop.errors import InvalidRequest
@@ -355,6 +356,37 @@ async def test_what_blocks_the_event_loop_is_named():
     assert watch.blocked is not None
     assert watch.blocked[0] in [line.get("at") for line in logs]
     assert watch.longest_s >= 0.2
+
+
+class Frozen(LoopWatch):
+    """A watch that sees its loop in a stack without user code, as on a host whose CPUs are all busy."""
+
+    places: ClassVar[list[str]] = []
+    is_computing = False
+
+    def _cpu_s(self) -> float:
+        return time.monotonic() if self.is_computing else 0.0
+
+    def _place(self, still_s: float) -> str:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(aio, "_is_user_code", lambda frame: False)
+            self.places.append(super()._place(still_s))
+        return self.places[-1]
+
+
+@pytest.mark.parametrize("is_computing", [False, True])
+async def test_a_loop_that_waits_for_a_cpu_blames_no_code(is_computing, monkeypatch):
+    monkeypatch.setattr(Frozen, "is_computing", is_computing)
+    Frozen.places.clear()
+    with capture_logs() as logs:
+        watch = Frozen(blocked_s=0.1)
+        await asyncio.sleep(0)
+        while not Frozen.places:
+            time.sleep(0.05)  # noqa: ASYNC251 - the loop stands
+        watch.close()
+    assert bool(Frozen.places[0]) is is_computing
+    assert watch.blocked is not None
+    assert {line["event"] for line in logs} == {"event_loop_blocked" if is_computing else "host_short_of_cpu"}
 
 
 # --- tools ------------------------------------------------------------------------------------------------

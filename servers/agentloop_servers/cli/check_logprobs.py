@@ -9,10 +9,12 @@ as the run's engine did, quantised like it.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -40,6 +42,7 @@ from agentloop_servers.cli.terminal import clear_errors, store_of
 
 REFERENCE = "agentloop_servers.recompute:ReferenceModel"
 ENGINE_REFERENCE = "agentloop_servers.recompute_engine:EngineReference"
+LINE_INTERVAL_S = 10.0  # between two lines of progress where stderr is no terminal
 MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
 _SEED = 0  # of the choice among more trajectories than are asked for
 
@@ -392,6 +395,24 @@ def _part(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} ({part / max(whole, 1):.1%})"
 
 
+@contextmanager
+def _progress(console: Console, now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """Show progress in place on a terminal, and elsewhere as a line every `LINE_INTERVAL_S`."""
+    if console.is_terminal:
+        with console.status("loading") as status:
+            yield status.update
+        return
+    shown_at = -math.inf
+
+    def show(line: str) -> None:
+        nonlocal shown_at
+        if now() - shown_at >= LINE_INTERVAL_S:
+            shown_at = now()
+            console.print(line, highlight=False)
+
+    yield show
+
+
 @app.command("check-logprobs")
 def command(
     run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
@@ -412,14 +433,12 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
-    with clear_errors(), Console(stderr=True).status("loading") as progress:
+    with clear_errors(), _progress(Console(stderr=True)) as show:
         store, named = store_of(run), parse_versions(model_version or [])
         if versions is not None:
             named = {**versions_in(versions), **named}
         references = (engine_references if by_engine else plain_references)(device.value, dtype.value)
-        found = check_logprobs(
-            store, model, named, references, max_trajectories=trajectories, on_progress=progress.update
-        )
+        found = check_logprobs(store, model, named, references, max_trajectories=trajectories, on_progress=show)
     if as_json:
         typer.echo(orjson.dumps(codec.to_builtins(found)))
     else:

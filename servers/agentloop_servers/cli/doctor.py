@@ -31,11 +31,12 @@ from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
-from agentloop_servers.config import ServiceConfig, located, model_sizes
+from agentloop_servers.config import ServiceConfig, located, model_sizes, weight_bytes
 from agentloop_servers.engines.common.versions import DRIVEN, objection
 from agentloop_servers.host import NICENESS
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
+PROCESS_GIB = 1.5  # of a replica on a CPU: two Python processes with torch and an engine
 MIN_FREE_DISK_GIB = 1.0
 _PROBE_TIMEOUT_S = 20.0
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
@@ -225,10 +226,10 @@ def _gpu() -> tuple[bool, str]:
     return answer.returncode == 0, "; ".join((answer.stdout or answer.stderr).strip().splitlines())
 
 
-def _memory() -> tuple[bool, str]:
+def _memory(wanted_gib: float = MIN_FREE_MEMORY_GIB) -> tuple[bool, str]:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free_gib = int(lines["MemAvailable"].split()[0]) / 2**20
-    return free_gib >= MIN_FREE_MEMORY_GIB, f"{free_gib:.1f} GiB free, {MIN_FREE_MEMORY_GIB:.0f} wanted"
+    return free_gib >= wanted_gib, f"{free_gib:.1f} GiB free, {wanted_gib:.1f} wanted"
 
 
 def _disk() -> tuple[bool, str]:
@@ -266,6 +267,7 @@ def examine_model(config: ServiceConfig) -> list[Check]:
         checks.append(Check("model", True, str(folder)))
         sizes = model_sizes(config)
         checks.append(Check("context", True, f"{sizes.max_context_tokens:,} tokens"))
+        checks += _memory_of(config)
     except AgentLoopError as error:
         return [*checks, Check("config.json", False, error.message)]
     try:
@@ -277,6 +279,18 @@ def examine_model(config: ServiceConfig) -> list[Check]:
     except AgentLoopError as error:
         return [*checks, *_of_renderer(renderer, config), Check("parser", False, error.message)]
     return [*checks, *_of_renderer(chosen.renderer, config), *_of_parser(chosen)]
+
+
+def _memory_of(config: ServiceConfig) -> Iterator[Check]:
+    """Compare this host's free memory with what the replicas on its CPU will take."""
+    on_cpu = [entry for entry in config.entries if entry.kind != "simulated" and not entry.on_gpu]
+    if on_cpu:
+        # A push stages a second copy of the weights.
+        each = [
+            2 * weight_bytes(config) / 2**30 + (entry.kv_cache_mib or 0) / 2**10 + PROCESS_GIB for entry in on_cpu
+        ]
+        wanted = sum(gib * entry.replicas for gib, entry in zip(each, on_cpu, strict=True))
+        yield _probed("memory", lambda: _memory(wanted))
 
 
 def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:

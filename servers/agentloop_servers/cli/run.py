@@ -315,7 +315,7 @@ async def _push(
         error = state.outcome.exception() if state.outcome is not None else None
         progress.say(f"weights  version {push.version} not pushed, trying again: {error}")
 
-    attempts = AsyncRetrying(
+    repeated = AsyncRetrying(
         retry=retry_if_exception(lambda error: type(error) is WeightUpdateFailed),
         stop=stop_after_attempt(MAX_PUSHES),
         wait=wait_fixed(PUSH_WAIT_S),
@@ -323,7 +323,9 @@ async def _push(
         reraise=True,
     )
     try:
-        report = await attempts(send)
+        async for attempt in repeated:
+            with attempt:
+                report = await send()
     except AgentLoopError as error:
         _log.error("push_failed", code=error.code, reason=error.message)
         progress.say(f"weights  version {push.version} not pushed: {error.message}")

@@ -1,10 +1,16 @@
 """vLLM's scheduler (0.32 and 0.33) with a reserved sequence slot and reserved KV blocks for the canary check.
 
-`make_scheduler` is vLLM's `scheduler_cls`. It runs in the engine's process, before the first request.
+`make_scheduler` is vLLM's `scheduler_cls`. It runs in the engine's process, before the first request, and so it also
+makes that process end with its parent.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 from typing import Any
 
 from agentloop.canary import CANARY_PREFIX
@@ -17,8 +23,22 @@ def make_scheduler(**arguments: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    end_with_parent()
     is_async = arguments["vllm_config"].scheduler_config.async_scheduling
     return type("CanaryScheduler", (CanaryFirst, AsyncScheduler if is_async else Scheduler), {})(**arguments)
+
+
+def end_with_parent() -> None:
+    """Kill this process once the process that spawned it has ended: vLLM's engine would keep its memory."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)  # its workers end by pipes of their own
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 class CanaryFirst:
