@@ -153,6 +153,14 @@ def test_every_installation_hint_works_in_a_checkout_and_names_no_package_of_the
     assert install_hint("serve") == "in a checkout of agentloop: pip install -e '.[serve]'"
 
 
+def test_every_table_row_of_a_page_belongs_to_a_table():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        lines = ["", *page.read_text().splitlines()]
+        for above, line, below in zip(lines, lines[1:], [*lines[2:], ""], strict=True):
+            begins = line.startswith("|") and not above.startswith("|")
+            assert not begins or re.fullmatch(r"\|[-:| ]+\|", below), f"{page.name}: {line}"
+
+
 def test_the_index_has_each_page_and_each_link_leads_somewhere():
     docs, link = ROOT / "docs", re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
     index = (docs / "README.md").read_text()
