@@ -92,7 +92,7 @@ def test_the_output_head_is_optional_where_it_is_tied(tmp_path: Path, is_tied: b
     form = ServedForm(write(tmp_path / "served", MODEL, is_tied=is_tied), is_dummy=False)
     directory = write(tmp_path / "a", {**MODEL, "lm_head.weight": ("BF16", [4, 2], 16)})
     if is_tied:
-        assert "lm_head.weight" in {tensor.name for tensor in form.check_directory(directory)}
+        assert "lm_head.weight" in {tensor.name for tensor in form.check_directory(directory)[0]}
     else:
         with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight"):
             form.check_directory(directory)
