@@ -25,7 +25,7 @@ _CHUNK_BYTES = 2**20
 _CONTENT, _SUMS = "xxh3:", "sums:"
 
 FileStamp = tuple[str, int, int, int, int]
-"""A file's path, size, mtime and ctime in nanoseconds, and inode. A copy that keeps the mtime changes the ctime."""
+"""A file's name, size, mtime and ctime in nanoseconds, and inode. A copy that keeps the mtime changes the ctime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def folder_stamps(directory: str) -> tuple[FileStamp, ...]:
             stat = path.stat()
         except OSError:
             continue
-        found.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+        found.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     return tuple(found)
 
 
@@ -74,10 +74,9 @@ def check_unchanged(directory: str, stamps: Sequence[FileStamp]) -> None:
     # A hard link to a file changes its ctime and nothing else.
     before, now = ({(*one[:3], one[4]) for one in taken} for taken in (stamps, folder_stamps(directory)))
     if changed := sorted(before ^ now):
-        name = Path(changed[0][0]).name
         raise CheckpointUnreadable(
-            f"{name} in {directory} changed while the weights were staged: write each version into a new folder, "
-            "and push a folder once it is complete",
+            f"{changed[0][0]} in {directory} changed while the weights were staged: write each version into a new "
+            "folder, and push it once it is complete",
             param="directory",
         )
 

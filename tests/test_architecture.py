@@ -52,6 +52,7 @@ COMMON = (
     "engine_lifecycle",
     "request_watch",
     "checks",
+    "weight_digest",
     "noise",
     "metrics",
     "trace_context",

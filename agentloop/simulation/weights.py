@@ -90,8 +90,8 @@ class SimulatedWeights:
         return self._staged is not None and self._staged[0].is_forced
 
     async def start(self, model: str) -> None:
-        """Read the folder that the engine has loaded at its start."""
-        self.digest = (await self.contents(model)).digest
+        """Read the folder of the initial weights, whose form is the model's own."""
+        self.digest = (await read_files(model)).digest
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         """As the port says. Raises Conflict if another stage began meanwhile."""

@@ -7,9 +7,10 @@ not while an engine overwrites its weights.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
@@ -163,13 +164,29 @@ def read_through(checkpoint: CheckpointInfo) -> dict[str, str]:
     return hashes
 
 
-def contents_of(directory: str, checkpoint: CheckpointInfo, hashes: Mapping[str, str]) -> FolderContents:
-    """Combine the hashes of `read_through`. Raises CheckpointUnreadable if a file has changed since its header was
-    read."""
+def read_contents(directory: str, checkpoint: CheckpointInfo, *, is_tied: bool = False) -> FolderContents:
+    """Read a folder as `read_through` does; `is_tied`: for a model that ties its output head. Blocks.
+
+    Raises CheckpointUnreadable, also if a file has changed since its header was read.
+    """
+    hashes = read_through(checkpoint)
+    if is_tied:
+        check_tied(head_and_twins(checkpoint.tensors.values()), hashes)
     check_unchanged(directory, checkpoint.stamps)
     codes = {dtype: code for code, (dtype, _) in DTYPES.items()}
     tensors = {name: (codes[one.dtype], one.shape, hashes[name]) for name, one in checkpoint.tensors.items()}
     return FolderContents(content_digest(tensors, directory), checkpoint.num_bytes, checkpoint.stamps)
+
+
+def folder_reader(model: str) -> Callable[[str], Awaitable[FolderContents]]:
+    """Return a reader of folders for a simulated engine: of any tensors, but with a head tied as the model's is."""
+    is_tied = has_tied_embeddings(model)
+
+    async def read(directory: str) -> FolderContents:
+        checkpoint = await asyncio.to_thread(inspect_checkpoint, directory)
+        return await asyncio.to_thread(read_contents, directory, checkpoint, is_tied=is_tied)
+
+    return read
 
 
 def head_and_twins(tensors: Iterable[TensorInfo]) -> list[str]:
@@ -186,14 +203,13 @@ def head_and_twins(tensors: Iterable[TensorInfo]) -> list[str]:
     ]
 
 
-def check_tied(tensors: Iterable[TensorInfo], sums: Mapping[str, object]) -> None:
-    """Check the output head of an update for a model that ties it. `sums`: hashes or checksums by tensor name.
+def check_tied(names: Sequence[str], sums: Mapping[str, object]) -> None:
+    """Check the output head of an update for a model that ties it: `names` as `head_and_twins` returns them.
 
-    An engine that ties the head computes with the embeddings, and would drop a head with other values. Raises
-    CheckpointUnreadable unless the head has the values of another tensor.
+    An engine that ties the head computes with the embeddings, and would drop a head with other values. `sums` has
+    hashes or checksums by name. Raises CheckpointUnreadable unless the head has the values of a twin.
     """
-    head, *twins = [sums[name] for name in head_and_twins(tensors)] or [None, None]
-    if head not in twins:
+    if names and sums[names[0]] not in [sums[name] for name in names[1:]]:
         raise CheckpointUnreadable(
             f"{TIED_NAME} has other values than the embeddings, and the served model ties them "
             "(tie_word_embeddings in its config.json): leave the head out, or serve a model that does not tie them",
@@ -226,10 +242,8 @@ class ServedForm:
         """Check a folder and read all of it. Blocks. Raises CheckpointUnreadable."""
         checkpoint = inspect_checkpoint(directory)
         self._check(checkpoint.tensors)
-        hashes = read_through(checkpoint)
-        if self.is_tied:
-            check_tied(checkpoint.tensors.values(), hashes)
-        return tuple(checkpoint.tensors.values()), contents_of(directory, checkpoint, hashes)
+        contents = read_contents(directory, checkpoint, is_tied=self.is_tied)
+        return tuple(checkpoint.tensors.values()), contents
 
     def check_push(self, tensors: Sequence[TensorInfo]) -> None:
         """Check the tensors of a push. Raises CheckpointUnreadable."""

@@ -275,17 +275,16 @@ class WeightStager:
         else:
             try:
                 staged = self._place_for(plan, form, held_in)
-                summed = set(head_and_twins(push.tensors) if is_tied else ())
+                tied = head_and_twins(push.tensors) if is_tied else []
                 sums: dict[str, torch.Tensor] = {}
 
                 def accept(name: str, tensor: torch.Tensor) -> None:
-                    if name in summed:
+                    if name in tied:
                         sums[name] = checksum(tensor)
                     staged.accept(name, tensor)
 
                 receive(incoming, accept)
-                if is_tied:
-                    check_tied(push.tensors, dict(zip(sums, to_host(list(sums.values())), strict=True)))
+                check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
             except BaseException as error:
                 incoming.fail(str(error) or type(error).__name__)
                 raise
@@ -330,7 +329,7 @@ class WeightStager:
         self._finish_staging(staged)
         by_name = dict(zip(sums, to_host(list(sums.values())), strict=True))
         if is_tied:
-            check_tied(tensors, by_name)
+            check_tied(head_and_twins(tensors), by_name)
         stage.staged = staged
         tensors.sort(key=lambda one: one.name)
         digest = sums_digest(tensors, [by_name[one.name] for one in tensors])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentloop.errors import EngineError
 from agentloop.weight_digest import FolderContents, check_unchanged
-from agentloop_servers.weight_transfer.checkpoint import contents_of, inspect_checkpoint, read_through
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_contents
 from agentloop_servers.weight_transfer.lora import CONFIG_FILE, WEIGHTS_FILE, check_adapter, write_zero_adapter
 
 
@@ -56,7 +56,7 @@ class AdapterFolder:
         served = inspect_checkpoint(self._model).tensors if has_weights else None
         checkpoint = inspect_checkpoint(directory)
         check_adapter(directory, self._max_rank, served)
-        return contents_of(directory, checkpoint, read_through(checkpoint))
+        return read_contents(directory, checkpoint)
 
     def copy_of(self, number: int) -> str:
         """Return the path of a copy."""
