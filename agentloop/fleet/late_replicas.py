@@ -170,7 +170,7 @@ class LateReplicas:
         needs_weights = not is_asleep and (is_quarantined or not self._fleet.is_current(replica))
         if needs_weights and replica.registration.info.max_loras is not None:
             version = self._fleet.held_version(replica.registration, report.load.weight_version)
-            if report.load.weight_version is not None and version is None:
+            if report.load.weight_version is not None and version is None:  # no commit can bring it others
                 note = f"its model folder has other weights than the fleet's: {replica.registration.weight_digest}"
                 self._fleet.note(replica, f"{note}, not {self._fleet.weight_digest}; restore the folder")
                 return None

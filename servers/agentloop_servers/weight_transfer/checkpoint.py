@@ -25,7 +25,7 @@ from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop.weight_digest import FileStamp, FolderContents, check_unchanged, content_digest, folder_stamps
 
-READ_CHUNK_BYTES = 2**18  # of a tensor; the work on one stays in a core's cache
+READ_CHUNK_BYTES = 2**17  # a core reads, hashes and checks each piece of a tensor within its cache
 TIED_NAME = "lm_head.weight"
 DTYPES = {
     "F64": ("float64", 8),
@@ -169,10 +169,12 @@ def read_contents(directory: str, checkpoint: CheckpointInfo, *, is_tied: bool =
 
     Raises CheckpointUnreadable, also if a file has changed since its header was read.
     """
-    hashes = read_through(checkpoint)
+    try:
+        hashes = read_through(checkpoint)
+    finally:  # A change is the reason for every other fault of these files, so report it first.
+        check_unchanged(directory, checkpoint.stamps)
     if is_tied:
         check_tied(head_and_twins(checkpoint.tensors.values()), hashes)
-    check_unchanged(directory, checkpoint.stamps)
     codes = {dtype: code for code, (dtype, _) in DTYPES.items()}
     tensors = {name: (codes[one.dtype], one.shape, hashes[name]) for name, one in checkpoint.tensors.items()}
     return FolderContents(content_digest(tensors, directory), checkpoint.num_bytes, checkpoint.stamps)
