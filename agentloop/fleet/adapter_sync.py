@@ -27,6 +27,7 @@ from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
     Conflict,
+    EngineLost,
     InvalidRequest,
     ModelNotFound,
     NoHealthyReplica,
@@ -182,7 +183,11 @@ class AdapterSync:
         if not takers:
             return ""
         probe = WeightUpdate(known.version, adapter=directory, is_probe=True)
-        return (await self._steps.stage(takers[0], probe)).digest
+        try:
+            return (await self._steps.stage(takers[0], probe)).digest
+        except (EngineLost, ConnectionError, TimeoutError) as error:
+            self._log.warning("adapter_not_compared", adapter=known.name, error=error_line(error))
+            return ""
 
     async def _serve(self, served: tuple[NamedAdapter, ...]) -> None:
         """Set and save what is served. If the store fails, the fleet serves it all the same."""
