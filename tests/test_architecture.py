@@ -53,7 +53,7 @@ COMMON = (
     "request_watch",
     "checks",
     "weight_digest",
-    "noise",
+    "canary",
     "metrics",
     "trace_context",
 )
