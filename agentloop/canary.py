@@ -19,7 +19,7 @@ CANARY_PREFIX = "canary-"
 
 _MIN_DEADLINE_S = 10.0
 _MAX_DEADLINE_S = 50.0  # below the fleet's `resume_timeout_s`, so that the engine reports the reason
-_NUM_STEPS = 8  # the canary needs one step; the others allow for a busy host
+_STEPS_ALLOWED = 8  # the canary needs one step; the others allow for a busy host
 
 _NUM_PROMPT_TOKENS = 4  # less than a KV block, the sampled token included: the prefix cache keeps none of it
 _TOLERANCE = 1e-3  # nats; uniform logits give -ln(vocabulary) up to rounding in float32
@@ -31,7 +31,7 @@ def canary_deadline_s(slow_step_s: float) -> float:
 
     `slow_step_s`: the duration of the engine's slowest recent step.
     """
-    return min(max(_MIN_DEADLINE_S, _NUM_STEPS * slow_step_s), _MAX_DEADLINE_S)
+    return min(max(_MIN_DEADLINE_S, _STEPS_ALLOWED * slow_step_s), _MAX_DEADLINE_S)
 
 
 def canary_request(info: EngineInfo) -> GenerateRequest:

@@ -185,8 +185,11 @@ class WeightUpdate:
     `directory` holds safetensors files in checkpoint names, a new directory for every version. `adapter` is a
     directory with a LoRA adapter in the PEFT format, for the served base weights. `published` becomes a directory
     of the replica's host before an engine stages it. `transfer` identifies parts of a trainer's group that the
-    replicas of `receivers` have received. `is_forced` weights are served even if they sample noise. Raises
-    InvalidRequest for no or several sources, and a version beyond 63 bits.
+    replicas of `receivers` have received. `is_forced` weights are served even if they sample noise.
+
+    `digest` identifies the content (`weight_digest.py`); it is empty while unknown. An engine refuses a folder of
+    another digest, and labels a peer's weights with it. With `is_probe` an engine stages nothing: it only returns
+    the folder's digest. Raises InvalidRequest for no or several sources, and a version beyond 63 bits.
     """
 
     version: int
@@ -197,6 +200,8 @@ class WeightUpdate:
     receivers: tuple[str, ...] = ()
     is_forced: bool = False
     published: PublishedSource | None = None
+    digest: str = ""
+    is_probe: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 63:
@@ -213,11 +218,15 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A version of a LoRA adapter that is served by name. `directory` is in the PEFT format."""
+    """A version of a LoRA adapter that is served by name. `directory` is in the PEFT format.
+
+    An engine that has to read the folder refuses one of another `digest`; an empty one accepts any.
+    """
 
     name: str
     version: int
     directory: str
+    digest: str = ""
 
 
 class HeldIn(StrEnum):
@@ -237,6 +246,7 @@ class StageReport:
     transport: str  # "directory", "published", "nccl", "ipc", "shm", "adapter"
     num_bytes: int = 0
     transfer_ms: float = 0.0
+    digest: str = ""  # of the source's tensors; empty if they arrive in the commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +433,10 @@ class EngineControl(TrainerFollower, AdapterServer, Protocol):
 
 class Engine(TokenEngine, EngineControl, Protocol):
     """One engine, of one or many GPUs: a tensor-parallel or an expert-parallel group behind one interface."""
+
+    @property
+    def weight_digest(self) -> str:
+        """The digest of the weights of `weight_version` (`weight_digest.py`); empty if it is not known."""
 
     @property
     def is_paused(self) -> bool:

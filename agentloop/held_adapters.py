@@ -33,10 +33,12 @@ class HeldAdapters:
         self._older: list[HeldAdapter] = []  # for their calls only
         self._numbers = itertools.count(1)
 
-    def serves(self, adapter: Adapter) -> bool:
-        """Tell if this version is the served one of its name."""
+    def serving(self, adapter: Adapter) -> Adapter | None:
+        """Return the served adapter of this name if it has this version and no other digest, else None."""
         held = self._served.get(adapter.name)
-        return held is not None and held.adapter.version == adapter.version
+        if held is None or held.adapter.version != adapter.version:
+            return None
+        return held.adapter if adapter.digest in ("", held.adapter.digest) else None
 
     def new(self, adapter: Adapter) -> HeldAdapter:
         """Make a version that is not served yet. Raises AdaptersFull. Call `take_unused` before."""

@@ -52,7 +52,8 @@ COMMON = (
     "engine_lifecycle",
     "request_watch",
     "checks",
-    "noise",
+    "weight_digest",
+    "canary",
     "metrics",
     "trace_context",
 )

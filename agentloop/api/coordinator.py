@@ -62,6 +62,7 @@ class ReplicaRegistration:
     asleep: frozenset[MemoryTag] = frozenset()
     entry: str = ""  # the name of its kind of replicas in the service's config
     node_id: str = ""  # Ray's, of its host
+    weight_digest: str = ""  # of the weights of that version; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,7 @@ class NamedAdapter:
     version: int
     directory: str  # that replicas read which join
     pushed_at: float  # seconds since 1970
+    digest: str = ""  # of its files, as the replicas have read them; empty: not known
 
 
 def seen_adapters(served: Iterable[NamedAdapter], user_names: Sequence[str] | None) -> tuple[NamedAdapter, ...]:

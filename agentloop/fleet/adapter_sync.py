@@ -13,19 +13,21 @@ it found gone as it joined, and no others; the store names whatever else a repli
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.api.coordinator import AdapterPush, NamedAdapter, UpdateReport, seen_adapters
 from agentloop.api.owners import owner_of, shown_id
 from agentloop.clock import Clock
-from agentloop.engine import StageReport
+from agentloop.engine import Adapter, StageReport, WeightUpdate
 from agentloop.errors import (
     AdapterInUse,
     AdaptersFull,
     AgentLoopError,
     CheckpointUnreadable,
     Conflict,
+    EngineLost,
     InvalidRequest,
     ModelNotFound,
     NoHealthyReplica,
@@ -38,6 +40,7 @@ from agentloop.fleet.registry import Fleet, ReplicaRecord
 from agentloop.fleet.replica_steps import ReplicaSteps
 from agentloop.fleet.weight_update import READ_SLOWNESS
 from agentloop.types import KVPolicy
+from agentloop.weight_digest import are_comparable
 
 _MAX_ABSENT = 32  # processes that have left, and may come back with what they hold
 _CLEAR = (InvalidRequest, AdaptersFull)  # an engine that answers so serves what it served
@@ -82,18 +85,19 @@ class AdapterSync:
         self._set(adapters.served)
 
     async def push(self, push: AdapterPush) -> UpdateReport:
-        """Serve a version of an adapter. A repeat changes nothing, and gets a report again.
+        """Serve a version of an adapter. A repeat (same version and content) changes nothing, and gets a report.
 
-        Raises InvalidRequest (a version that does not grow), Conflict, NoHealthyReplica, AdaptersFull,
-        CheckpointUnreadable, ServiceUnavailable (it cannot be recorded) or WeightUpdateFailed.
+        Raises InvalidRequest (a version that does not grow), Conflict (the version is served with other content),
+        NoHealthyReplica, AdaptersFull, CheckpointUnreadable, ServiceUnavailable (it cannot be recorded) or
+        WeightUpdateFailed.
         """
         started_at, began_at, known = self._clock.now(), self._wall_time(), self._of(push.name)
-        adapter = self._next(push, known)
+        adapter = await self._next(push, known)
         evicted = await self._make_room(owner_of(push.name)) if known is None else None
         try:
             coming, before = self._stored(adapter.name), self._stored()
             await self.saved.save_first(coming, before, self._steps.config.save_timeout_s)
-            progress = await self._load_on_all(adapter)
+            progress, adapter = await self._load_on_all(adapter)
         except Exception:
             if evicted is not None:
                 await self._load_again(self._takers(), evicted)
@@ -153,18 +157,37 @@ class AdapterSync:
     def _of(self, name: str) -> NamedAdapter | None:
         return next((one for one in self.served if one.name == name), None)
 
-    def _next(self, push: AdapterPush, known: NamedAdapter | None) -> NamedAdapter:
-        """Return what a push makes served: what is served already, if it says the same."""
+    async def _next(self, push: AdapterPush, known: NamedAdapter | None) -> NamedAdapter:
+        """Return what a push makes served: what is served already, if it has the same content."""
         least = -1 if known is None else known.version
         version = least + 1 if push.version is None else push.version
         if known is not None and version == known.version:
+            found, name = await self._digest_of(push.directory, known), shown_id(push.name)
+            if are_comparable(found, known.digest) and found != known.digest:
+                raise Conflict(
+                    f"version {version} of {name!r} is served with digest {known.digest}, and {push.directory} has "
+                    f"{found}: push it as a new version",
+                    param="version",
+                )
             if push.directory == known.directory:
                 return known
-            raise Conflict(f"version {version} of {shown_id(push.name)!r} is what is served", param="version")
+            raise Conflict(f"version {version} of {name!r} is what is served", param="version")
         if version < least and not push.is_forced:
             message = f"versions grow: {version} after {least}; with `force` an adapter goes back"
             raise InvalidRequest(message, param="version")
         return NamedAdapter(push.name, version, push.directory, self._wall_time())
+
+    async def _digest_of(self, directory: str, known: NamedAdapter) -> str:
+        """Return the digest of an adapter's folder as a replica reads it; empty if there is none to compare."""
+        takers = self._takers() if known.digest else ()
+        if not takers:
+            return ""
+        probe = WeightUpdate(known.version, adapter=directory, is_probe=True)
+        try:
+            return (await self._steps.stage(takers[0], probe)).digest
+        except (EngineLost, ConnectionError, TimeoutError) as error:
+            self._log.warning("adapter_not_compared", adapter=known.name, error=error_line(error))
+            return ""
 
     async def _serve(self, served: tuple[NamedAdapter, ...]) -> None:
         """Set and save what is served. If the store fails, the fleet serves it all the same."""
@@ -203,11 +226,16 @@ class AdapterSync:
         names = ", ".join(one.name for one in seen_adapters(self.served, (owner,) if owner else None))
         raise AdaptersFull(f"all {num_places} places have adapters in use: {names or 'of others'}", param="name")
 
-    async def _load_on_all(self, adapter: NamedAdapter) -> list[ReplicaProgress]:
-        """Load a version on all replicas in service, also on those that come meanwhile."""
+    async def _load_on_all(self, adapter: NamedAdapter) -> tuple[list[ReplicaProgress], NamedAdapter]:
+        """Load a version on all replicas in service, also on those that join meanwhile. Adds its digest."""
         done: list[ReplicaProgress] = []
         while new := self._others(done):
             done += await self._load_at_once(new, adapter)
+            digests = [one.staged.digest for one in unfailed(done) if one.staged is not None]
+            adapter = replace(adapter, digest=next(filter(None, digests), adapter.digest))
+            for one in unfailed(done):
+                if one.staged is not None and one.staged.digest not in ("", adapter.digest):
+                    one.error = f"load: it read digest {one.staged.digest}, and others {adapter.digest}"
         failed = [one for one in done if one.error is not None]
         is_refused = len(failed) == len(done)
         for one in failed:
@@ -215,7 +243,7 @@ class AdapterSync:
                 self._fell_behind(one)
         if is_refused:
             raise _refusal(failed)
-        return done
+        return done, adapter
 
     def _others(self, done: Sequence[ReplicaProgress]) -> list[ReplicaRecord]:
         """Return the replicas in service that a step has not reached: they came while it went on."""
@@ -246,12 +274,13 @@ class AdapterSync:
         before = {name: known for name, known in held.items() if name == adapter.name}
         held[adapter.name] = None
         try:
-            report = await self._steps.load_adapter(replica, adapter.name, adapter.version, adapter.directory)
+            wanted = Adapter(adapter.name, adapter.version, adapter.directory, adapter.digest)
+            report = await self._steps.load_adapter(replica, wanted)
         except _CLEAR:
             held.pop(adapter.name, None)
             held.update(before)
             raise
-        held[adapter.name] = adapter
+        held[adapter.name] = replace(adapter, digest=report.digest)
         self._fleet.note_adapter(replica, adapter.name, is_held=True)
         return report
 

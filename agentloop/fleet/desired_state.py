@@ -77,7 +77,11 @@ class StandingOrders:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSource:
-    """An update, and the KV policy of its commit. `digest` identifies version and source, a push by its token."""
+    """An update, and the KV policy of its commit.
+
+    `digest` identifies the request: its version and source, a push by its token. `update.digest` identifies the
+    weights that replicas have staged.
+    """
 
     update: WeightUpdate
     kv_policy: KVPolicy

@@ -169,8 +169,13 @@ class LateReplicas:
         source, report = None, replica.report
         needs_weights = not is_asleep and (is_quarantined or not self._fleet.is_current(replica))
         if needs_weights and replica.registration.info.max_loras is not None:
-            if report.is_usable and report.load.weight_version is not None:
-                self._fleet.committed(replica, report.load.weight_version)  # at its start
+            version = self._fleet.held_version(replica.registration, report.load.weight_version)
+            if report.load.weight_version is not None and version is None:  # no commit can bring it others
+                note = f"its model folder has other weights than the fleet's: {replica.registration.weight_digest}"
+                self._fleet.note(replica, f"{note}, not {self._fleet.weight_digest}; restore the folder")
+                return None
+            if report.is_usable and version is not None:
+                self._fleet.committed(replica, version)  # at its start
         elif needs_weights:
             source = await self._staged(replica, stage_timeout_s)
             if source is None:
@@ -192,8 +197,8 @@ class LateReplicas:
     async def _staged(self, replica: ReplicaRecord, timeout_s: float) -> UpdateSource | None:
         """Stage the fleet's weights on a replica, and return their source; None if no source is left.
 
-        If their directory or the trainer that pushed them is gone, another replica sends its own. The record's
-        `error` lists the sources that failed. Raises the last stage's error.
+        If their directory has other bytes by now, or it or the trainer that pushed them is gone, another replica
+        sends its own. The record's `error` lists the sources that failed. Raises the last stage's error.
         """
         served = self._sync.served_source()
         if served is None:
@@ -245,4 +250,4 @@ class LateReplicas:
         if now is None or not now.weight_version == served.version == self._fleet.weight_version:
             raise Conflict("its weights changed while it made the offer")
         push = replace(offer, num_receivers=replica.registration.info.num_workers)
-        return WeightUpdate(served.version, push=push, is_forced=served.is_forced)
+        return WeightUpdate(served.version, push=push, is_forced=served.is_forced, digest=served.digest)

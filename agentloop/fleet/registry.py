@@ -40,6 +40,7 @@ from agentloop.capabilities import Feature, Needs, features_of, hint_of, param_o
 from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken, ModelNotFound, UnsupportedParameter
 from agentloop.types import Load
+from agentloop.weight_digest import are_comparable
 
 
 class ReplicaState(StrEnum):
@@ -123,6 +124,7 @@ class Fleet:
         self._replicas: dict[str, ReplicaRecord] = {}
         self._num_incarnations = 0
         self._weight_version: int | None = None
+        self.weight_digest = ""  # of the weights of that version; empty: not known
         self._is_version_pinned = False  # by an update: registrations do not set it
         self._engines: dict[str, EngineInfo] = {}  # of each entry, the engine that joined last
         self._longest_tokens = 0  # of their contexts
@@ -221,20 +223,19 @@ class Fleet:
         self._longest_tokens = max(info.max_context_tokens for info in self._engines.values())
         if known is not None and known.url == registration.url:
             known = self._put(replace(known, registration=registration, seen_at=now))
-            is_stale = known.state in (ReplicaState.READY, ReplicaState.SUSPECT) and (
-                known.weight_version != registration.weight_version
-            )
+            version = self.held_version(registration, registration.weight_version)
+            is_stale = known.state in (ReplicaState.READY, ReplicaState.SUSPECT) and known.weight_version != version
             if known.state is ReplicaState.JOINING or is_stale:
-                known = self._put(replace(known, weight_version=registration.weight_version))
+                known = self._put(replace(known, weight_version=version))
                 known = self._move(known, ReplicaState.JOINING) if is_stale else known
-                self._offer_version(known.weight_version)
+            self._offer_version(known)
             return known
         self._num_incarnations += 1
         joined = ReplicaRecord(
             registration=registration,
             incarnation=self._num_incarnations,
             state=ReplicaState.JOINING,
-            weight_version=registration.weight_version,
+            weight_version=self.held_version(registration, registration.weight_version),
             seen_at=now,
             report=ReplicaReport(
                 Load(weight_version=registration.weight_version),
@@ -244,8 +245,14 @@ class Fleet:
             ),
         )
         self._put(joined)
-        self._offer_version(joined.weight_version)
+        self._offer_version(joined)
         return joined
+
+    def held_version(self, registration: ReplicaRegistration, version: int | None) -> int | None:
+        """Return the version that a replica reports; None if it holds other bytes under the fleet's version."""
+        is_of_registration = version == registration.weight_version == self._weight_version
+        digests = registration.weight_digest, self.weight_digest
+        return None if is_of_registration and are_comparable(*digests) and digests[0] != digests[1] else version
 
     def heartbeat(self, replica_id: str, report: ReplicaReport, now: float, is_paused: bool | None = None) -> bool:
         """Record a replica's report. False: the replica is unknown and has to register.
@@ -260,8 +267,8 @@ class Fleet:
         replica = self._put(replace(replica, report=report, seen_at=now))
         version = report.load.weight_version
         if replica.state is ReplicaState.JOINING and report.is_usable and version is not None:
-            self._put(replace(replica, weight_version=version))
-            self._offer_version(version)
+            held = self.held_version(replica.registration, version)
+            self._offer_version(self._put(replace(replica, weight_version=held)))
         elif replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
             self._compare(replica, is_paused)
         return True
@@ -423,10 +430,10 @@ class Fleet:
         if current.state is not ReplicaState.QUARANTINED:
             self._move(current, ReplicaState.QUARANTINED)
 
-    def set_weight_version(self, version: int) -> None:
-        """Serve `version` after an update. READY replicas of another version join anew."""
+    def set_weight_version(self, version: int, digest: str = "") -> None:
+        """Serve `version` after an update, or after a restart. READY replicas of another version join again."""
         self._is_version_pinned = True
-        self._serve(version)
+        self._serve(version, digest)
 
     def pin_version(self) -> None:
         """Serve the present version, or none, until an update brings another. Registrations no longer set it: a
@@ -439,14 +446,14 @@ class Fleet:
         self._weight_version = None
         self.num_placement_changes += 1
 
-    def stay_at(self, version: int | None) -> None:
+    def stay_at(self, version: int | None, digest: str = "") -> None:
         """Serve `version` again, that of the last update; None: the newest version of the replicas' own."""
         if version is not None:
-            self.set_weight_version(version)
+            self.set_weight_version(version, digest)
             return
         self._is_version_pinned = False
         for replica in self.replicas:
-            self._offer_version(replica.weight_version)
+            self._offer_version(replica)
 
     # --- inside ---
 
@@ -454,14 +461,19 @@ class Fleet:
         is_free = not replica.is_held and not (self._drained and replica.host in self._drained)
         return replica.state is ReplicaState.READY and self.is_current(replica) and is_free
 
-    def _offer_version(self, version: int | None) -> None:
-        if self._is_version_pinned or version is None:
+    def _offer_version(self, replica: ReplicaRecord) -> None:
+        """Serve the version of a replica if it is newer, until an update pins one."""
+        version, registration = replica.weight_version, replica.registration
+        if version is None:
             return
-        if self._weight_version is None or version > self._weight_version:
-            self._serve(version)
+        digest = registration.weight_digest if registration.weight_version == version else ""
+        if not self._is_version_pinned and (self._weight_version is None or version > self._weight_version):
+            self._serve(version, digest)
+        elif version == self._weight_version and not self.weight_digest:
+            self.weight_digest = digest  # the first replica that reports one decides
 
-    def _serve(self, version: int) -> None:
-        self._weight_version = version
+    def _serve(self, version: int, digest: str) -> None:
+        self._weight_version, self.weight_digest = version, digest
         self.num_placement_changes += 1
         for replica in self.replicas:
             if replica.state is ReplicaState.READY and replica.weight_version != version:
@@ -484,8 +496,9 @@ class Fleet:
         if is_usable and is_known:
             self.rejoin(replica, f"its engine {'is' if report.is_paused else 'is not'} paused, against its orders")
         elif is_usable:
-            self._move(self._put(replace(replica, weight_version=reported)), ReplicaState.JOINING)
-            self._offer_version(reported)
+            held = self.held_version(replica.registration, reported)
+            joining = self._move(self._put(replace(replica, weight_version=held)), ReplicaState.JOINING)
+            self._offer_version(joining)
         else:
             self.quarantine(replica, "its engine says that it is not usable")
 

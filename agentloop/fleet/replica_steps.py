@@ -90,10 +90,9 @@ class ReplicaSteps:
         timeout_s = self.config.offer_timeout_s if isinstance(order, LeaveGroup) else self.config.stage_timeout_s
         await within(timeout_s, self._engine(replica).follow_trainer(order))
 
-    async def load_adapter(self, replica: ReplicaRecord, name: str, version: int, directory: str) -> StageReport:
+    async def load_adapter(self, replica: ReplicaRecord, adapter: Adapter) -> StageReport:
         """Serve a version of an adapter to the calls that begin from now on."""
-        loading = self._engine(replica).load_adapter(Adapter(name, version, directory))
-        return await within(self.config.stage_timeout_s, loading)
+        return await within(self.config.stage_timeout_s, self._engine(replica).load_adapter(adapter))
 
     async def unload_adapter(self, replica: ReplicaRecord, name: str) -> None:
         """Serve an adapter no more."""

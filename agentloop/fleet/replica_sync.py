@@ -57,8 +57,9 @@ from agentloop.fleet.desired_state import (
 from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_steps import Connect, ReplicaSteps, WeightConfig
-from agentloop.fleet.weight_update import FleetUpdate
+from agentloop.fleet.weight_update import FleetUpdate, addressed
 from agentloop.types import KVPolicy, PauseMode
+from agentloop.weight_digest import are_comparable
 
 T = TypeVar("T")
 
@@ -158,7 +159,23 @@ class ReplicaSync:
             self._ongoing = "finding out what replicas hold"
             self._fleet.withhold_version()
         elif weights.served is not None:
-            self._fleet.set_weight_version(weights.served.version)
+            self._fleet.set_weight_version(weights.served.version, weights.served.update.digest)
+        if weights.served is not None and weights.served.update.is_repeatable and not weights.served.update.digest:
+            self._log.warning(
+                "weights_without_digest",
+                field="weights.served.update.digest",
+                version=weights.served.version,
+                reason="the store was written without it: the first replica that joins decides the content",
+            )
+
+    def keep_digest(self) -> None:
+        """Keep the digest of the served version with the desired state, if a replica's registration has told it."""
+        served, digest = self.served_source(), self._fleet.weight_digest
+        if served is None or served.update.digest or not digest:
+            return
+        served = replace(served, update=replace(served.update, digest=digest))
+        self._desired = replace(self._desired, weights=replace(self._desired.weights, served=served))
+        self._saved_weights.owe(self._desired.weights.without_secrets())
 
     async def resolve_interrupted_update(self) -> None:
         """End an update that a coordinator's death has interrupted, once its outcome is known. Call repeatedly.
@@ -176,11 +193,11 @@ class ReplicaSync:
         self._log.info("update_settled", version=pending.version, is_served=is_held)
         if is_held:
             report = UpdateReport(pending.version, weights.served_version, pending.kv_policy, (), 0.0)
-            self._fleet.set_weight_version(pending.version)
+            self._fleet.set_weight_version(pending.version, pending.update.digest)
             await self._record(replace(weights.now_serving(pending), report=report))
         else:
             await self._record(weights.rolled_back())
-            self._fleet.stay_at(weights.served_version)
+            self._fleet.stay_at(weights.served_version, weights.served.update.digest if weights.served else "")
         self._end_fleet_wide()
         self._on_change()
 
@@ -351,7 +368,8 @@ class ReplicaSync:
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy, force: bool = False) -> UpdateReport:
         """Bring all replicas to `update`, and wake them. The report names the replicas that failed.
 
-        A repeated update (same version and source) joins the one under way, or gets its report. With `force` the
+        A repeated update (same version and source) joins the one under way. A repeat of the served version (same
+        version and content) gets its report; with other content it is a Conflict. With `force` the
         version need not grow (all KV is then computed anew), and no replica refuses noise. Raises InvalidRequest
         (a version that does not grow, a source that engines do not know), Conflict (another update, a sleep or a
         wake is going on, or the version is served already), NoHealthyReplica, ServiceUnavailable (the update cannot
@@ -363,7 +381,7 @@ class ReplicaSync:
         digest = UpdateSource.of(update, kv_policy).digest
         if self._answer is not None and self._answer[0] == digest:
             return await asyncio.shield(self._answer[1])
-        if (report := self._report_of(digest)) is not None:
+        if (report := await self._repeated(update, digest, force)) is not None:
             return report
         with self._order(), self._fleet_wide("a weight update"):
             outcome: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
@@ -382,15 +400,52 @@ class ReplicaSync:
                 outcome.cancel()
                 self._answer = None
 
-    def _report_of(self, digest: str) -> UpdateReport | None:
-        """Return the report of the update with this digest if the fleet serves it and a replica holds it."""
+    async def _repeated(self, update: WeightUpdate, digest: str, force: bool) -> UpdateReport | None:
+        """Return the report of the served update if `update` has its version and content, and a replica holds it.
+
+        Raises Conflict for other content, unless it is forced: then it is an update of its own.
+        """
         weights = self._desired.weights
         served = weights.served
-        if served is None or served.digest != digest or not self._is_held(self._fleet.weight_version):
+        if served is None or served.version != update.version or not self._is_held(self._fleet.weight_version):
+            return None
+        is_same = served.digest == digest
+        # A push with the same token is a retry of the call: its sender has ended. With `force` it replaces others.
+        if (is_same and update.is_repeatable) or not (is_same or force):
+            found = await self._digest_of(update) if served.update.digest else ""
+            if are_comparable(found, served.update.digest):
+                is_same = found == served.update.digest
+                if not is_same and not force:
+                    raise Conflict(
+                        f"version {served.version} is served with digest {served.update.digest}, and the weights "
+                        f"pushed now have {found}: push them as a new version, or with `force` to replace it",
+                        param="version",
+                    )
+        if not is_same:
             return None
         # A coordinator that died after the first commit has left no report, or none of its replicas.
         report = weights.report or UpdateReport(served.version, None, served.kv_policy, (), 0.0)
         return report if report.replicas else replace(report, replicas=self._outcomes(served.version))
+
+    async def _digest_of(self, update: WeightUpdate) -> str:
+        """Return the digest of an update's weights as a replica reads or receives them; empty if none can.
+
+        A folder's contents are read only if its files have changed. Pushed weights are staged, and never committed.
+        """
+        replicas = [one for one in self._fleet.placeable() if one.replica_id not in self._claimed]
+        if update.receivers:
+            replicas = [one for one in replicas if one.replica_id in update.receivers]
+        if not replicas:
+            return ""
+        try:
+            if update.is_repeatable:
+                return (await self.steps.stage(replicas[0], replace(update, is_probe=True))).digest
+            with self._fleet_wide("a weight update"), self.claim(replicas[:1], "the comparison was cut short"):
+                pushed = addressed(update, replicas[:1])[replicas[0].replica_id]
+                return (await self.steps.stage(replicas[0], pushed)).digest
+        except (EngineLost, ConnectionError, TimeoutError) as error:
+            self._log.warning("weights_not_compared", version=update.version, error=repr(error))
+            return ""
 
     def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
         """Report a resolved update for each present replica: its times are not known."""
@@ -451,8 +506,8 @@ class ReplicaSync:
         run = self._update = FleetUpdate(self._fleet, self.steps, self._clock, replicas, source, tags)
 
         async def publish_version() -> None:
-            await self._record(self._desired.weights.now_serving(source))
-            self._fleet.set_weight_version(source.version)
+            await self._record(self._desired.weights.now_serving(run.source))
+            self._fleet.set_weight_version(run.source.version, run.source.update.digest)
             if self._desired.orders.asleep:
                 await self._ordered(self._desired.orders.woken(tags))
 
@@ -462,7 +517,7 @@ class ReplicaSync:
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
                 await run.stage()
                 self._fleet.pin_version()
-                await self._intend(source)
+                await self._intend(run.source)
                 async with self._gate:
                     await run.switch(self._desired.orders, publish_version)
             except WeightUpdateFailed:

@@ -83,7 +83,7 @@ class FleetUpdate:
         self._config = steps.config
         self._clock = clock
         self._began_at = clock.now()
-        self._source = source
+        self.source = source
         self._tags = tags
         self._orders = StandingOrders()  # as they are during the switch
         self._publish_once: Callable[[], asyncio.Task[None]]
@@ -107,11 +107,12 @@ class FleetUpdate:
         """Receive and check the weights on all replicas, while decoding goes on.
 
         A replica that fails is quarantined. If all fail and this raises, only those at fault are: lost or silent
-        ones, for which the next update then does not wait.
+        ones, for which the next update then does not wait. Raises CheckpointUnreadable, and nothing has changed, if
+        replicas have received different weights.
         """
         started_at, config = self._clock.now(), self._config
-        is_push = not self._source.update.is_repeatable  # all receive it at once
-        updates = _addressed(self._source.update, [one.replica for one in self.replicas])
+        is_push = not self.source.update.is_repeatable  # all receive it at once
+        updates = addressed(self.source.update, [one.replica for one in self.replicas])
 
         async def stage(one: ReplicaProgress) -> None:
             one.staged = await self._steps.stage(one.replica, updates[one.replica.replica_id])
@@ -125,11 +126,25 @@ class FleetUpdate:
         for one in _culprits(failed) if is_over else failed:
             self._fleet.quarantine(one.replica, one.error or "")
         if not is_over:
+            self._agree()
             return
         for kind in (type(failed[0].failure), CheckpointUnreadable, InvalidRequest):
             if issubclass(kind, InvalidRequest) and all(isinstance(one.failure, kind) for one in failed):
                 raise kind(failures(failed), param="push" if is_push else "directory")
         raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
+
+    def _agree(self) -> None:
+        """Take the digest that all replicas have staged. Raises CheckpointUnreadable if they differ."""
+        staged = {one.replica.replica_id: one.staged.digest for one in unfailed(self.replicas) if one.staged}
+        if len(digests := set(staged.values()) - {""}) > 1:
+            found = ", ".join(f"{replica_id}: {digest or 'unknown'}" for replica_id, digest in staged.items())
+            raise CheckpointUnreadable(
+                f"replicas have staged different weights as version {self.source.version} ({found}): a folder has "
+                "changed meanwhile, or hosts have different copies of it; push one that all hosts read alike",
+                param="directory",
+            )
+        if digests:
+            self.source = replace(self.source, update=replace(self.source.update, digest=digests.pop()))
 
     async def switch(self, orders: StandingOrders, publish: Callable[[], Coroutine[None, None, None]]) -> None:
         """Switch all replicas that have staged: one first, then each by itself; or all together.
@@ -149,7 +164,7 @@ class FleetUpdate:
 
             self._publish_once = publish_once
             for one in unfailed(self.replicas):
-                draining = self._steps.drain_pinned(one.replica, self._source.version)
+                draining = self._steps.drain_pinned(one.replica, self.source.version)
                 self._drains[one.replica.replica_id] = group.create_task(draining, name="drain")
             await asyncio.wait(self._drains.values(), timeout=_PROMPT_S)  # most have nothing to wait for
             if any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.replicas):
@@ -185,7 +200,7 @@ class FleetUpdate:
         num_receivers = sum(replica.registration.info.num_workers for replica in waits_for)
         names, age_s = tuple(replica.replica_id for replica in waits_for), self._clock.now() - self._began_at
         failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.replicas if one.error is not None)
-        return UpdateProgress(self._source.version, self._state, num_receivers, failed, names, age_s)
+        return UpdateProgress(self.source.version, self._state, num_receivers, failed, names, age_s)
 
     async def _switch_in_turn(self, one: ReplicaProgress) -> None:
         """Switch one replica: as the first, or after the first has resumed. If the first fails, or takes a
@@ -225,11 +240,11 @@ class FleetUpdate:
     async def _pause(self, one: ReplicaProgress) -> None:
         one.verb, one.paused_at = "pause", self._clock.now()
         one.paused_after_s = one.paused_at - self._began_at
-        await self._steps.pause_for_commit(one.replica, self._source.kv_policy)
+        await self._steps.pause_for_commit(one.replica, self.source.kv_policy)
 
     async def _commit(self, one: ReplicaProgress) -> None:
         one.verb = "commit"
-        one.committed = await self._steps.commit(one.replica, self._source.version)
+        one.committed = await self._steps.commit(one.replica, self.source.version)
 
     async def _wake_and_resume(self, one: ReplicaProgress) -> None:
         if _may_sleep(one, self._orders.asleep):
@@ -282,7 +297,7 @@ def _awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
     return sound or {one.replica_id for one in replicas}
 
 
-def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
+def addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
     """Make the update that each replica stages: a push gets the number of workers that its sender waits for."""
     push = update.push
     if push is None:

@@ -62,8 +62,9 @@ from agentloop.simulation.policy import (
     malformed,
 )
 from agentloop.simulation.scheduler import LiveRequest, Scheduler
-from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource, read_files
+from agentloop.simulation.weights import NoPushes, ReadFolder, SimulatedWeights, WeightSource
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop.weight_digest import check_digest, read_files
 
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256
@@ -89,6 +90,7 @@ class SimulatedSpec:
     lora_rank: int | None = None
     max_loras: int | None = None  # adapters that it serves by name; None: none
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    model: str = ""  # the folder with the weights of the initial version; empty: there is none
     pace: ReportPace = field(default_factory=ReportPace)
     stream_pace: StreamPace = field(default_factory=StreamPace)
 
@@ -122,8 +124,10 @@ class SimulatedEngine:
         policy: TokenPolicy | None = None,
         faults: Faults | None = None,
         weight_source: WeightSource | None = None,
+        read_folder: ReadFolder = read_files,
     ) -> None:
-        """`weight_source` brings pushed weights; without one, a push is refused."""
+        """`weight_source` receives pushed weights; without one, a push is refused. `read_folder` reads and checks
+        folders of weights; by default any form is taken."""
         self._spec = spec = spec if spec is not None else SimulatedSpec()
         if spec.num_blocks * spec.block_size < spec.max_context_tokens:
             raise InvalidRequest("the KV cache must hold one full context", param="num_blocks")
@@ -134,7 +138,7 @@ class SimulatedEngine:
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._scheduler.has_begun)
         self._scheduler = Scheduler(self._kv, spec.max_running, self._lifecycle.kv_version)
         self._weight_source = weight_source if weight_source is not None else NoPushes()
-        self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source)
+        self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source, read_folder)
         self._adapters = HeldAdapters(spec.max_loras or 0)
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -149,6 +153,10 @@ class SimulatedEngine:
         return self._lifecycle.version
 
     @property
+    def weight_digest(self) -> str:
+        return self._weights.digest
+
+    @property
     def is_paused(self) -> bool:
         return self._lifecycle.is_paused
 
@@ -161,6 +169,8 @@ class SimulatedEngine:
         return self._lifecycle.asleep
 
     async def start(self) -> None:
+        if self._spec.model:
+            await self._weights.start(self._spec.model)
         self._lifecycle.started(self._spec.initial_version)
         self._task = asyncio.create_task(self._serve(), name="simulated engine")
 
@@ -294,7 +304,7 @@ class SimulatedEngine:
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._lifecycle.check_stage()
-        if self._spec.max_loras is not None:
+        if self._spec.max_loras is not None and not update.is_probe:
             raise CheckpointUnreadable("this engine serves adapters by name: its weights stay", param="directory")
         report = await self._weights.stage(update)
         self._lifecycle.require_alive()
@@ -319,16 +329,16 @@ class SimulatedEngine:
         self._lifecycle.check_stage()
         if self._spec.max_loras is None:
             raise CheckpointUnreadable("this engine serves no adapters by name", param="name")
-        if self._adapters.serves(adapter):
-            return StageReport(HeldIn.DEVICE, "adapter")
+        if (served := self._adapters.serving(adapter)) is not None:
+            return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
         if self.faults.num_failed_stages:
             self.faults.num_failed_stages -= 1
             raise CheckpointUnreadable("injected: the adapter does not fit the model", param="directory")
+        contents = await self._weights.contents(adapter.directory)
+        check_digest(adapter.digest, contents.digest, adapter.directory)
         self._adapters.take_unused()
-        held = self._adapters.new(adapter)
-        report = read_files(adapter.directory, "adapter")
-        self._adapters.serve(held)
-        return report
+        self._adapters.serve(self._adapters.new(replace(adapter, digest=contents.digest)))
+        return StageReport(HeldIn.FILES, "adapter", contents.num_bytes, digest=contents.digest)
 
     async def unload_adapter(self, name: str) -> None:
         self._lifecycle.require_alive()

@@ -1,14 +1,15 @@
 """The weight updates of a simulated engine: staged, committed, offered.
 
-Directories and adapters are read as far as their form goes; pushed weights come from a `WeightSource`, which a test
-or a simulation brings along.
+Directories and adapters are read for their digest; pushed weights come from a `WeightSource`, which a test or a
+simulation provides.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Protocol, TypeAlias
 
-from agentloop.checks import check_checkpoint
 from agentloop.clock import Clock
 from agentloop.engine import (
     CommitReport,
@@ -28,6 +29,10 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.simulation.policy import Faults
+from agentloop.weight_digest import FolderContents, FolderDigests, check_digest, read_files
+
+ReadFolder: TypeAlias = Callable[[str], Awaitable[FolderContents]]
+"""A function that reads a folder and checks it. Raises CheckpointUnreadable."""
 
 
 class WeightSource(TrainerFollower, Protocol):
@@ -62,10 +67,15 @@ class NoPushes:
 class SimulatedWeights:
     """The update that one engine has staged, and how it is committed."""
 
-    def __init__(self, clock: Clock, faults: Faults, source: WeightSource) -> None:
+    def __init__(
+        self, clock: Clock, faults: Faults, source: WeightSource, read_folder: ReadFolder = read_files
+    ) -> None:
         self._clock = clock
         self._faults = faults
         self._source = source
+        self._read_folder = read_folder
+        self._folders = FolderDigests()
+        self.digest = ""  # of the weights that were committed last
         self._staged: tuple[WeightUpdate, StageReport] | None = None
         self._num_stages = 0
 
@@ -79,8 +89,14 @@ class SimulatedWeights:
         """True if what is staged is not looked at."""
         return self._staged is not None and self._staged[0].is_forced
 
+    async def start(self, model: str) -> None:
+        """Read the folder of the initial weights, whose form is the model's own."""
+        self.digest = (await read_files(model)).digest
+
     async def stage(self, update: WeightUpdate) -> StageReport:
         """As the port says. Raises Conflict if another stage began meanwhile."""
+        if update.is_probe:
+            return await self._read(update)
         self._num_stages += 1
         number, self._staged = self._num_stages, None
         if self._faults.num_failed_stages:
@@ -103,6 +119,7 @@ class SimulatedWeights:
             self._faults.num_failed_commits -= 1
             raise WeightUpdateFailed(f"injected: version {update.version} could not be loaded")
         transfer_ms = await self._transfer(update) if staged.held_in is HeldIn.NOWHERE else 0.0
+        self.digest = staged.digest
         return CommitReport(self._faults.commit_delay_s * 1000.0, num_verified=1, transfer_ms=transfer_ms)
 
     def release(self) -> None:
@@ -111,19 +128,24 @@ class SimulatedWeights:
 
     async def _read(self, update: WeightUpdate) -> StageReport:
         if not update.is_repeatable:
-            return await self._source.stage(update)
-        if update.adapter is not None:
-            return read_files(update.adapter, "adapter")
-        return read_files(update.directory or "", "directory")
+            report = await self._source.stage(update)
+            return replace(report, digest=update.digest or report.digest)
+        directory = update.adapter or update.directory or ""
+        contents = await self.contents(directory, is_known_enough=update.is_probe)
+        check_digest(update.digest, contents.digest, directory)
+        transport = "directory" if update.adapter is None else "adapter"
+        return StageReport(HeldIn.FILES, transport, contents.num_bytes, digest=contents.digest)
+
+    async def contents(self, directory: str, *, is_known_enough: bool = False) -> FolderContents:
+        """Read a folder; with `is_known_enough` only if its files are not those that were read last."""
+        known = self._folders.get(directory) if is_known_enough else None
+        if known is None:
+            known = await self._read_folder(directory)
+            self._folders.add(directory, known)
+        return known
 
     async def _transfer(self, update: WeightUpdate) -> float:
         try:
             return await self._source.transfer(update)
         except AgentLoopError as error:
             raise WeightUpdateFailed(f"version {update.version} did not arrive: {error.message}") from error
-
-
-def read_files(directory: str, transport: str) -> StageReport:
-    """Check the form of a directory of weights or of an adapter. Raises CheckpointUnreadable."""
-    num_bytes = sum(file.stat().st_size for file in check_checkpoint(directory))
-    return StageReport(HeldIn.FILES, transport, num_bytes)

@@ -15,7 +15,7 @@ from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
-from agentloop.simulation.weights import WeightSource
+from agentloop.simulation.weights import ReadFolder, WeightSource
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
@@ -25,6 +25,7 @@ from agentloop_servers.host import THREADS
 from agentloop_servers.placement import number_of_replicas
 
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
+FOLDER_READER = "agentloop_servers.weight_transfer.checkpoint:folder_reader"
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
@@ -40,7 +41,8 @@ def build_engine(
         return VllmEngine(vllm_config(config, entry), other_hosts)
     if entry.kind == "sglang":
         return cast(Engine, _of_sglang("engine:SglangEngine")(sglang_config(config, entry)))
-    max_context_tokens = config.max_context_tokens(entry)
+    max_context_tokens, model = config.max_context_tokens(entry), config.model_path()
+    has_weights = any(model.glob("*.safetensors"))
     return SimulatedEngine(
         SimulatedSpec(
             vocab_size=model_sizes(config).vocab_size,
@@ -56,9 +58,11 @@ def build_engine(
             scheduling_policy=entry.scheduling_policy,
             lora_rank=entry.lora_rank,
             max_loras=entry.max_loras,
+            model=str(model) if has_weights and entry.load_format == "auto" else "",
             pace=ReportPace(entry.report_interval_s, entry.report_tokens),
         ),
         weight_source=_pushed_weights(config, entry) if config.allows_push else None,
+        read_folder=cast(Callable[[str], ReadFolder], resolve(FOLDER_READER, param="mode"))(str(model)),
     )
 
 
@@ -68,6 +72,7 @@ def _pushed_weights(config: ServiceConfig, entry: EngineEntry) -> WeightSource:
     return make(
         entry.num_workers,
         can_hold=config.weight_staging(entry) != "none",
+        model=str(config.model_path()),
         timeout_s=entry.stage_timeout_s,
     )
 

@@ -176,6 +176,7 @@ class Replicas:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
         self.late.forget(replica.replica_id)
+        self.sync.keep_digest()
         self._fleet_changed()
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:

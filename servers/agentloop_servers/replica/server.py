@@ -448,6 +448,7 @@ class Replica:
             engine.asleep,
             config.entry,
             config.node_id,
+            engine.weight_digest,
         )
 
     def _report(self) -> ReplicaReport:

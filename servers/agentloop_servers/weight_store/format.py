@@ -73,8 +73,11 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
+CHECKSUM = "xxh3-128"
+"""The kind that local versions use, whatever their publisher does."""
+
 CHECKSUMS: Mapping[str, Callable[[], Hasher]] = {
-    "xxh3-128": xxhash.xxh3_128,
+    CHECKSUM: xxhash.xxh3_128,
     "blake3": blake3.blake3,
     "adler32": _Adler32,
 }
@@ -322,6 +325,9 @@ def _filled(frame: Any, target: Bytes) -> Bytes:
 
 
 def check_sum(state: Hasher, expected: StoredTensor) -> None:
-    """Raise ChecksumMismatch unless a tensor's bytes are those that were published."""
+    """Raise ChecksumMismatch unless a tensor's bytes are as published, VersionDamaged if it has no checksum."""
+    if expected.checksum is None:
+        missing = f"the metadata of {expected.path.name} has no checksum of tensor {expected.name}"
+        raise VersionDamaged(f"{missing}, and the index has a checksum_format: publish the version again")
     if state.hexdigest() != expected.checksum:
         raise ChecksumMismatch(f"tensor {expected.name} is not what was published: its checksum differs")

@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes
 from agentloop.errors import InvalidRequest, LayoutMismatch
 from agentloop_servers.weight_store.format import (
+    CHECKSUM,
     CHECKSUMS,
     Encoding,
     Index,
@@ -32,10 +34,11 @@ from agentloop_servers.weight_store.format import (
     encode_delta,
     stored_tensors,
 )
-from agentloop_servers.weight_store.local_versions import LocalVersions
+from agentloop_servers.weight_store.local_versions import CopyDamaged, LocalVersions, verified
 from agentloop_servers.weight_store.store import VersionStore, chain_of
 from agentloop_servers.weight_transfer.checkpoint import DTYPES, Entry, inspect_checkpoint
 
+_log = structlog.stdlib.get_logger(__name__)
 SHARD_BYTES = 4 << 30  # of a checkpoint, in one file of a version
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
 _DELTA = "delta"  # its folder beside the new version's files, until these have their name
@@ -54,6 +57,7 @@ class VersionPublisher:
             raise InvalidRequest(f"a checksum is one of {', '.join(CHECKSUMS)}", param="checksum")
         self._options = options
         self._store = VersionStore(options.store, options.run)
+        self._base_sums: Mapping[str, str] = {}  # of the last version, as it was written
         self._local = LocalVersions(Path(options.cache) if options.cache else _cache_of(self._store))
 
     def publish(self, tensors: Sequence[TensorBytes] | Path, version: int) -> PublishReport:
@@ -62,33 +66,42 @@ class VersionPublisher:
         Raises PointerWentBack for a version that is not beyond the last one, LayoutMismatch for other tensors than
         that has, InvalidRequest, CheckpointUnreadable, StoreUnreachable, StoreRefused or StorageFull.
         """
+        try:
+            return self._publish(tensors, version, is_doubted=False)
+        except CopyDamaged as error:  # of the last version, which deltas are made to
+            _log.warning("version_made_again", version=version, reason=str(error))
+            return self._publish(tensors, version, is_doubted=True)
+
+    # --- inside ---
+
+    def _publish(self, tensors: Sequence[TensorBytes] | Path, version: int, *, is_doubted: bool) -> PublishReport:
         started_at = time.monotonic()
+        self._local.check_apart(self._store)
         given = tensors_of(tensors) if isinstance(tensors, Path) else list(tensors)
         entries = {one.name: _entry_of(one) for one in given}
         latest, base_version = self._store.latest_before(version), None
         index = Index(version, {}, self._options.checksum, encoding=self._encoding)
         base: Mapping[str, StoredTensor] = {}
         if latest is not None:
-            held = stored_tensors(self._local.folder(self._store, latest))
+            self._local.folder(self._store, latest, is_doubted=is_doubted)
+            held, self._base_sums = self._local.tensors(latest)
             _check_layout(entries, held, latest)
             chain = chain_of(self._store, latest)
             if len(chain) < self._options.full_every:
                 base_version, base = latest, held
                 index = replace(index, base_version=latest, base_index=digest(chain[0].raw))
         with self._local.making(version, latest) as part:
-            files, checksums = self._write(part, given, entries, base, index)
+            files, checksums, sums = self._write(part, given, entries, base, index)
             encoded_at = time.monotonic()
             index = replace(index, files=files, content=digest("".join(sorted(checksums.values())).encode()))
             folder = part if base_version is None else part / _DELTA
             num_bytes = self._store.put(index, sorted(folder.glob("*.safetensors")))
             self._store.advance(version)
             shutil.rmtree(part / _DELTA, ignore_errors=True)
-            self._local.keep(part, index.to_json())
+            self._local.keep(part, index.to_json(), sums)
         num_full = sum(one.num_bytes for one in entries.values())
         times_s = encoded_at - started_at, time.monotonic() - encoded_at
         return PublishReport(version, base_version, num_bytes, num_full, len(files), *times_s)
-
-    # --- inside ---
 
     def _write(
         self,
@@ -97,12 +110,16 @@ class VersionPublisher:
         entries: Mapping[str, Entry],
         base: Mapping[str, StoredTensor],
         index: Index,
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Write the checkpoint and, with a base, its delta. Returns files and checksums of what is published."""
+    ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        """Write the checkpoint and, with a base, its delta.
+
+        Returns files and checksums of what is published, and the xxh3-128 of every tensor. Raises CopyDamaged.
+        """
         kind, is_full = self._options.checksum, index.base_version is None
         (part / _DELTA).mkdir()
         files: dict[str, str] = {}
         checksums: dict[str, str] = {}
+        sums: dict[str, str] = {}
         shards = list(_sharded(given, entries))
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -113,25 +130,27 @@ class VersionPublisher:
                 nullcontext(whole) if is_full else TensorFile(part / _DELTA / name, flat, kind) as published,
             ):
                 for one in shard:
-                    self._write_tensor(one, own[one.name], base.get(one.name), whole, published)
+                    sums[one.name] = self._write_tensor(one, own[one.name], base.get(one.name), whole, published)
             checksums |= published.checksums
             files |= dict.fromkeys(published.checksums, name)
-        return files, checksums
+        return files, checksums, sums
 
     def _write_tensor(
         self, given: TensorBytes, entry: Entry, base: StoredTensor | None, whole: TensorFile, published: TensorFile
-    ) -> None:
-        new, state = given.load(), CHECKSUMS[self._options.checksum]()
+    ) -> str:
+        new, state, own = given.load(), CHECKSUMS[self._options.checksum](), CHECKSUMS[CHECKSUM]()
         for piece in chunks(new):
             state.update(piece)
+            own.update(piece)
             whole.write(piece)
         whole.end(given.name, entry.dtype, entry.shape, "" if base is not None else state.hexdigest())
         if base is None:
-            return
-        old = base.read()
+            return own.hexdigest()
+        old = verified(base, self._base_sums)
         if not all(map(np.array_equal, chunks(old), chunks(new))):
             encode_delta(self._encoding, old, new, published.write)
             published.end(given.name, "U8", None, state.hexdigest())
+        return own.hexdigest()
 
 
 def _cache_of(store: VersionStore) -> Path:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from agentloop.aio import in_daemon_thread
@@ -24,6 +25,7 @@ class ServedVersions:
         """`folder`: of this host, for all its replicas. Raises InvalidRequest for a store that cannot be."""
         self._store = VersionStore(source.store, source.run)
         self._local = LocalVersions(folder)
+        self._staged: int | None = None  # the version that was staged last
 
     async def latest(self) -> int:
         """Return the version that the pointer names. Raises what `VersionStore.latest` does."""
@@ -31,9 +33,17 @@ class ServedVersions:
         return latest
 
     async def located(self, update: WeightUpdate) -> WeightUpdate:
-        """Return an update of a published version as one of this host's folder, which is made first if need be."""
-        folder = await _made(self._local, self._store, update.version)
-        return replace(update, published=None, directory=str(folder))
+        """Return an update of a published version as one of this host's folder, which is made first if need be.
+
+        Its digest is the fleet's, or that of the version as it was made: an engine that reads other bytes refuses
+        them, and stages the version again. Then the folder's bytes are compared too.
+        """
+        is_doubted = update.version == self._staged and not update.is_probe
+        if not update.is_probe:
+            self._staged = update.version
+        folder = await _made(self._local, self._store, update.version, is_doubted=is_doubted)
+        digest = update.digest or await in_daemon_thread(self._local.digest, update.version)
+        return replace(update, published=None, directory=str(folder), digest=digest)
 
 
 class PulledStore(VersionStore):
@@ -64,7 +74,9 @@ async def pull_version(order: PullVersion) -> None:
     """Make a version on this host, and have the order's path lead to it. Raises InvalidRequest for a taken path."""
     folder, versions = Path(order.folder), Path(f"{order.folder}.versions")
     local = LocalVersions(versions, _pulled_before(folder, versions))
-    made = await _made(local, PulledStore(Path(order.source), Path(order.base)), order.version)
+    store = PulledStore(Path(order.source), Path(order.base))
+    LocalVersions(folder).check_apart(store)  # the link would be among what is published
+    made = await _made(local, store, order.version)
     link = made.with_name("link")
     link.unlink(missing_ok=True)
     link.symlink_to(made)
@@ -79,7 +91,7 @@ def _pulled_before(folder: Path, versions: Path) -> str:
     return target.name
 
 
-async def _made(local: LocalVersions, store: VersionStore, version: int) -> Path:
+async def _made(local: LocalVersions, store: VersionStore, version: int, *, is_doubted: bool = False) -> Path:
     """Return the folder of a version in a thread, which is told if its caller is cancelled."""
     is_given_up = threading.Event()
 
@@ -88,7 +100,8 @@ async def _made(local: LocalVersions, store: VersionStore, version: int) -> Path
             raise CheckpointUnreadable("the update was given up")
 
     try:
-        folder: Path = await in_daemon_thread(local.folder, store, version, check)
+        make = partial(local.folder, is_doubted=is_doubted)
+        folder: Path = await in_daemon_thread(make, store, version, check)
         return folder
     except asyncio.CancelledError:
         is_given_up.set()

@@ -69,6 +69,7 @@ class VersionStore:
         self._folder = f"{self._root}/{run}"
         self.place = str(self._fs.unstrip_protocol(self._folder))  # the run's
         self._is_local = isinstance(self._fs, LocalFileSystem)
+        self.local_folder = Path(self._folder) if self._is_local else None  # the run's, if it is on this host
 
     # --- for readers ---
 

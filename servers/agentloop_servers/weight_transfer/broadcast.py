@@ -95,9 +95,14 @@ def send_buckets(
             if bucket >= NUM_BUFFERS:
                 for transport in peers:
                     transport.wait_free(buffer)
+            end = 0
             for place in layout.in_bucket(bucket):
                 check()
+                # Equal tensors have equal checksums: nothing of an earlier bucket stays in the gaps.
+                buffers[buffer].data[end : place.offset].zero_()
                 _pack(next(loads), place, buffers[buffer].data)
+                end = place.offset + place.num_bytes
+            buffers[buffer].data[end : layout.bucket_sizes[bucket]].zero_()
             check()
             sums.append(bucket_checksum(buffers[buffer].data[: layout.bucket_sizes[bucket]]))
             for transport in peers:

@@ -7,22 +7,25 @@ not while an engine overwrites its weights.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from agentloop.checks import check_checkpoint
 from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
+from agentloop.weight_digest import FileStamp, FolderContents, check_unchanged, content_digest, folder_stamps
 
-READ_CHUNK_BYTES = 2**18  # of a tensor; the work on one stays in a core's cache
+READ_CHUNK_BYTES = 2**17  # a core reads, hashes and checks each piece of a tensor within its cache
 TIED_NAME = "lm_head.weight"
 DTYPES = {
     "F64": ("float64", 8),
@@ -69,15 +72,17 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The tensors of a checkpoint folder by name, the files that hold them, and their size."""
+    """The tensors of a checkpoint folder by name, the files that hold them, their size, and the files' stamps."""
 
     tensors: Mapping[str, TensorInfo]
     files: tuple[Path, ...]
     num_bytes: int
+    stamps: tuple[FileStamp, ...] = field(default=(), compare=False)
 
 
 def inspect_checkpoint(directory: str) -> CheckpointInfo:
     """Read and check the headers of every safetensors file. Raises CheckpointUnreadable."""
+    stamps = folder_stamps(directory)  # before anything is read: a later change is then found
     files = check_checkpoint(directory)
     tensors: dict[str, TensorInfo] = {}
     num_bytes = 0
@@ -88,7 +93,7 @@ def inspect_checkpoint(directory: str) -> CheckpointInfo:
             if name in tensors:
                 raise _unreadable(path, f"tensor {name} is in two files")
             tensors[name] = TensorInfo(name, DTYPES[entry.dtype][0], tuple(entry.shape))
-    return CheckpointInfo(tensors, files, num_bytes)
+    return CheckpointInfo(tensors, files, num_bytes, stamps)
 
 
 def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo], *, is_tied: bool) -> None:
@@ -130,24 +135,88 @@ def has_tied_embeddings(directory: str) -> bool:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointUnreadable(f"{path.name}: {error}", param="directory") from error
-    return isinstance(config, dict) and bool(config.get("tie_word_embeddings", False))
+    if not isinstance(config, dict):
+        return False
+    text = config.get("text_config")  # of a model that also sees images
+    inner = text.get("tie_word_embeddings", False) if isinstance(text, dict) else False
+    return bool(config.get("tie_word_embeddings", inner))
 
 
-def read_through(checkpoint: CheckpointInfo) -> None:
+def read_through(checkpoint: CheckpointInfo) -> dict[str, str]:
     """Read every byte once, so that the commit reads from the page cache. Blocks.
 
-    Raises CheckpointUnreadable for unreadable blocks, and for values that are NaN or infinite.
+    Returns the xxh3-128 of each tensor's bytes by name. Raises CheckpointUnreadable for unreadable blocks, and for
+    values that are NaN or infinite.
     """
+    hashes: dict[str, str] = {}
     for path in checkpoint.files:
         header = read_header(path)
         try:
             with path.open("rb", buffering=0) as file:
                 for name, entry in header.entries.items():
                     file.seek(header.data_at + entry.data_offsets[0])
-                    if not all(_are_finite(file, entry.num_bytes, EXPONENTS[entry.dtype])):
+                    state = xxhash.xxh3_128()
+                    if not all(_are_finite(file, entry.num_bytes, EXPONENTS[entry.dtype], state)):
                         raise _unreadable(path, not_finite(name))
+                    hashes[name] = state.hexdigest()
         except OSError as error:
             raise _unreadable(path, str(error)) from error
+    return hashes
+
+
+def read_contents(directory: str, checkpoint: CheckpointInfo, *, is_tied: bool = False) -> FolderContents:
+    """Read a folder as `read_through` does; `is_tied`: for a model that ties its output head. Blocks.
+
+    Raises CheckpointUnreadable, also if a file has changed since its header was read.
+    """
+    try:
+        hashes = read_through(checkpoint)
+    finally:  # A change is the reason for every other fault of these files, so report it first.
+        check_unchanged(directory, checkpoint.stamps)
+    if is_tied:
+        check_tied(head_and_twins(checkpoint.tensors.values()), hashes)
+    codes = {dtype: code for code, (dtype, _) in DTYPES.items()}
+    tensors = {name: (codes[one.dtype], one.shape, hashes[name]) for name, one in checkpoint.tensors.items()}
+    return FolderContents(content_digest(tensors, directory), checkpoint.num_bytes, checkpoint.stamps)
+
+
+def folder_reader(model: str) -> Callable[[str], Awaitable[FolderContents]]:
+    """Return a reader of folders for a simulated engine: of any tensors, but with a head tied as the model's is."""
+    is_tied = has_tied_embeddings(model)
+
+    async def read(directory: str) -> FolderContents:
+        checkpoint = await asyncio.to_thread(inspect_checkpoint, directory)
+        return await asyncio.to_thread(read_contents, directory, checkpoint, is_tied=is_tied)
+
+    return read
+
+
+def head_and_twins(tensors: Iterable[TensorInfo]) -> list[str]:
+    """Return the names of the output head and of the tensors of its dtype and shape: one is the embeddings.
+
+    Empty if there is no head.
+    """
+    by_name = {one.name: one for one in tensors}
+    if (head := by_name.pop(TIED_NAME, None)) is None:
+        return []
+    return [
+        TIED_NAME,
+        *(one.name for one in by_name.values() if (one.dtype, one.shape) == (head.dtype, head.shape)),
+    ]
+
+
+def check_tied(names: Sequence[str], sums: Mapping[str, object]) -> None:
+    """Check the output head of an update for a model that ties it: `names` as `head_and_twins` returns them.
+
+    An engine that ties the head computes with the embeddings, and would drop a head with other values. `sums` has
+    hashes or checksums by name. Raises CheckpointUnreadable unless the head has the values of a twin.
+    """
+    if names and sums[names[0]] not in [sums[name] for name in names[1:]]:
+        raise CheckpointUnreadable(
+            f"{TIED_NAME} has other values than the embeddings, and the served model ties them "
+            "(tie_word_embeddings in its config.json): leave the head out, or serve a model that does not tie them",
+            param="directory",
+        )
 
 
 def not_finite(name: str) -> str:
@@ -161,7 +230,7 @@ class ServedForm:
     def __init__(self, model: str, *, is_dummy: bool) -> None:
         """Read the folder `model`. Raises CheckpointUnreadable. For dummy weights without files, the first commit
         defines the form."""
-        self._is_tied = has_tied_embeddings(model)
+        self.is_tied = has_tied_embeddings(model)
         has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
         self._served = inspect_checkpoint(model).tensors if has_weights else None
         self._offered: Mapping[str, TensorInfo] | None = None  # as checked last
@@ -171,12 +240,12 @@ class ServedForm:
         """The served tensors; empty while unknown."""
         return tuple(self._served.values()) if self._served is not None else ()
 
-    def check_directory(self, directory: str) -> tuple[TensorInfo, ...]:
+    def check_directory(self, directory: str) -> tuple[tuple[TensorInfo, ...], FolderContents]:
         """Check a folder and read all of it. Blocks. Raises CheckpointUnreadable."""
         checkpoint = inspect_checkpoint(directory)
         self._check(checkpoint.tensors)
-        read_through(checkpoint)
-        return tuple(checkpoint.tensors.values())
+        contents = read_contents(directory, checkpoint, is_tied=self.is_tied)
+        return tuple(checkpoint.tensors.values()), contents
 
     def check_push(self, tensors: Sequence[TensorInfo]) -> None:
         """Check the tensors of a push. Raises CheckpointUnreadable."""
@@ -197,7 +266,7 @@ class ServedForm:
                 )
             seen.add(tensor.name)
         if self._served is not None:
-            check_known({one.name: one for one in tensors}, self._served, is_tied=self._is_tied)
+            check_known({one.name: one for one in tensors}, self._served, is_tied=self.is_tied)
 
     def confirm(self) -> None:
         """Take the update that was checked last as the served form, if there is none yet."""
@@ -205,7 +274,7 @@ class ServedForm:
 
     def _check(self, offered: Mapping[str, TensorInfo]) -> None:
         if self._served is not None:
-            check_fits(offered, self._served, is_tied=self._is_tied)
+            check_fits(offered, self._served, is_tied=self.is_tied)
         self._offered = offered
 
 
@@ -237,8 +306,11 @@ def _check_layout(path: Path, entries: Mapping[str, Entry]) -> int:
     return end
 
 
-def _are_finite(file: RawIOBase, num_bytes: int, exponent: Any) -> Iterator[bool]:
-    """Read the next `num_bytes` of a file in pieces. Yields for each piece if all its values are finite."""
+def _are_finite(file: RawIOBase, num_bytes: int, exponent: Any, state: Any) -> Iterator[bool]:
+    """Read the next `num_bytes` of a file in pieces, and hash them into `state`.
+
+    Yields for each piece whether all its values are finite.
+    """
     chunk: Any = np.empty(READ_CHUNK_BYTES, dtype=np.uint8)
     while num_bytes > 0:
         num_read = 0
@@ -249,6 +321,7 @@ def _are_finite(file: RawIOBase, num_bytes: int, exponent: Any) -> Iterator[bool
                 raise OSError("it ends early")
             num_read += got
         num_bytes -= wanted
+        state.update(memoryview(chunk)[:wanted])  # the piece is in the core's cache
         bits = chunk[:wanted].view(exponent.dtype)
         yield bool(np.bitwise_and(bits, exponent, out=bits).max() < exponent)
 

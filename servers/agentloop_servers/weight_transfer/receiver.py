@@ -27,6 +27,7 @@ import torch
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
+from agentloop.weight_digest import sums_digest
 from agentloop_servers.weight_transfer.layout import lay_out, view
 from agentloop_servers.weight_transfer.protocol import (
     Abandon,
@@ -194,6 +195,8 @@ class Incoming:
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
         self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
+        self.digest = ""  # of the tensors and the sender's checksums, once these were compared
+        self._tensors = push.tensors
         self._connection = connection
         self._transport = transport
         self._condition = condition
@@ -234,6 +237,7 @@ class Incoming:
             sent = self._connection.take(EndAttempt, check=self._check).checksums
             problem = self._difference(to_host(self._sums), sent)
             if problem is None:
+                self.digest = sums_digest(self._tensors, sent)
                 self._connection.send(Done())
         if problem is not None:
             self.fail(problem)

@@ -7,7 +7,7 @@ own, one a worker, each in a thread; an update that ends early aborts them, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -24,8 +24,10 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.checkpoint import check_tied, has_tied_embeddings, head_and_twins
 from agentloop_servers.weight_transfer.group_member import GroupMember
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
+from agentloop_servers.weight_transfer.verify import checksum, to_host
 
 T = TypeVar("T")
 
@@ -48,11 +50,21 @@ class _SimulatedWorker:
             raise CheckpointUnreadable("the update was given up", param="push")
         return incoming
 
-    def receive(self) -> float:
-        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds."""
+    def receive(self, tied: Sequence[str] = ()) -> float:
+        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds.
+
+        `tied`: the output head of a model that ties it, and the tensors of which it must be one.
+        """
         assert self.incoming is not None, "it was opened"
-        receive(self.incoming, lambda name, tensor: None)  # there is no model
+        sums: dict[str, torch.Tensor] = {}
+
+        def take(name: str, tensor: torch.Tensor) -> None:  # there is no model
+            if name in tied:
+                sums[name] = checksum(tensor)
+
+        receive(self.incoming, take)
         self._receiver.close()
+        check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
         return self.incoming.transfer_ms
 
     def leave(self) -> None:
@@ -63,12 +75,16 @@ class _SimulatedWorker:
 
 
 class ReceivedWeights:
-    """A `WeightSource` (`agentloop/simulation/weights.py`) over the real transfer. `can_hold` false: one phase."""
+    """A `WeightSource` (`agentloop/simulation/weights.py`) over the real transfer. `can_hold` false: one phase.
 
-    def __init__(self, num_workers: int, *, can_hold: bool, timeout_s: float) -> None:
+    `model`: the folder of the model, of which only the tie of the output head is known.
+    """
+
+    def __init__(self, num_workers: int, *, can_hold: bool, timeout_s: float, model: str = "") -> None:
         self._num_workers = num_workers
         self._can_hold = can_hold
         self._timeout_s = timeout_s
+        self._is_tied = bool(model) and has_tied_embeddings(model)
         self._waiting: list[_SimulatedWorker] = []  # one phase: opened by a stage, for the transfer
         self._members: dict[str, list[GroupMember]] = {}
         self._received: tuple[str, int] | None = None  # a transfer, and the bytes of its parts in all workers
@@ -102,14 +118,15 @@ class ReceivedWeights:
             if received is None or received[0] != update.transfer:
                 raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
             return StageReport(HeldIn.HOST, "gloo", received[1] // self._num_workers)
+        tied = head_and_twins(push.tensors) if self._is_tied else []
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
             return StageReport(HeldIn.NOWHERE, transport, num_bytes)
-        times_ms = await _on_all(workers, _SimulatedWorker.receive)
-        return StageReport(HeldIn.HOST, transport, num_bytes, max(times_ms))
+        times_ms = await _on_all(workers, lambda worker: worker.receive(tied))
+        return StageReport(HeldIn.HOST, transport, num_bytes, max(times_ms), opened[0].digest)
 
     async def transfer(self, update: WeightUpdate) -> float:
         workers, self._waiting = self._waiting, []

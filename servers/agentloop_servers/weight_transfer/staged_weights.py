@@ -28,6 +28,7 @@ from safetensors import safe_open
 
 from agentloop.engine import CommitReport, HeldIn
 from agentloop.errors import CheckpointUnreadable
+from agentloop.weight_digest import check_unchanged
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint, not_finite
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, QuantisedLayer, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view
@@ -158,6 +159,7 @@ class StagedFiles:
 
     def commit(self, model: ServedModel) -> CommitReport:
         started_at = time.perf_counter()
+        check_unchanged(self._directory, self.info.stamps)
         if inspect_checkpoint(self._directory) != self.info:
             raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
         with OpenCheckpoint(self.info) as checkpoint:

@@ -45,9 +45,10 @@ from agentloop.engine import (
     TransferPart,
 )
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
+from agentloop.weight_digest import sums_digest
 from agentloop_servers.tcp import ADDRESS_VARIABLE, ENCRYPT_VARIABLE
 from agentloop_servers.weight_transfer.broadcast import Outgoing
-from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_servers.weight_transfer.checkpoint import check_tied, head_and_twins, inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, check_plan, trace
 from agentloop_servers.weight_transfer.group_member import GroupMember, mapped
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
@@ -63,6 +64,7 @@ from agentloop_servers.weight_transfer.staged_weights import (
     StagedWeights,
     StreamedWeights,
 )
+from agentloop_servers.weight_transfer.verify import checksum, to_host
 from agentloop_servers.weight_transfer.worker_calls import (
     CheckedFolder,
     StageOrder,
@@ -243,18 +245,18 @@ class WeightStager:
         try:
             with self._side_stream():
                 if order.push is not None:
-                    self._receive_push(stage, order.push, plan)
+                    self._receive_push(stage, order.push, plan, is_tied=order.is_tied)
                 elif order.folder is not None:
                     self._read_folder(stage, order.folder.directory, plan)
                 else:
-                    self._receive_parts(stage, plan)
+                    self._receive_parts(stage, plan, is_tied=order.is_tied)
         except AgentLoopError as error:
             stage.error = error.message
         except Exception as error:  # the update's failure: the worker goes on
             stage.error = f"{type(error).__name__}: {error}"
         stage.state = StageState.FAILED if stage.error else StageState.HELD
 
-    def _receive_push(self, stage: _Stage, push: PushSource, plan: CopyPlan | None) -> None:
+    def _receive_push(self, stage: _Stage, push: PushSource, plan: CopyPlan | None, *, is_tied: bool) -> None:
         form = _form(push.tensors) if plan is None else self._parameter_form()
         held_in = self._memory.choose(form, _buffer_bytes(push.tensors))
         incoming = self._receiver.open(
@@ -273,21 +275,36 @@ class WeightStager:
         else:
             try:
                 staged = self._place_for(plan, form, held_in)
-                receive(incoming, staged.accept)
+                tied = head_and_twins(push.tensors) if is_tied else []
+                sums: dict[str, torch.Tensor] = {}
+
+                def accept(name: str, tensor: torch.Tensor) -> None:
+                    if name in tied:
+                        sums[name] = checksum(tensor)
+                    staged.accept(name, tensor)
+
+                receive(incoming, accept)
+                check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
             except BaseException as error:
                 incoming.fail(str(error) or type(error).__name__)
                 raise
             self._finish_staging(staged)
             stage.staged = staged
         stage.report = StageReport(
-            stage.staged.held_in, incoming.transport, incoming.layout.num_bytes, incoming.transfer_ms
+            stage.staged.held_in,
+            incoming.transport,
+            incoming.layout.num_bytes,
+            incoming.transfer_ms,
+            incoming.digest,
         )
 
-    def _receive_parts(self, stage: _Stage, plan: CopyPlan | None) -> None:
+    def _receive_parts(self, stage: _Stage, plan: CopyPlan | None, *, is_tied: bool) -> None:
         """Receive parts until the last one, into shadows by the plan, else as they come."""
         staged: StagedCheckpoint | ShadowParameters | None = None
         transport, num_bytes, transfer_s = "", 0, 0.0
         buffers: dict[Any, torch.Tensor] = {}
+        tensors: list[TensorInfo] = []
+        sums: dict[str, torch.Tensor] = {}  # a trainer's group sends none
         while (part := self._next_part(stage)).tensors:
             started_at, form = time.monotonic(), _form(part.tensors)
             if staged is None:
@@ -298,7 +315,9 @@ class WeightStager:
             if member is None and not part.handles:
                 raise CheckpointUnreadable(f"the worker is not in group {part.group!r}", param="update_info")
             arriving = mapped(part, self._device, buffers) if member is None else member.receive(part, stage.check)
+            tensors += part.tensors
             for name, tensor in arriving:
+                sums[name] = checksum(tensor)
                 if plan is None or name in plan.shapes:  # it has no place for a tied head that is stored nowhere
                     staged.accept(name, tensor)
             self._synchronize()  # a mapped tensor is the trainer's again after this
@@ -308,8 +327,13 @@ class WeightStager:
         if staged is None:
             raise CheckpointUnreadable("no tensor came", param="update_info")
         self._finish_staging(staged)
+        by_name = dict(zip(sums, to_host(list(sums.values())), strict=True))
+        if is_tied:
+            check_tied(head_and_twins(tensors), by_name)
         stage.staged = staged
-        stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0)
+        tensors.sort(key=lambda one: one.name)
+        digest = sums_digest(tensors, [by_name[one.name] for one in tensors])
+        stage.report = StageReport(staged.held_in, transport, num_bytes, transfer_s * 1000.0, digest)
 
     def _next_part(self, stage: _Stage) -> TransferPart:
         """Wait for a part. Raises CheckpointUnreadable for a silent trainer."""

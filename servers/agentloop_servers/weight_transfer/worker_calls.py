@@ -112,6 +112,7 @@ class StageOrder:
     push: PushSource | None = None
     folder: CheckedFolder | None = None
     transfer: tuple[TensorInfo, ...] = ()
+    is_tied: bool = False  # the model ties its output head to the embeddings
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -146,6 +147,7 @@ def merge_stage_reports(reports: Sequence[StageReport]) -> StageReport:
         transport="+".join(sorted({report.transport for report in reports})),
         num_bytes=max(report.num_bytes for report in reports),
         transfer_ms=max(report.transfer_ms for report in reports),
+        digest=reports[0].digest,  # of the source, which is the same for all ranks
     )
 
 

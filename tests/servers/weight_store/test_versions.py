@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("zstandard", reason="the extra `store` is not installed")
 
 from agentloop.client.publish import PublishOptions, PublishReport
+from agentloop.engine import PublishedSource, PullVersion, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -34,8 +35,12 @@ from agentloop.errors import (
     WrongBase,
     WrongRun,
 )
-from agentloop_servers.weight_store.local_versions import LocalVersions
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.weight_digest import folder_stamps, read_files
+from agentloop_servers.weight_store.format import stored_tensors
+from agentloop_servers.weight_store.local_versions import CONTENT, LocalVersions
 from agentloop_servers.weight_store.publisher import VersionPublisher
+from agentloop_servers.weight_store.serving import ServedVersions, pull_version
 from agentloop_servers.weight_store.store import VersionStore
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from tests.support.versions import HASHES, RUN, Tensors, bytes_of, given, held, policy, publish_plainly, train
@@ -352,3 +357,133 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
                     "complete, or not there"
                 )
         assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), version)) == bytes_of(weights)
+
+
+# --- copies of a host ---
+
+
+def _flip_tensor(folder: Path, name: str, *, keeps_mtime: bool = False) -> None:
+    one = stored_tensors(folder)[name]
+    before = one.path.stat()
+    with one.path.open("r+b") as file:
+        file.seek(one.at + 5)
+        byte = file.read(1)[0]
+        file.seek(one.at + 5)
+        file.write(bytes([byte ^ 4]))
+    if keeps_mtime:
+        os.utime(one.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _hide(folder: Path) -> None:
+    """Give a version's files the stamps that they have now, as if the disk had changed behind them."""
+    content = json.loads((folder / CONTENT).read_text())
+    (folder / CONTENT).write_text(json.dumps({**content, "stamps": folder_stamps(str(folder))}))
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("name", ["layer.0", "layer.2"])  # no delta names the first
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_flipped_byte_in_a_hosts_copy_is_found_and_the_copy_is_made_again(
+    tmp_path: Path, damaged: int, name: str, is_hidden: bool
+) -> None:
+    weights, rng = policy(), np.random.default_rng(4)
+    publishing, follower = publisher(tmp_path, checksum="blake3"), LocalVersions(tmp_path / "host")
+    for version in range(3):
+        train(weights, rng)
+        publishing.publish(given(weights), version)
+        if version:
+            follower.folder(store_in(tmp_path), version)
+    copy = tmp_path / "host" / f"weight_v{damaged:06d}"
+    _flip_tensor(copy, name, keeps_mtime=True)
+    if is_hidden:
+        _hide(copy)
+    train(weights, rng)
+    if damaged == 1:
+        shutil.rmtree(tmp_path / "host" / "weight_v000002")
+        train(weights, rng)
+    publishing.publish(given(weights), 3)
+    assert held(follower.folder(store_in(tmp_path), 3)) == bytes_of(weights)
+    copy = follower.folder(store_in(tmp_path), 3)
+    _flip_tensor(copy, name)
+    if is_hidden:
+        _hide(copy)
+    assert held(follower.folder(store_in(tmp_path), 3, is_doubted=is_hidden)) == bytes_of(weights)
+
+
+@pytest.mark.parametrize("name", ["layer.0", "layer.2"])
+def test_a_publishers_damaged_base_makes_no_delta(tmp_path: Path, name: str) -> None:
+    weights, rng = policy(), np.random.default_rng(5)
+    for version in range(2):
+        train(weights, rng)
+        publisher(tmp_path).publish(given(weights), version)
+    _flip_tensor(tmp_path / "cache" / "weight_v000001", name)
+    _hide(tmp_path / "cache" / "weight_v000001")
+    train(weights, rng)
+    assert publisher(tmp_path).publish(given(weights), 2).base_version == 1
+    assert held(LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 2)) == bytes_of(weights)
+
+
+async def test_an_engine_that_reads_other_bytes_than_were_made_gets_them_made_again(tmp_path: Path) -> None:
+    publisher(tmp_path).publish(given(policy()), 1)
+    source = PublishedSource(str(tmp_path / "store"), RUN)
+    served, update = ServedVersions(source, tmp_path / "host"), WeightUpdate(1, published=source)
+    located = await served.located(update)
+    assert located.digest == (await read_files(str(located.directory))).digest
+    _flip_tensor(Path(str(located.directory)), "layer.0")
+    _hide(Path(str(located.directory)))
+    engine = SimulatedEngine()
+    await engine.start()
+    with pytest.raises(ChecksumMismatch):
+        await engine.stage(located)
+    assert (await engine.stage(await served.located(update))).digest == located.digest
+    await engine.close()
+
+
+def test_a_tensor_without_a_checksum_is_named(tmp_path: Path) -> None:
+    publisher(tmp_path).publish(given(policy()), 1)
+    path = _file(tmp_path / "store" / RUN / "weight_v000001")
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    del header["__metadata__"]["layer.1"]
+    path.write_bytes(data[:8] + json.dumps(header).encode().ljust(start - 8) + data[start:])
+    with pytest.raises(VersionDamaged, match=r"no checksum of tensor layer\.1"):
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
+
+
+@pytest.mark.parametrize("place", ["same", "inside", "link", "others' folders", "a version"])
+async def test_a_pull_deletes_nothing_that_it_has_not_made(tmp_path: Path, place: str) -> None:
+    """X = `local_checkpoint_dir`; versions are kept in X.versions."""
+    source = tmp_path / "X.versions"
+    publishing = VersionPublisher(PublishOptions(str(tmp_path), source.name, cache=str(tmp_path / "cache")))
+    for version in (1, 2, 3):
+        publishing.publish(given(policy(version)), version)
+    published = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    folder = {
+        "same": tmp_path / "X",
+        "inside": source / "mine",
+        "link": tmp_path / "Y",
+        "others' folders": tmp_path / "Z",
+        "a version": source / "weight_v000004",
+    }[place]
+    if place == "link":
+        (tmp_path / "Y.versions").symlink_to(source)
+    if place == "others' folders":  # a version's folder that is not ours
+        (tmp_path / "Z.versions").mkdir()
+        (tmp_path / "Z.versions" / "weight_v000001").symlink_to(source / "weight_v000001")
+        shutil.copytree(source / "weight_v000002", tmp_path / "Z.versions" / "weight_v000002")
+        published |= {path: path.read_bytes() for path in (tmp_path / "Z.versions").rglob("*") if path.is_file()}
+    order = PullVersion(str(source), str(folder), 3, str(tmp_path / "base"))
+    with pytest.raises(InvalidRequest, match=r"versions are published in .*X\.versions|is not a local version"):
+        await pull_version(order)
+    assert {path: path.read_bytes() for path in published} == published
+
+
+def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
+    publisher(tmp_path).publish(given(policy()), 1)
+    own = tmp_path / "host" / "weight_v000001"
+    shutil.copytree(tmp_path / "store" / RUN / "weight_v000001", own)
+    before = held(own)
+    with pytest.raises(InvalidRequest, match="weight_v000001 is not a local version"):
+        LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
+    assert held(own) == before

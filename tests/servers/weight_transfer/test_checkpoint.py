@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,13 @@ from safetensors.torch import save_file
 
 from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint, read_through
+from agentloop.weight_digest import read_files
+from agentloop_servers.weight_transfer.checkpoint import (
+    ServedForm,
+    inspect_checkpoint,
+    read_contents,
+    read_through,
+)
 
 Tensors = dict[str, tuple[str, list[int], int]]  # name: dtype, shape, bytes
 
@@ -92,7 +99,7 @@ def test_the_output_head_is_optional_where_it_is_tied(tmp_path: Path, is_tied: b
     form = ServedForm(write(tmp_path / "served", MODEL, is_tied=is_tied), is_dummy=False)
     directory = write(tmp_path / "a", {**MODEL, "lm_head.weight": ("BF16", [4, 2], 16)})
     if is_tied:
-        assert "lm_head.weight" in {tensor.name for tensor in form.check_directory(directory)}
+        assert "lm_head.weight" in {tensor.name for tensor in form.check_directory(directory)[0]}
     else:
         with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight"):
             form.check_directory(directory)
@@ -132,3 +139,45 @@ def test_values_that_are_no_numbers_are_found_in_any_tensor(
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointUnreadable, match=f"{name} has values that are not finite numbers"):
         read_through(inspect_checkpoint(str(tmp_path)))
+
+
+EMBEDDINGS, HEAD = torch.arange(8.0).reshape(4, 2), "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("head", "is_tied", "is_taken"),
+    [
+        (EMBEDDINGS.clone(), True, True),
+        (EMBEDDINGS + 1, True, False),
+        (EMBEDDINGS.flip(0), True, False),
+        (EMBEDDINGS.to(torch.bfloat16), True, False),
+        (EMBEDDINGS[:3].clone(), True, False),
+        (EMBEDDINGS + 1, False, True),
+    ],
+)
+@pytest.mark.parametrize("form", ["flat", "text_config"])
+def test_a_head_that_the_model_ties_has_the_values_of_the_embeddings(
+    tmp_path: Path, head: torch.Tensor, is_tied: bool, is_taken: bool, form: str
+) -> None:
+    names = {"model.embed_tokens.weight": EMBEDDINGS, "model.norm.weight": torch.ones(2)}
+    served, pushed = tmp_path / "served", tmp_path / "pushed"
+    for folder in (served, pushed):
+        folder.mkdir()
+        config = {"tie_word_embeddings": is_tied}
+        (folder / "config.json").write_text(json.dumps(config if form == "flat" else {"text_config": config}))
+    own = names if is_tied else {**names, HEAD: EMBEDDINGS.clone()}
+    save_file(own, served / "model.safetensors")
+    save_file({**names, HEAD: head}, pushed / "model.safetensors")
+    checked = ServedForm(str(served), is_dummy=False)
+    if is_taken:
+        checked.check_directory(str(pushed))
+    else:
+        with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight has other values than the embeddings"):
+            checked.check_directory(str(pushed))
+
+
+def test_an_engines_reading_and_the_simulated_ones_have_one_digest(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.randn(300, 1000), "model.norm.weight": torch.ones(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    info = inspect_checkpoint(str(tmp_path))
+    assert read_contents(str(tmp_path), info).digest == asyncio.run(read_files(str(tmp_path))).digest

@@ -9,7 +9,8 @@ import weakref
 from pathlib import Path
 
 from agentloop.errors import EngineError
-from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_through
+from agentloop.weight_digest import FolderContents, check_unchanged
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint, read_contents
 from agentloop_servers.weight_transfer.lora import CONFIG_FILE, WEIGHTS_FILE, check_adapter, write_zero_adapter
 
 
@@ -49,27 +50,25 @@ class AdapterFolder:
         following.symlink_to(Path(directory).resolve())
         following.replace(self._link)
 
-    def check(self, directory: str) -> int:
-        """Check an adapter and read it all, for the page cache. Returns its size in bytes. Blocks.
-
-        Raises CheckpointUnreadable.
-        """
+    def check(self, directory: str) -> FolderContents:
+        """Check an adapter and read all of it, which fills the page cache. Blocks. Raises CheckpointUnreadable."""
         has_weights = any(Path(self._model).glob("*.safetensors"))
         served = inspect_checkpoint(self._model).tensors if has_weights else None
-        adapter = check_adapter(directory, self._max_rank, served)
-        read_through(inspect_checkpoint(directory))
-        return adapter.num_bytes
+        checkpoint = inspect_checkpoint(directory)
+        check_adapter(directory, self._max_rank, served)
+        return read_contents(directory, checkpoint)
 
     def copy_of(self, number: int) -> str:
         """Return the path of a copy."""
         return str(self._own() / str(number))
 
-    def copy(self, directory: str, number: int) -> None:
-        """Copy an adapter that was checked. Blocks. Raises OSError."""
+    def copy(self, directory: str, number: int, contents: FolderContents) -> None:
+        """Copy an adapter that was checked. Blocks. Raises OSError, and CheckpointUnreadable if it has changed."""
         copy = Path(self.copy_of(number))
         copy.mkdir()
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             shutil.copyfile(Path(directory) / name, copy / name)
+        check_unchanged(directory, contents.stamps)
 
     def remove(self, number: int) -> None:
         """Remove a copy, as far as it is there. Blocks."""

@@ -390,6 +390,10 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     # --- weights ------------------------------------------------------------------------------------------
 
+    @property
+    def weight_digest(self) -> str:
+        return self._served_weights.digest
+
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         await self._lifecycle.drain_pinned(version, grace_s)
 

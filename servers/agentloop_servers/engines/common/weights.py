@@ -32,6 +32,14 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
+from agentloop.weight_digest import (
+    FileStamp,
+    FolderContents,
+    FolderDigests,
+    check_digest,
+    check_unchanged,
+    read_files,
+)
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.weight_transfer.checkpoint import ServedForm
 from agentloop_servers.weight_transfer.worker_calls import (
@@ -47,8 +55,9 @@ from agentloop_servers.weight_transfer.worker_calls import (
 
 STAGE_POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
 
-Staged: TypeAlias = tuple[int, WeightUpdate]
-"""A staged update, and the number that identifies it in the workers."""
+Staged: TypeAlias = tuple[int, WeightUpdate, tuple[FileStamp, ...]]
+"""The number that identifies a staged update in the workers, the update with its digest, and the stamps of an
+adapter's files, which the commit reads again."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -73,8 +82,12 @@ class ServedAdapter(Protocol):
     async def start(self) -> None:
         """Serve an adapter of zeros. Call before the first request. Raises EngineError."""
 
-    def check(self, directory: str) -> int:
-        """Check an adapter and read all of it. Returns its size in bytes. Blocks. Raises CheckpointUnreadable."""
+    @property
+    def is_policy(self) -> bool:
+        """True if the one adapter is the policy; False if adapters are served by name."""
+
+    def check(self, directory: str) -> FolderContents:
+        """Check an adapter and read all of it. Blocks. Raises CheckpointUnreadable."""
 
     async def commit(self, directory: str) -> CommitReport:
         """Replace the served adapter, and verify the new one. After an error the adapter is of unknown state."""
@@ -115,6 +128,9 @@ class EngineWeights:
         self._form: ServedForm | None = None
         self._committed: int | None = None  # the latest version
         self._numbers = itertools.count(1)
+        self._folders = FolderDigests()
+        self._loaded: FolderContents | None = None  # what the engine loads at its start
+        self.digest = ""  # of the weights that were committed last
         self._staged: Staged | None = None
         self._transfer: _IncomingTransfer | None = None
         self._stage_lock = asyncio.Lock()
@@ -123,6 +139,8 @@ class EngineWeights:
         """Check the model folder. Call before the engine is started. Raises CheckpointUnreadable."""
         is_dummy = self._config.initial_version is None
         self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
+        if not is_dummy:  # the engine then loads the files from the page cache
+            self._loaded = await read_files(self._config.model)
 
     async def start(self) -> None:
         """Prepare the workers of a started engine, and label its initial version."""
@@ -135,6 +153,9 @@ class EngineWeights:
         if version is not None:
             await self._label(version)
             self._committed = version
+        if self._loaded is not None:
+            check_unchanged(self._config.model, self._loaded.stamps)
+            self.digest = self._loaded.digest
 
     def close(self) -> None:
         """Remove the adapter's files, if there are any. Idempotent; the engine may be gone."""
@@ -143,18 +164,27 @@ class EngineWeights:
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         """Receive and check `update` in all workers. Raises CheckpointUnreadable or EngineError."""
+        if update.is_probe:
+            directory = update.adapter or update.directory or ""
+            contents = self._folders.get(directory) or (await self._read(update))[1]
+            return StageReport(HeldIn.FILES, "directory", contents.num_bytes, digest=contents.digest)
         async with self._stage_lock:
             self._staged, transfer, self._transfer = None, self._transfer, None
+            stamps: tuple[FileStamp, ...] = ()
             if update.transfer is not None:
                 number, report = await self._end_transfer(update.transfer, transfer)
             elif update.adapter is not None:
-                number = next(self._numbers)
-                report = await self._stage_adapter(update.adapter)
+                if self._adapter is not None and not self._adapter.is_policy:
+                    raise CheckpointUnreadable(
+                        "this engine serves adapters by name: push it under one", param="adapter"
+                    )
+                number, (_, contents) = next(self._numbers), await self._read(update)
+                stamps = contents.stamps
+                report = StageReport(HeldIn.FILES, "adapter", contents.num_bytes, digest=contents.digest)
             else:
                 number = next(self._numbers)
-                order = await asyncio.to_thread(self._order, number, update)
-                report = await self._stage_tensors(order)
-            self._staged = (number, update)
+                report = await self._stage_tensors(number, update)
+            self._staged = (number, replace(update, digest=report.digest), stamps)
             return report
 
     async def follow_trainer(self, order: TrainerOrder) -> None:
@@ -185,15 +215,15 @@ class EngineWeights:
     async def commit(self, staged: Staged) -> CommitReport:
         """Swap in a staged update, and label its version; the engine must be paused. After an error the weights are
         of unknown state."""
-        number, update = staged
-        version = update.version
+        number, update, stamps = staged
+        version, self.digest = update.version, ""
         async with asyncio.timeout(self._config.commit_timeout_s):
             # Side by side: the label counts from the next token on, and there is none before the resume.
-            report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
+            report, _ = await asyncio.gather(self._swap(number, update, stamps), self._label(version))
             if self._committed is not None and version <= self._committed:
                 # KV under this version's salt, or that of a version in between, may be of other weights.
                 await self._workers.clear_cache()
-        self._committed = version
+        self._committed, self.digest = version, update.digest
         self._served_form().confirm()
         return report
 
@@ -225,25 +255,48 @@ class EngineWeights:
             raise EngineError("the engine is not started")
         return self._form
 
-    def _order(self, number: int, update: WeightUpdate) -> StageOrder:
-        """Check an update against the served model, and make the workers' order of it. Blocks."""
+    async def _read(self, update: WeightUpdate) -> tuple[tuple[TensorInfo, ...], FolderContents]:
+        """Check and read a folder of weights, or of an adapter, whose tensors are not returned.
+
+        Raises CheckpointUnreadable, also for another digest than the update's.
+        """
+        directory = update.adapter or update.directory or ""
+        tensors: tuple[TensorInfo, ...] = ()
+        if update.adapter is None:
+            tensors, contents = await asyncio.to_thread(self._served_form().check_directory, directory)
+        elif self._adapter is None:
+            raise CheckpointUnreadable("this engine takes no adapters: set engine.lora_rank", param="adapter")
+        else:
+            contents = await asyncio.to_thread(self._adapter.check, directory)
+        self._folders.add(directory, contents)
+        check_digest(update.digest, contents.digest, directory)
+        return tensors, contents
+
+    async def _order(self, number: int, update: WeightUpdate) -> tuple[StageOrder, FolderContents | None]:
+        """Check an update against the served model, and make the workers' order of it."""
         form = self._served_form()
         if self._adapter is not None:
             raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
         if update.directory is not None:
-            tensors = form.check_directory(update.directory)
-            return StageOrder(number, folder=CheckedFolder(update.directory, tensors))
+            tensors, contents = await self._read(update)
+            return StageOrder(number, folder=CheckedFolder(update.directory, tensors)), contents
         if update.push is None:
             raise InvalidRequest("an update without a source", param="directory")
-        if update.push.names is TensorNames.CHECKPOINT:
+        has_names = update.push.names is TensorNames.CHECKPOINT
+        if has_names:
             form.check_push(update.push.tensors)
-        return StageOrder(number, push=update.push)
+        return StageOrder(number, push=update.push, is_tied=form.is_tied and has_names), None
 
-    async def _stage_tensors(self, order: StageOrder) -> StageReport:
-        param = "directory" if order.push is None else "push"
-        async with self._dropping(order.number), self._in_time(param):
+    async def _stage_tensors(self, number: int, update: WeightUpdate) -> StageReport:
+        order, contents = await self._order(number, update)
+        param = "directory" if contents is not None else "push"
+        async with self._dropping(number), self._in_time(param):
             await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
-            return _merged(await self._polled(WorkerMethod.POLL, order.number, _is_held, param))
+            report = _merged(await self._polled(WorkerMethod.POLL, number, _is_held, param))
+            if contents is None:  # a peer sends what it holds under this digest
+                return replace(report, digest=update.digest or report.digest)
+            check_unchanged(update.directory or "", contents.stamps)  # while the workers read it
+            return replace(report, digest=contents.digest)
 
     async def _receive_part(self, part: TransferPart) -> None:
         """Check and receive a part; the first one begins the stage."""
@@ -253,7 +306,8 @@ class EngineWeights:
             self._staged = self._transfer = None
             if self._adapter is not None:
                 raise CheckpointUnreadable("this engine serves adapters, and takes no weights of a trainer's group")
-            order = StageOrder(transfer.number, transfer=self._served_form().tensors or part.tensors)
+            form = self._served_form()
+            order = StageOrder(transfer.number, transfer=form.tensors or part.tensors, is_tied=form.is_tied)
             await self._workers.on_workers(WorkerMethod.STAGE, codec.encode(order))
         self._transfer, num_parts = None, transfer.num_parts + 1
         async with self._dropping(transfer.number), self._in_time("update_info"):
@@ -316,15 +370,11 @@ class EngineWeights:
         except TimeoutError:
             _log.error("stage_not_dropped", number=number, waited_s=self._config.control_timeout_s)
 
-    async def _stage_adapter(self, directory: str) -> StageReport:
-        if self._adapter is None:
-            raise CheckpointUnreadable("this engine takes no adapters: set engine.lora_rank", param="adapter")
-        num_bytes = await asyncio.to_thread(self._adapter.check, directory)
-        return StageReport(HeldIn.FILES, "adapter", num_bytes)
-
-    async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
+    async def _swap(self, number: int, update: WeightUpdate, stamps: tuple[FileStamp, ...]) -> CommitReport:
         if update.adapter is not None and self._adapter is not None:
-            return await self._adapter.commit(update.adapter)
+            report = await self._adapter.commit(update.adapter)
+            check_unchanged(update.adapter, stamps)
+            return report
         answers = await self._workers.on_workers(WorkerMethod.COMMIT, number)
         return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])
 

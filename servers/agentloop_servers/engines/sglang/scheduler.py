@@ -8,7 +8,7 @@
 - A model's own stop tokens end nothing: SGLang adds them to those that a request names.
 - SGLang makes no grammars where it has no tokenizer, and with one it would send all output through a process more.
   So it is started without, and its grammar backend is made here. The ids that end a text are each request's own.
-- A canary check runs before every other request (`CanaryFirst`).
+- A canary check runs before every other request (`CanaryPrefill`).
 - Its counters are written to a file that the engine reads (`FactsFile`): a call for them would take a place between
   two steps.
 """
@@ -46,7 +46,7 @@ def install(scheduler: Any, argument: str) -> None:
         scheduler.grammar_manager.grammar_backend = _grammar_backend(scheduler)
     sampling = Sampling(scheduler, setup)
     sampling.install()
-    CanaryFirst(scheduler).install()
+    CanaryPrefill(scheduler).install()
     if ranks(scheduler).tp_rank == 0:
         Counters(scheduler, sampling, FactsFile(setup.facts_path)).install()
 
@@ -209,7 +209,7 @@ def _grammar_backend(scheduler: Any) -> Any:
     return Grammars(tokenizer, vocab_size)
 
 
-class CanaryFirst:
+class CanaryPrefill:
     """Prefills a canary request alone, before every other request of the scheduler.
 
     One of the `SPARE_SLOTS` is reserved for it. If running requests hold the whole KV cache, one of them is

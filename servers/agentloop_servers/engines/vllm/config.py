@@ -132,10 +132,7 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
         "quantization": "fp8_per_tensor" if config.quantization == "fp8" else config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs + 1,  # the slot of the canary check
-        "max_num_active_seqs": config.max_num_seqs,
-        "scheduler_cls": SCHEDULER,
-        "scheduling_policy": config.scheduling_policy,
+        **_scheduler_arguments(config),
         "block_size": config.block_size,
         **_parallel_arguments(config),
         "seed": config.seed,
@@ -180,6 +177,15 @@ def engine_arguments(config: VllmConfig) -> dict[str, Any]:
     else:
         arguments |= _gpu_arguments(config)
     return arguments
+
+
+def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
+    return {
+        "scheduler_cls": SCHEDULER,
+        "scheduling_policy": config.scheduling_policy,
+        "max_num_seqs": config.max_num_seqs + 1,  # the slot of the canary check
+        "max_num_active_seqs": config.max_num_seqs,
+    }
 
 
 def _speculative_arguments(config: VllmConfig, speculative: Speculative) -> dict[str, Any]:

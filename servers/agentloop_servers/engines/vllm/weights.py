@@ -23,11 +23,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from agentloop.engine import Adapter, CommitReport, HeldIn, StageReport
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, EngineError
 from agentloop.held_adapters import HeldAdapter, HeldAdapters
+from agentloop.weight_digest import FolderContents, check_digest
 from agentloop_servers.engines.common.adapters import AdapterFolder
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.process import one_line
@@ -65,14 +67,16 @@ class LoraAdapters:
     async def load(self, adapter: Adapter) -> StageReport:
         """As `load_adapter` of the port."""
         async with self._changing:
-            if self._held.serves(adapter):
-                return StageReport(HeldIn.DEVICE, "adapter")
+            if (served := self._held.serving(adapter)) is not None:
+                return StageReport(HeldIn.DEVICE, "adapter", digest=served.digest)
             await self._free_unused()
             held = self._held.new(adapter)
-            num_bytes = await asyncio.to_thread(self._folder.check, adapter.directory)
+            contents = await asyncio.to_thread(self._folder.check, adapter.directory)
+            check_digest(adapter.digest, contents.digest, adapter.directory)
+            held.adapter = replace(adapter, digest=contents.digest)
             started_at = time.perf_counter()
             try:
-                await asyncio.to_thread(self._folder.copy, adapter.directory, held.number)
+                await asyncio.to_thread(self._folder.copy, adapter.directory, held.number, contents)
                 await self._load(held.number, self._folder.copy_of(held.number))
                 await self._verify(held.number, self._folder.copy_of(held.number))
             except BaseException as error:
@@ -84,7 +88,8 @@ class LoraAdapters:
                     ) from error
                 raise
             self._held.serve(held)
-            return StageReport(HeldIn.DEVICE, "adapter", num_bytes, (time.perf_counter() - started_at) * 1e3)
+            load_ms = (time.perf_counter() - started_at) * 1e3
+            return StageReport(HeldIn.DEVICE, "adapter", contents.num_bytes, load_ms, contents.digest)
 
     async def unload(self, name: str) -> None:
         """As `unload_adapter` of the port."""
@@ -115,10 +120,12 @@ class LoraAdapters:
 
     # --- the one that is the policy ---
 
-    def check(self, directory: str) -> int:
-        if self._has_names:
-            raise CheckpointUnreadable("this engine serves adapters by name: push it under one", param="adapter")
+    def check(self, directory: str) -> FolderContents:
         return self._folder.check(directory)
+
+    @property
+    def is_policy(self) -> bool:
+        return not self._has_names
 
     async def commit(self, directory: str) -> CommitReport:
         """Replace the served adapter in all workers, and verify the new one. vLLM must be paused.

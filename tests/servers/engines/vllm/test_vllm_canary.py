@@ -62,8 +62,15 @@ def test_an_aborted_check_leaves_its_blocks_reserved() -> None:
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (num_free, 0.0)
 
 
+class SlowEngine(VllmEngine):
+    async def slow_steps(self, seconds: float) -> None:
+        """Make each step take `seconds` longer from now on."""
+        install = "tests.support.transfer.slow_steps:install"
+        await self._process.on_workers(WorkerMethod.EXTEND_RUNNER, install, str(seconds))
+
+
 async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
-    engine = VllmEngine(vllm_config(POLICY / "v0", max_num_seqs=NUM_IN_FLIGHT, max_model_len=512))
+    engine = SlowEngine(vllm_config(POLICY / "v0", max_num_seqs=NUM_IN_FLIGHT, max_model_len=512))
     await engine.start()
     try:
         assert engine.info.max_running == NUM_IN_FLIGHT
@@ -74,8 +81,7 @@ async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
         asked = [asyncio.create_task(engine.generate(request)) for request in requests]
         while engine.load().num_running < NUM_IN_FLIGHT or engine.load().num_sampled_tokens < NUM_IN_FLIGHT:
             await asyncio.sleep(0.05)
-        process: Any = engine._process
-        await process.on_workers(WorkerMethod.EXTEND_RUNNER, "tests.support.transfer.slow_steps:install", "1.0")
+        await engine.slow_steps(1.0)
         for version, policy in enumerate((KVPolicy.KEEP, KVPolicy.RECOMPUTE), start=1):
             await engine.stage(WeightUpdate(version, directory=str(POLICY / f"v{version % 2}")))
             await engine.pause(PauseMode.KEEP, policy)
@@ -84,7 +90,7 @@ async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
             canary_s = await engine.resume()
             assert engine.weight_version == version
             assert canary_s > 1.0
-        await process.on_workers(WorkerMethod.EXTEND_RUNNER, "tests.support.transfer.slow_steps:install", "0.0")
+        await engine.slow_steps(0.0)
         answers: list[Generation] = await asyncio.gather(*asked)
         assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
         assert {len(answer.token_ids) for answer in answers} == {200}

@@ -112,7 +112,7 @@ async def commit_in_flight(
     async with asyncio.timeout(60):
         while len(progress) < 10:
             await asyncio.sleep(0.002)
-    assert await asyncio.to_thread(site.lora.check, str(adapter)) > 0
+    assert (await asyncio.to_thread(site.lora.check, str(adapter))).num_bytes > 0
     await site.process.llm.pause_generation(mode="keep", clear_cache=is_cache_cleared)
     report = await site.lora.commit(str(adapter))
     num_before = progress[-1]

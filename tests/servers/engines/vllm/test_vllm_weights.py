@@ -49,6 +49,7 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop.weight_digest import read_files
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing
@@ -327,6 +328,24 @@ def sender() -> Iterator[WeightSender]:
     sender = WeightSender()
     yield sender
     sender.close()
+
+
+async def test_a_head_that_differs_from_the_tied_embeddings_is_refused_while_it_is_staged(
+    tied_engine: VllmEngine, sender: WeightSender, tmp_path: Path
+) -> None:
+    version, tensors = tied_engine.weight_version, stored(POLICY / "v0")
+    assert tied_engine.weight_digest == (await read_files(str(POLICY / "v0"))).digest
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight has other values than the embeddings"):
+        await tied_engine.stage(WeightUpdate(version + 1, str(tmp_path)))
+    offer = replace(sender.offer([outgoing(*one) for one in tensors.items()]), num_receivers=1)
+    sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
+    with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight has other values than the embeddings"):
+        await tied_engine.stage(WeightUpdate(version + 1, push=offer))
+    await asyncio.gather(sending, return_exceptions=True)
+    assert tied_engine.weight_version == version
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
 
 
 async def test_pushed_weights_wait_beside_the_served_ones(tied_engine: VllmEngine, sender: WeightSender) -> None:

@@ -1,0 +1,149 @@
+"""The digest that identifies weights by their content: the name, dtype, shape and bytes of every source tensor.
+
+It does not depend on the files' names, on their order, on tensor parallelism, or on an engine's kind and dtype. An
+engine computes it while it reads a folder for staging. An adapter's configuration scales its tensors, so its bytes
+count too. Digests of pushes are made of checksums instead, which the sender and the engines' workers compute on
+their own devices; the prefix tells the two kinds apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import xxhash
+
+from agentloop.checks import check_checkpoint
+from agentloop.engine import TensorInfo
+from agentloop.errors import CheckpointUnreadable, ChecksumMismatch
+
+ADAPTER_CONFIG = "adapter_config.json"
+_CHUNK_BYTES = 2**20
+_CONTENT, _SUMS = "xxh3:", "sums:"
+
+FileStamp = tuple[str, int, int, int, int]
+"""A file's name, size, mtime and ctime in nanoseconds, and inode. A copy that keeps the mtime changes the ctime."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """The content of a folder of weights as it was read once."""
+
+    digest: str
+    num_bytes: int  # of its safetensors files, or of the tensors in them
+    stamps: tuple[FileStamp, ...]
+
+
+class FolderDigests:
+    """The contents of the folders that one engine has read last. They are read again only if a stamp changed."""
+
+    def __init__(self, num_folders: int = 8) -> None:
+        self._num_folders = num_folders
+        self._contents: dict[str, FolderContents] = {}
+
+    def add(self, directory: str, contents: FolderContents) -> None:
+        """Keep the contents of a folder, and drop the oldest ones."""
+        self._contents.pop(directory, None)
+        self._contents[directory] = contents
+        while len(self._contents) > self._num_folders:
+            del self._contents[next(iter(self._contents))]
+
+    def get(self, directory: str) -> FolderContents | None:
+        """Return the contents of a folder whose files are those that were read; None: it has to be read."""
+        known = self._contents.get(directory)
+        return known if known is not None and known.stamps == folder_stamps(directory) else None
+
+
+def folder_stamps(directory: str) -> tuple[FileStamp, ...]:
+    """Return the stamps of the files that a folder's digest covers. A file that is gone has none."""
+    found = []
+    for path in (*sorted(Path(directory).glob("*.safetensors")), Path(directory) / ADAPTER_CONFIG):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
+    return tuple(found)
+
+
+def check_unchanged(directory: str, stamps: Sequence[FileStamp]) -> None:
+    """Raise CheckpointUnreadable, with the file's name, if a folder is not as it was when the stamps were taken."""
+    # A hard link to a file changes its ctime and nothing else.
+    before, now = ({(*one[:3], one[4]) for one in taken} for taken in (stamps, folder_stamps(directory)))
+    if changed := sorted(before ^ now):
+        raise CheckpointUnreadable(
+            f"{changed[0][0]} in {directory} changed while the weights were staged: write each version into a new "
+            "folder, and push it once it is complete",
+            param="directory",
+        )
+
+
+def content_digest(tensors: Mapping[str, tuple[str, Sequence[int], str]], directory: str) -> str:
+    """Combine tensors in the order of their names: dtype (as safetensors writes it), shape and xxh3-128 of each.
+
+    The configuration in `directory` is added if the tensors are an adapter's.
+    """
+    lines = [f"{name!r} {dtype} {list(shape)} {hexdigest}" for name, (dtype, shape, hexdigest) in tensors.items()]
+    if (config := Path(directory) / ADAPTER_CONFIG).is_file():
+        lines.append(f"{ADAPTER_CONFIG} {xxhash.xxh3_128_hexdigest(config.read_bytes())}")
+    return _CONTENT + xxhash.xxh3_128_hexdigest("\n".join(sorted(lines)).encode())
+
+
+def sums_digest(tensors: Sequence[TensorInfo], checksums: Sequence[int]) -> str:
+    """Combine the tensors of a push, in the order in which they are sent, with their sender's checksums."""
+    lines = [f"{one.name!r} {one.dtype} {list(one.shape)}" for one in tensors]
+    return _SUMS + xxhash.xxh3_128_hexdigest("\n".join([*lines, *map(str, checksums)]).encode())
+
+
+def are_comparable(one: str, other: str) -> bool:
+    """Return True if two digests are known, and of the same kind."""
+    return bool(one and other) and one.partition(":")[0] == other.partition(":")[0]
+
+
+def check_digest(expected: str, found: str, name: str) -> None:
+    """Raise ChecksumMismatch if weights named `name` are not those of the digest `expected`; "": any are."""
+    if are_comparable(expected, found) and expected != found:
+        raise ChecksumMismatch(
+            f"{name} has other bytes now: digest {found}, and {expected} is served under this version. "
+            "Restore the files, or push them as a new version",
+            param="directory",
+        )
+
+
+async def read_files(directory: str) -> FolderContents:
+    """Read a folder of weights or of an adapter, and let other tasks run in between.
+
+    Raises CheckpointUnreadable for files of another form, and for one that changes meanwhile.
+    """
+    stamps, num_bytes = folder_stamps(directory), 0
+    tensors: dict[str, tuple[str, Sequence[int], str]] = {}
+    try:
+        for path in check_checkpoint(directory):
+            num_bytes += path.stat().st_size
+            for name, dtype, shape, pieces in _tensors(path):
+                state = xxhash.xxh3_128()
+                for piece in pieces:
+                    state.update(piece)
+                    await asyncio.sleep(0)
+                tensors[name] = dtype, shape, state.hexdigest()
+        contents = FolderContents(content_digest(tensors, directory), num_bytes, stamps)
+    except OSError as error:
+        raise CheckpointUnreadable(f"{directory} cannot be read: {error}", param="directory") from error
+    check_unchanged(directory, stamps)
+    return contents
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], Iterator[bytes]]]:
+    """Yield name, dtype, shape and bytes of every tensor of a file whose header was checked."""
+    with path.open("rb") as file:
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        header = orjson.loads(file.read(num_header_bytes))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                file.seek(8 + num_header_bytes + start)
+                sizes = (min(_CHUNK_BYTES, end - at) for at in range(start, end, _CHUNK_BYTES))
+                yield name, entry.get("dtype", ""), entry.get("shape", ()), map(file.read, sizes)
