@@ -99,6 +99,10 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_BYTES // page_bytes}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
+            for table, name, kind in schema.columns:
+                known = db.execute("SELECT 1 FROM pragma_table_info(?) WHERE name = ?", (table, name))
+                if known.fetchone() is None:
+                    db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     except sqlite3.DatabaseError as error:
         db.close()
         if not is_read_only and _has_no_room(error, path.parent):

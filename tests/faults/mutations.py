@@ -128,8 +128,8 @@ MUTATIONS = (
     Mutation(
         "keep_place_held_after_failure",
         _ROLLOUTS,
-        "            self.queue.give_back_keep_place(assignment_id)\n",
-        "",
+        "                    self.queue.give_back_keep_place(assignment_id)\n",
+        "                    pass\n",
         _COORDINATOR_TESTS,
     ),
     Mutation(
