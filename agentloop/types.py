@@ -17,7 +17,7 @@ import numpy.typing as npt
 from agentloop.capabilities import ANYTHING, Capabilities
 from agentloop.endings import FAILURES as FAILURES
 from agentloop.endings import TRUNCATIONS as TRUNCATIONS
-from agentloop.endings import FailureClass, failure_of_end
+from agentloop.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
 from agentloop.endings import StopReason as StopReason
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
@@ -304,11 +304,14 @@ class RolloutTask(SamplingOptions):
 
 
 class OnStale(StrEnum):
-    """The fate of a trajectory that falls further behind the fleet's weights than its run allows."""
+    """The fate of a trajectory that falls behind the weights of the fleet by more versions than its run allows.
 
-    DROP = "drop"  # its tokens are thrown away, and its sample is rolled out again under current weights
-    MASK = "mask"  # it goes on to its natural end; its tokens that are too old then leave the mask
-    FINISH = "finish"  # it ends now, with the tokens it sampled while it was within the limit
+    None interrupts a turn. docs/trainers.md compares the three.
+    """
+
+    MASK = "mask"  # it continues to its own end; then its tokens that are too old leave the mask
+    FINISH = "finish"  # it stops before its next turn or tool calls, without a reward (`FailureClass.STALE`)
+    DROP = "drop"  # its tokens are discarded, and its sample is rolled out again under current weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +324,7 @@ class StalenessLimit:
     """
 
     max_staleness: int
-    on_stale: OnStale = OnStale.FINISH
+    on_stale: OnStale = OnStale.MASK
     trajectories_per_version: int | None = None
     run_id: str = ""
 
@@ -657,8 +660,8 @@ class Trajectory:
 
     @property
     def is_sound(self) -> bool:
-        """True if it is complete, and its scoring has not failed."""
-        return self.is_complete and self.failure is not FailureClass.INFRASTRUCTURE
+        """True if it is complete, its scoring has not failed, and no weight update stopped it."""
+        return self.is_complete and self.failure not in NOT_THE_POLICYS
 
     @property
     def is_trained(self) -> bool:

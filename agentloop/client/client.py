@@ -236,7 +236,7 @@ class RolloutClient:
         num_samples: int = 1,
         keep: int | None = None,
         max_staleness: int | None = None,
-        on_stale: OnStale = OnStale.FINISH,
+        on_stale: OnStale = OnStale.MASK,
         trajectories_per_version: int | None = None,
         run_id: str | None = None,
         priority: int = 0,
@@ -245,10 +245,10 @@ class RolloutClient:
         adapter: str | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
-        """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
+        """Submit tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
 
-        No trajectory falls more than `max_staleness` weight versions behind the fleet, or else `on_stale` says what
-        becomes of it; 0 is on-policy. With `trajectories_per_version`, how many the trainer consumes for each new
+        `max_staleness` is the number of weight versions that a trajectory may fall behind the fleet; 0 is on-policy.
+        `on_stale` says what happens beyond it: by default the tokens that are too old leave the mask. With `trajectories_per_version`, how many the trainer consumes for each new
         version, trajectories are begun only as far ahead as that allows; submits of one `run_id` count together.
         What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
         before you train.

@@ -326,12 +326,13 @@ class TrajectoryRun:
                 self._journal.kept = None
 
     def _apply_staleness_policy(self) -> None:
-        """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
-        if self._guard is not None and self._ctx is not None and self._is_complete:
-            acted = self._guard.settle(self._ctx.path)
-            if acted is OnStale.FINISH:
-                self._outcome = _Outcome(StopReason.STALE)
-            elif acted is OnStale.DROP:
+        """Apply the run's staleness policy to a trajectory that ended or was stopped for its age.
+
+        With MASK and FINISH, a trajectory that reached its own end keeps its stop reason and its reward.
+        """
+        is_stopped = self._outcome.stop_reason is StopReason.STALE
+        if self._guard is not None and self._ctx is not None and (self._is_complete or is_stopped):
+            if self._guard.settle(self._ctx.path) is OnStale.DROP:
                 self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
 
     async def _score(self, scope: ToolScope) -> None:
@@ -453,7 +454,7 @@ class TrajectoryRun:
 
     @property
     def _has_ended_well(self) -> bool:
-        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._outcome.is_dropped
+        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED, StopReason.STALE}
 
     @property
     def _is_complete(self) -> bool:

@@ -741,8 +741,8 @@ class Rollouts:
 
 
 def _is_dropped(record: EncodedRecord) -> bool:
-    """Tell if a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
-    return record.stop_reason is StopReason.STALE and not record.is_complete
+    """Return True if the worker discarded the tokens for their age. A trajectory that was stopped keeps its tokens."""
+    return record.stop_reason is StopReason.STALE and record.num_response_tokens == 0
 
 
 def _surplus(record: EncodedRecord) -> EncodedRecord:

@@ -475,10 +475,10 @@ async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coor
 async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinator):
     await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
-    finished = replace(record(assignment, StopReason.STALE), is_complete=True)
+    finished = record(assignment, StopReason.STALE)
     await hand_in(coordinator.rollouts, "w", finished)
     (trajectory,) = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
-    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (trajectory.stop_reason, bool(trajectory.paths)) == (StopReason.STALE, True)
 
 
 @service("a")
