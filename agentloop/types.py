@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from agentloop.capabilities import ANYTHING, Capabilities
 from agentloop.endings import FAILURES as FAILURES
-from agentloop.endings import TRUNCATIONS as TRUNCATIONS
 from agentloop.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
+from agentloop.endings import TRUNCATIONS as TRUNCATIONS
 from agentloop.endings import StopReason as StopReason
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
@@ -599,6 +599,7 @@ class Trajectory:
     trace_link: str = ""  # that of a submit of several, which its own trace links to
     adapter: str = ""  # that sampled it, whose versions all its weight versions are; empty: the base weights
     end_reason: str = ""  # what ended the episode, by the environment's own word
+    restart_reason: str = ""  # why it started again from its first turn after a lost worker; empty: it did not
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 

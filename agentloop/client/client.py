@@ -247,9 +247,10 @@ class RolloutClient:
     ) -> Rollout:
         """Submit tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
 
-        `max_staleness` is the number of weight versions that a trajectory may fall behind the fleet; 0 is on-policy.
-        `on_stale` says what happens beyond it: by default the tokens that are too old leave the mask. With `trajectories_per_version`, how many the trainer consumes for each new
-        version, trajectories are begun only as far ahead as that allows; submits of one `run_id` count together.
+        `max_staleness` is the number of weight versions by which a trajectory's tokens may be old; 0 is on-policy.
+        `on_stale` says what happens beyond it: by default the tokens that are too old leave the mask. With
+        `trajectories_per_version`, the number that the trainer consumes for each new version, trajectories start
+        only as far ahead as that allows; submits of one `run_id` count together.
         What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
         before you train.
 
@@ -259,7 +260,7 @@ class RolloutClient:
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
-        Without these, and without a name, what one key submits goes out in the order it came. With an `adapter` all
+        Without these, and without a name, the work of one key starts in the order of its submits. With an `adapter` all
         turns are sampled under it, and weight versions are its versions.
 
         Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).

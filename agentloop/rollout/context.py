@@ -482,7 +482,7 @@ class LoopContext:
             self._guard.check(self._path)
 
     def _check_abort(self, reply: Reply) -> None:
-        """Raises LimitReached (STALE) for a turn that a weight update cut, unless the loop may continue after it."""
+        """Raises LimitReached (STALE) for a turn that a weight update cut, unless the loop may continue."""
         if reply.finish_reason is FinishReason.ABORT:
             if self.task.weight_version is not None:  # the task does not accept the new weights
                 raise LimitReached(StopReason.STALE)

@@ -1,8 +1,9 @@
 """Rows for a trainer, from the finished trajectories of one group: ids, mask, logprobs, versions and an advantage.
 
 A row is one token path. A trajectory whose history forked is several rows of its group, and every sampled token is
-in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, the client
-cancelled it, or a weight update overtook it) gives no row and no part of the baseline: it says nothing of the policy.
+in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, the
+client cancelled it, or a weight update overtook it) gives no row and is not in the baseline: it says nothing of the
+policy.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class GroupCounts:
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Return True if a trajectory may be trained on: the policy or a limit of its task ended it, and it has a reward."""
+    """Return True if a trajectory may be trained on: the policy or a limit of its task ended it with a reward."""
     return trajectory.is_sound and trajectory.reward is not None
 
 

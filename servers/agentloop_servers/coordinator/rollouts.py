@@ -338,9 +338,9 @@ class Rollouts:
         try:
             is_new = await self._store.add_records([record]) > 0
         except BaseException:
-            self._doubtful.add(assignment_id)  # the record may be stored: its group keeps the place until that is known
+            self._doubtful.add(assignment_id)  # it may be stored: its group keeps the place until that is known
             raise
-        # Otherwise the sample has another record, which was written meanwhile: that one counts, and this one does not.
+        # Otherwise the sample has another record, which was written meanwhile: that one counts, not this one.
         stored = record if is_new else await self._store.stored(assignment_id)
         self._recorded(assignment_id, stored or record, counts=stored is not None)
         return True
@@ -682,8 +682,8 @@ class Rollouts:
         return is_failed and record.attempt + 1 < self._config.max_attempts
 
     def _recorded(self, assignment_id: str, record: EncodedRecord, *, counts: bool = True) -> None:
-        """Finish the sample of a durable record, end its lease, and wake its readers. Unless it `counts`, the sample
-        has another record."""
+        """Finish the sample of a durable record, end its lease and wake its readers. `counts` is False if its row
+        cannot be read."""
         is_trained, is_kept = counts and record.is_trained, counts and record.is_sound
         num_tokens = record.num_response_tokens if counts and record.is_complete else None
         if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
@@ -741,7 +741,7 @@ class Rollouts:
 
 
 def _is_dropped(record: EncodedRecord) -> bool:
-    """Return True if the worker discarded the tokens for their age. A trajectory that was stopped keeps its tokens."""
+    """Return True if the worker discarded the tokens for their age. A stopped trajectory keeps its tokens."""
     return record.stop_reason is StopReason.STALE and record.num_response_tokens == 0
 
 
