@@ -434,6 +434,7 @@ class ServiceStatus:
     unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
     store: StoreStatus | None = None  # None: the service follows none
     adapters: tuple[NamedAdapter, ...] = ()  # by name, the one pushed longest ago first
+    num_awaiting_turn: int = 0  # weight updates that wait until this model has the turn
 
 
 @dataclass(frozen=True, slots=True)

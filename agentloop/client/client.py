@@ -260,8 +260,8 @@ class RolloutClient:
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
-        Without these, and without a name, the work of one key starts in the order of its submits. With an `adapter` all
-        turns are sampled under it, and weight versions are its versions.
+        Without these, and without a name, the work of one key starts in the order of its submits. With an
+        `adapter` all turns are sampled under it, and weight versions are its versions.
 
         Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.

@@ -186,6 +186,7 @@ class Coordinator:
             unread=self.rollouts.unread(),
             store=None if self._follower is None else self._follower.status,
             adapters=replicas.sync.adapters.served,
+            num_awaiting_turn=replicas.sync.num_awaiting_turn,
         )
         return replace(status, degraded=degraded(status))
 
