@@ -32,6 +32,7 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound, error_line
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Rows, Schema, shown_url
 
 _CONNECT_S = 5
+_ANSWER_S = 60.0  # for one statement: the server, or the way to it, has stopped then
 _FATE_S = 5.0  # for a server that went away in a commit to come back
 _RETRY_S = 0.2
 _LOST = ("08", "57P", "25P03")  # codes of what ends a connection
@@ -193,6 +194,13 @@ class PostgresRun:
             db.executemany("INSERT INTO about VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
 
 
+class _Connection(psycopg.Connection[Any]):
+    """A connection on which no statement waits for its answer without end."""
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        return super().wait(gen, interval, _ANSWER_S if timeout is None else timeout)
+
+
 class PostgresDatabase:
     """A `Database` of one connection, which is made again when it is lost. Raises ConnectionError while it is."""
 
@@ -272,10 +280,13 @@ class PostgresDatabase:
         try:
             cursor: psycopg.Cursor[Any] = work(self._connection)
         except psycopg.Error as error:
-            if not self._connection.closed and not (error.sqlstate or "").startswith(_LOST):
+            # ACTIVE: the statement still runs there, and its answer would be taken for the next one's.
+            is_active = self._connection.info.transaction_status == TransactionStatus.ACTIVE
+            if not (self._connection.closed or is_active or (error.sqlstate or "").startswith(_LOST)):
                 raise
             self.close()
-            raise self._away("the connection was lost", error) from error
+            tried = f"no answer within {_ANSWER_S:g} s" if is_active else "the connection was lost"
+            raise self._away(tried, error) from error
         if cursor.description is None:
             self.total_changes += max(cursor.rowcount, 0)
         return cursor
@@ -287,7 +298,7 @@ class PostgresDatabase:
         try:
             settings: dict[str, Any] = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
             url = make_conninfo(self._run.url, options=options, **settings)
-            connection = psycopg.connect(url, autocommit=True)
+            connection = _Connection.connect(url, autocommit=True)
             connection.adapters.register_dumper(int, Int8BinaryDumper)  # raises OverflowError, as SQLite does
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
         except psycopg.OperationalError as error:

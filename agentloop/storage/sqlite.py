@@ -32,6 +32,7 @@ MAX_WAL_BYTES = 64 << 20
 """Size to which a write-ahead log is cut when it has been copied into its file."""
 
 _VACUUM_PAGES = 256  # given back to the filesystem in one transaction
+_SLOW_S = 2.0  # of a transaction: status says so from then on
 _CHECKPOINT_BYTES = 4 << 20  # of a write-ahead log, that are copied into its file
 
 T = TypeVar("T")
@@ -221,7 +222,16 @@ class BatchWriter:
         self._is_closed = False
         self._is_damaged = False
         self._is_full = False  # the last that was to be written found no room
+        self._batch_began_at: float | None = None  # of the transaction under way
+        self._away = ""
         self.on_time: Callable[[float], None] = lambda seconds: None  # told the seconds of each, in the thread
+
+    @property
+    def away(self) -> str:
+        """Why the database does not answer now; empty: it does, or was not asked."""
+        began_at = self._batch_began_at
+        waited_s = 0.0 if began_at is None else time.perf_counter() - began_at
+        return self._away or (f"the {self._kind} has not answered for {waited_s:.0f} s" if waited_s > _SLOW_S else "")
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Run `work` in a transaction. Returns its result once it is committed.
@@ -274,9 +284,10 @@ class BatchWriter:
     # --- the thread's side ---
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
-        begun_at = time.perf_counter()
+        self._batch_began_at = began_at = time.perf_counter()
         outcomes = self._outcomes([piece.work for piece in batch])
-        self.on_time(time.perf_counter() - begun_at)
+        self._batch_began_at = None
+        self.on_time(time.perf_counter() - began_at)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _outcomes(self, works: Sequence[Work[Any]], *, is_part: bool = False) -> list[Any]:
@@ -290,6 +301,7 @@ class BatchWriter:
             outcomes = [_outcome(work, db) for work in works]
             self._finish(db)
             db.commit()
+            self._away = ""
             self._note_room(is_full=self._is_full and (is_part or db.total_changes == num_changes))
             return outcomes
         except Exception as error:
@@ -297,6 +309,7 @@ class BatchWriter:
             if db.in_transaction:
                 db.rollback()
             if isinstance(error, ConnectionError):  # of the others too
+                self._away = str(error)
                 return [ServiceUnavailable(str(error))] * len(works)
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))

@@ -325,6 +325,11 @@ class TrajectoryStore:
         return self._reserve is not None and not self._reserve.take_back()
 
     @property
+    def away(self) -> str:
+        """Why the store does not answer now; empty: it does."""
+        return self._writer.away or self._reader.away
+
+    @property
     def successor(self) -> int | None:
         """The epoch of a later owner that has taken the store over; None: not known of one."""
         return self._successor

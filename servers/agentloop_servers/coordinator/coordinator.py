@@ -182,6 +182,7 @@ class Coordinator:
             num_refused=self.refused.total() + replicas.num_refused,
             is_stopping=self.rollouts.is_draining,
             is_disk_full=self._store.is_full,
+            store_away=self._store.away,
             drained=tuple(sorted(orders.drained)),
             unread=self.rollouts.unread(),
             store=None if self._follower is None else self._follower.status,

@@ -246,11 +246,19 @@ class Rollouts:
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(min(wait_s, self._config.worker_timeout_s / 2))
+        start: tuple[Assignment, ...] = ()
         while True:
             if self.queue.num_queued and not self.is_draining:
-                await self._store.check_owner()  # what was taken over hands out nothing that its successor may
+                is_answered = False
+                with suppress(TimeoutError):
+                    # A coordinator that was replaced gives out nothing: its successor may have given it out.
+                    async with asyncio.timeout(self._config.worker_timeout_s / 3):
+                        await self._store.check_owner()
+                        is_answered = True
                 if poll.number != number:
                     return Orders()
+                if not is_answered:
+                    break  # the worker asks again, and so shows that it lives
             is_drained = report.host in self._replicas.sync.desired.orders.drained
             start = () if is_drained else self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):

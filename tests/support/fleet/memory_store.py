@@ -22,6 +22,7 @@ class MemoryStore:
 
     successor: int | None = None
     is_full = False
+    away = ""
     is_shared = False
 
     def __init__(self) -> None:

@@ -50,6 +50,7 @@ class FlakyStore(TrajectoryStore):
 
     is_broken = False
     stalled = None  # an event that commits and submissions wait for
+    silent = None  # an event that reads wait for: the database does not answer
     num_commits = 0
     loses_answers = False  # of commits: they take place, and their callers read that the database is away
 
@@ -68,6 +69,11 @@ class FlakyStore(TrajectoryStore):
         if self.loses_answers:
             raise ServiceUnavailable("the answer of a commit was lost")
         return num_new
+
+    async def check_owner(self):
+        if self.silent is not None:
+            await self.silent.wait()
+        await super().check_owner()
 
     async def save_state(self, name, value):
         if self.is_broken:
