@@ -19,6 +19,7 @@ from agentloop.endings import FAILURES as FAILURES
 from agentloop.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
 from agentloop.endings import TRUNCATIONS as TRUNCATIONS
 from agentloop.endings import StopReason as StopReason
+from agentloop.errors import NotFound
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
@@ -625,8 +626,13 @@ class Trajectory:
     def path(self) -> TokenPath:
         """The latest path of the main conversation: the only one, unless history forked.
 
-        Raises IndexError if nothing was rendered.
+        Raises NotFound, naming the stop reason, for a record without paths: dropped, or without a rendered prompt.
         """
+        if not self.paths:
+            reason = f"{self.stop_reason.value}{f': {self.error}' if self.error else ''}"
+            raise NotFound(
+                f"sample {self.sample_index} of group {self.group_id!r} has no path: it ended as {reason}"
+            )
         return self.paths[self.main_conversation[-1]]
 
     def reward_of(self, place: int) -> float | None:

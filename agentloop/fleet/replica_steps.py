@@ -68,7 +68,13 @@ class WeightConfig:
     @property
     def update_timeout_s(self) -> float:
         """The longest that an update can take: in a sleeping fleet, if every step takes its whole time."""
-        return self.turn_wait_s + self.wake_timeout_s + self.stage_timeout_s + self.switch_timeout_s + 2 * self.save_timeout_s
+        return (
+            self.turn_wait_s
+            + self.wake_timeout_s
+            + self.stage_timeout_s
+            + self.switch_timeout_s
+            + 2 * self.save_timeout_s
+        )
 
 
 class ReplicaSteps:

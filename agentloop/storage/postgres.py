@@ -32,7 +32,7 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound, error_line
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Rows, Schema, shown_url
 
 _CONNECT_S = 5
-_ANSWER_S = 60.0  # for one statement: the server, or the way to it, has stopped then
+_STATEMENT_S = 60.0  # for one statement: the server, or the way to it, has stopped then
 _FATE_S = 5.0  # for a server that went away in a commit to come back
 _RETRY_S = 0.2
 _LOST = ("08", "57P", "25P03")  # codes of what ends a connection
@@ -198,7 +198,7 @@ class _Connection(psycopg.Connection[Any]):
     """A connection on which no statement waits for its answer without end."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        return super().wait(gen, interval, _ANSWER_S if timeout is None else timeout)
+        return super().wait(gen, interval, _STATEMENT_S if timeout is None else timeout)
 
 
 class PostgresDatabase:
@@ -279,13 +279,17 @@ class PostgresDatabase:
             raise ConnectionError(f"store {shown_url(self._run.url)}: the connection was lost")
         try:
             cursor: psycopg.Cursor[Any] = work(self._connection)
+        except psycopg.DataError as error:
+            if error.sqlstate is not None:
+                raise
+            raise UnicodeError(str(error)) from error  # a NUL in a text, which the server never saw
         except psycopg.Error as error:
             # ACTIVE: the statement still runs there, and its answer would be taken for the next one's.
             is_active = self._connection.info.transaction_status == TransactionStatus.ACTIVE
             if not (self._connection.closed or is_active or (error.sqlstate or "").startswith(_LOST)):
                 raise
             self.close()
-            tried = f"no answer within {_ANSWER_S:g} s" if is_active else "the connection was lost"
+            tried = f"no answer within {_STATEMENT_S:g} s" if is_active else "the connection was lost"
             raise self._away(tried, error) from error
         if cursor.description is None:
             self.total_changes += max(cursor.rowcount, 0)

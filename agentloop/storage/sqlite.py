@@ -231,7 +231,9 @@ class BatchWriter:
         """Why the database does not answer now; empty: it does, or was not asked."""
         began_at = self._batch_began_at
         waited_s = 0.0 if began_at is None else time.perf_counter() - began_at
-        return self._away or (f"the {self._kind} has not answered for {waited_s:.0f} s" if waited_s > _SLOW_S else "")
+        return self._away or (
+            f"the {self._kind} has not answered for {waited_s:.0f} s" if waited_s > _SLOW_S else ""
+        )
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Run `work` in a transaction. Returns its result once it is committed.
@@ -316,6 +318,8 @@ class BatchWriter:
                 problem = _storage_full(self._kind)
             elif isinstance(error, OverflowError):  # a caller's number
                 problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
+            elif isinstance(error, UnicodeError):  # a caller's text
+                problem = InvalidRequest(f"a text cannot be stored: {error}")
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))
             elif not isinstance(error, AgentLoopError):

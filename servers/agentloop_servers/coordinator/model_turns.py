@@ -2,9 +2,9 @@
 
     look at all models ─► another one is wanted, and the one awake is idle or has had its time ─► sleep ─► wake
 
-A model is wanted while calls, samples or a weight update wait for it, frozen calls too: a sleep freezes what runs, and the next wake
-goes on with it, so no call ends by a switch. Nothing but times is kept here: which model is awake is read from the
-models themselves, so a new coordinator goes on where the last one was.
+A model is wanted while calls, samples or a weight update wait for it, frozen calls too: a sleep freezes running
+requests, and the next wake continues them, so no call ends by a switch. Only times are kept here: the awake model
+is read from the models themselves, so a new coordinator continues where the last one was.
 
 A model that an operator or a trainer has put to sleep stays asleep until it is woken by them, and all others sleep
 as long: the accelerators are somebody else's.
