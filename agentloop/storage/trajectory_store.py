@@ -326,8 +326,8 @@ class TrajectoryStore:
 
     @property
     def away(self) -> str:
-        """Why the store does not answer now; empty: it does."""
-        return self._writer.away or self._reader.away
+        """Why the store does not answer now; empty: it does. `keep_lease` asks a database every few seconds."""
+        return self._writer.away
 
     @property
     def successor(self) -> int | None:
