@@ -310,9 +310,9 @@ class OnStale(StrEnum):
     None interrupts a turn. docs/trainers.md compares the three.
     """
 
+    DROP = "drop"  # its tokens are discarded, and its sample is rolled out again under current weights
     MASK = "mask"  # it continues to its own end; then its tokens that are too old leave the mask
     FINISH = "finish"  # it stops before its next turn or tool calls, without a reward (`FailureClass.STALE`)
-    DROP = "drop"  # its tokens are discarded, and its sample is rolled out again under current weights
 
 
 @dataclass(frozen=True, slots=True)
