@@ -93,6 +93,7 @@ def test_the_base_install_is_the_client_and_its_values():
     [
         ("from agentloop.client import RolloutClient, load_tasks", True),
         ("from agentloop.rollout import LoopContext, Tool, ToolSession, ToolSpec, exact_match, tool", False),
+        ("from agentloop_servers.cli import remote, rollout, records, top, bench, commands", False),
     ],
 )
 def test_client_and_user_code_import_nothing_but_the_base_install(statement, is_light):

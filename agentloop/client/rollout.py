@@ -187,8 +187,8 @@ class Rollout:
         except ServiceUnavailable as error:
             raise ServiceUnavailable(
                 f"{error.message}. Nothing is lost: iterate this rollout again, or raise retry_timeout_s of "
-                f"RolloutClient. Another process can read the records with client.read({name!r}, after={cursor}), one "
-                "by one: groups cannot be resumed there",
+                f"RolloutClient. Another process can read the records with client.read({name!r}, after={cursor}), "
+                "but not by groups",
                 details=error.details,
             ) from error
         part.cursor = page.cursor

@@ -17,7 +17,7 @@ from agentloop_servers.cli import load
 
 COMMANDS = {
     "serve": ("service", "Run the service on a Ray of its own, or on a cluster, until Ctrl-C, or SIGTERM."),
-    "rollout": ("service", "Roll out a task file, by a service of its own or by a running one."),
+    "rollout": ("rollout", "Roll out a task file, by a service of its own or by a running one."),
     "try": ("bench", "Play one episode of an environment in this process, and print it turn by turn."),
     "validate": (
         "bench",

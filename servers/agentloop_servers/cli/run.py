@@ -1,7 +1,7 @@
 """`agentloop rollout`: a whole run, from task file to summary.
 
-It owns the run directory and talks to the service through `RolloutClient` alone; starting and stopping the
-service is `local.running_service`. What was finished is in the store whatever happens here: an interrupted run
+It owns the run directory and talks to the service through `RolloutClient` alone; `own_service.py` starts and stops
+a service for the run. What was finished is in the store whatever happens here: an interrupted run
 can still be exported. A run on a service that was running stores here what comes back.
 
 With `--agent` a user's own agent does the work, in this process or in processes of this one, over sessions of
@@ -39,12 +39,12 @@ from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, Tra
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.cli.terminal import find_modules_here
-from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir, run_dir_in
-from agentloop_servers.local import running_service
+from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir
 from agentloop_servers.run_store import store_in
-from agentloop_servers.viewer.report import REPORT_NAME, write_report
 
-EXPORT = "agentloop.export:export"  # an optional part
+EXPORT = "agentloop.export:export"  # an optional part, as is the next
+REPORT = "agentloop_servers.viewer.report:write_report"
+REPORT_NAME = "report.html"
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
 LATEST_NAME = "latest"
@@ -136,46 +136,13 @@ class Collect(Protocol):
         """Have every sample rolled out, and push when it is time."""
 
 
-async def run_rollout(
-    config: ServiceConfig, options: RunOptions, console: Console, collect_with: Collect | None = None
-) -> RunResult:
-    """Start a service, roll out, push in the middle, stop, and write the run directory.
-
-    The service's own loops run the tasks, unless `collect_with` does.
-
-    Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
-    end, before anything is started.
-    """
-    configure_logging(None)  # until there is a run directory
-    tasks = options.load_tasks()
-    check_can_end(options, len(tasks) * options.num_samples, config.model_version)
-    run_dir = run_dir_in(options.out)
-    started_at = time.monotonic()
-
-    def begin() -> None:
-        begin_run(run_dir, console, config.log.rotation)
-        console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
-
-    def say(line: str) -> None:
-        console.print(f"service  {line}", highlight=False, markup=False, soft_wrap=True)
-
-    keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
-    # The service is this run's own: on a free port, so that runs side by side do not meet.
-    private = config.model_copy(update={"port": 0, "run_dir": None, "tls": None, "public_url": None})
-    async with running_service(private, run_dir, begin=begin, say=say) as url:
-        console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)
-        async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
-            await client.wait_until_ready()
-            async with open_progress(console, client) as progress:
-                collected = await (collect_with or collect)(client, tasks, options, progress)
-    summary = await asyncio.to_thread(write_results, run_dir, collected)
-    return RunResult(run_dir, summary, collected.push_error)
-
-
 async def run_on(
     address: ServiceAddress, options: RunOptions, console: Console, collect_with: Collect | None = None
 ) -> RunResult:
-    """Roll out by a running service, and write a run directory of what came back. Raises as `run_rollout`."""
+    """Roll out by a running service, and write a run directory of what came back.
+
+    Raises InvalidRequest for tasks that cannot be read and for a limit under which the run could not end.
+    """
     tasks = options.load_tasks()
     async with address.client(retry_timeout_s=CONNECT_TIMEOUT_S) as client:
         served = (await client.status()).weight_version
@@ -369,15 +336,11 @@ def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
 
 
 def write_results(run_dir: Path, collected: Collected) -> Summary:
-    """Export the store and summarise it: the files hold what is on disk, not what was seen on the way.
+    """Export and summarize the store: the files hold the records on disk, not those that were seen on the way.
 
-    Without the extra `export` there is no Parquet file.
+    Without the extra `export` there is no Parquet file, and without `serve` no report.
     """
-    try:
-        export = cast(Callable[..., int], resolve_extra(EXPORT, "export"))
-    except InvalidRequest as error:
-        _log.warning("not_exported", reason=error.message)
-    else:
+    if (export := _optional(EXPORT, "export")) is not None:
         export(store_in(run_dir), run_dir / PARQUET_NAME, "parquet")
     store = TrajectoryReader(store_in(run_dir))
     try:
@@ -391,8 +354,18 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     finally:
         store.close()
     summary.write(run_dir / SUMMARY_NAME)
-    write_report(store_in(run_dir), model_of(run_dir), run_dir / REPORT_NAME)
+    if (write_report := _optional(REPORT, "serve")) is not None:
+        write_report(store_in(run_dir), model_of(run_dir), run_dir / REPORT_NAME)
     return summary
+
+
+def _optional(path: str, extra: str) -> Callable[..., int] | None:
+    """Return a function of an optional part; None, with a warning that names the extra, if it is not installed."""
+    try:
+        return cast(Callable[..., int], resolve_extra(path, extra))
+    except InvalidRequest as error:
+        _log.warning("not_written", reason=error.message)
+        return None
 
 
 def link_latest(run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands that start a service, and `rollout`, which also asks a running one."""
+"""The command `serve`."""
 
 from __future__ import annotations
 
@@ -12,40 +12,12 @@ from rich.console import Console
 
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage.trajectory_store import folder_of
-from agentloop.types import OnStale, StalenessLimit
-from agentloop_servers.cli.progress import summary_table
-from agentloop_servers.cli.run import (
-    AgentCollect,
-    RunOptions,
-    ServiceAddress,
-    WeightPush,
-    link_latest,
-    load_program,
-    run_on,
-    run_rollout,
-)
-from agentloop_servers.cli.terminal import (
-    AdminKey,
-    ApiKey,
-    clear_errors,
-    find_modules_here,
-    given,
-    run_to_end,
-    store_of,
-)
+from agentloop_servers.cli.run import link_latest
+from agentloop_servers.cli.terminal import DEFAULT_CONFIG, Out, clear_errors, given, run_to_end, store_of
 from agentloop_servers.config import ServiceConfig, run_dir_in
 from agentloop_servers.local import drain, running_service
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.run_store import has_store, restore_run, resumed_config
-from agentloop_servers.viewer.report import REPORT_NAME
-
-Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
-Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
-Keep = Annotated[
-    int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
-]
-SHIPPED_PUSH = Path("examples/tiny_policy/v1")
-DEFAULT_CONFIG = Path("servers/cpu.yaml")
 
 app = typer.Typer()
 
@@ -74,113 +46,6 @@ def serve(
             run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
         restore_run(settings, run_dir)
         run_to_end(_serve(settings, run_dir, address, grace_s, is_resumed=has_store(run_dir)))
-
-
-@app.command()
-def rollout(
-    tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
-    environment: Annotated[str | None, typer.Option(help="Roll out its own tasks: my_env:Shop.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
-    keep: Keep = None,
-    config: Config = DEFAULT_CONFIG,
-    push: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Weights to push while trajectories are in flight; {SHIPPED_PUSH} for the shipped config."
-        ),
-    ] = None,
-    no_push: Annotated[bool, typer.Option("--no-push", help="Push nothing.")] = False,
-    push_version: Annotated[int, typer.Option(min=0, help="The version they become.")] = 1,
-    push_after: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Push once this share of the trajectories has finished.")
-    ] = 0.25,
-    max_staleness: Annotated[
-        int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
-    ] = None,
-    on_stale: Annotated[
-        OnStale | None, typer.Option(help="What happens to one that falls further behind. Default: mask.")
-    ] = None,
-    trajectories_per_version: Annotated[
-        int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
-    ] = None,
-    agent: Annotated[
-        str | None,
-        typer.Option(
-            help="Your own agent, my_module:run, as run(task, base_url, api_key); it returns a reward or None."
-        ),
-    ] = None,
-    agent_command: Annotated[
-        str | None,
-        typer.Option(help="Your own agent as a command; it finds OPENAI_BASE_URL, OPENAI_API_KEY, AGENTLOOP_TASK."),
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Runs of your agent at once.")] = 16,
-    out: Out = Path("runs"),
-    url: Annotated[
-        str | None,
-        typer.Option(help="A running service that does it, in place of one that is started for the run."),
-    ] = None,
-    api_key: ApiKey = None,
-    admin_key: AdminKey = None,
-) -> None:
-    """Roll out a task file, by a service of its own or by a running one, and write a run directory."""
-    limit = _limit(max_staleness, on_stale, trajectories_per_version)
-    if limit is not None and (agent is not None or agent_command is not None):
-        raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
-    if url is not None and config != DEFAULT_CONFIG:
-        raise typer.BadParameter("--config is of a service that is started here, --url of one that runs")
-    with clear_errors():
-        shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
-        weights = None if no_push else _push(push or shipped, push_version, push_after)
-        options = RunOptions(_source(tasks, environment), samples, out, weights, limit, keep)
-        where = config if url is None else ServiceAddress(url, api_key, admin_key)
-        _roll_out(where, options, agent, agent_command, concurrency)
-
-
-def _source(tasks: Path, environment: str | None) -> Path | str:
-    """Raises InvalidRequest for a file that is not there."""
-    if environment is None:
-        return given("tasks", "--tasks", tasks)
-    find_modules_here()
-    return environment
-
-
-def _push(directory: Path | None, version: int, after_share: float) -> WeightPush | None:
-    """Raises InvalidRequest for a directory that is not there."""
-    return None if directory is None else WeightPush(given("weights", "--push", directory), version, after_share)
-
-
-def _roll_out(
-    where: Path | ServiceAddress, options: RunOptions, agent: str | None, command: str | None, concurrency: int
-) -> None:
-    """Run by the service at an address, or by one of a config, and show the summary. Exits with 1 if not good."""
-    console = Console()
-    settings = ServiceConfig.load(given("the config", "--config", where)) if isinstance(where, Path) else None
-    program = load_program(agent, command, settings)
-    collect_with = None if program is None else AgentCollect(program, concurrency)
-    try:
-        if isinstance(where, ServiceAddress):
-            result = run_to_end(run_on(where, options, console, collect_with))
-        else:
-            assert settings is not None
-            result = run_to_end(run_rollout(settings, options, console, collect_with))
-    finally:
-        if program is not None:
-            program.close()
-    console.print(summary_table(result.summary, result.push_error))
-    console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
-    console.print(f"to look at: {result.run_dir / REPORT_NAME}", highlight=False, soft_wrap=True)
-    if not result.is_good:
-        raise typer.Exit(1)
-
-
-def _limit(
-    max_staleness: int | None, on_stale: OnStale | None, trajectories_per_version: int | None
-) -> StalenessLimit | None:
-    if max_staleness is not None:
-        return StalenessLimit(max_staleness, on_stale or OnStale.MASK, trajectories_per_version)
-    if on_stale is not None or trajectories_per_version is not None:
-        raise typer.BadParameter("--on-stale and --trajectories-per-version need --max-staleness")
-    return None
 
 
 async def _serve(

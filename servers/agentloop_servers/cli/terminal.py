@@ -25,7 +25,9 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The service.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user key.")]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
+Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_CONFIG = Path("servers/cpu.yaml")
 
 
 def given(what: str, option: str, path: Path) -> Path:

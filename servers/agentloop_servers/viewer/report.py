@@ -23,9 +23,6 @@ from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop_servers.viewer.pages import PAGES_FOLDER
 from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
 
-REPORT_NAME = "report.html"
-"""The file of a run directory that its command ends with."""
-
 _ENTRY = "app.js"
 _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')
 

@@ -1,6 +1,6 @@
 """vLLM's scheduler (0.32 and 0.33) with a reserved sequence slot and reserved KV blocks for the canary check.
 
-`make_scheduler` is vLLM's `scheduler_cls`. It runs in the engine's process, before the first request, and so it also
+`make_scheduler` is vLLM's `scheduler_cls`. It runs in the engine's process, before the first request, so it also
 makes that process end with its parent.
 """
 
