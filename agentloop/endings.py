@@ -28,7 +28,7 @@ class StopReason(StrEnum):
     ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
     LOOP_FAILED = "loop_failed"  # the user's loop raised
     TOOL_FAILED = "tool_failed"  # a tool could not be opened for it, or was lost with its state
-    STALE = "stale"  # its oldest tokens are older than the run allows
+    STALE = "stale"  # stopped before its own end: older than its run allows, or its weight version is not served
 
 
 FAILURES = frozenset(
@@ -53,6 +53,11 @@ class FailureClass(StrEnum):
     POLICY = "policy"  # it spent its budget, or wrote what cannot be read: an answer, and rewarded as one
     TOOL = "tool"  # an environment was lost, answered too much, or took the time
     INFRASTRUCTURE = "infrastructure"  # the service, the user's code around the policy, or the scoring; no reward
+    STALE = "stale"  # weight updates overtook it before its own end; no reward
+
+
+NOT_THE_POLICYS = frozenset({FailureClass.INFRASTRUCTURE, FailureClass.STALE})
+"""Failures that say nothing about the policy: they take the reward, the keep place, and the share in a baseline."""
 
 
 _FAILURE_OF: dict[StopReason, FailureClass] = {
@@ -69,21 +74,22 @@ _FAILURE_OF: dict[StopReason, FailureClass] = {
     StopReason.INVALID_TASK: FailureClass.INFRASTRUCTURE,
     StopReason.ENGINE_FAILED: FailureClass.INFRASTRUCTURE,
     StopReason.LOOP_FAILED: FailureClass.INFRASTRUCTURE,
+    StopReason.STALE: FailureClass.STALE,
 }
 
 
 def failure_of_end(
     stop_reason: StopReason, *, is_complete: bool, has_no_score: bool, is_tools_time: bool
 ) -> FailureClass | None:
-    """Return the party whose failure an end is; None for completed, cancelled and stale trajectories.
+    """Return the party whose failure an end is; None for completed and cancelled trajectories.
 
     `is_complete` is false where a call was lost; `has_no_score` where scoring failed; `is_tools_time` where tools
     took longer than the policy, which decides about a deadline.
     """
-    if stop_reason in (StopReason.CANCELLED, StopReason.STALE):
+    if stop_reason is StopReason.CANCELLED:
         return None
     found = _FAILURE_OF.get(stop_reason)
-    if stop_reason in FAILURES:
+    if stop_reason in FAILURES or stop_reason is StopReason.STALE:
         return found
     if not is_complete or has_no_score:
         return FailureClass.INFRASTRUCTURE

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from agentloop.endings import FailureClass
+from agentloop.endings import NOT_THE_POLICYS
 from agentloop.errors import RewardError
 from agentloop.types import TRUNCATIONS, FinishReason, FloatArray, TokenPath, Trajectory
 
@@ -196,11 +196,11 @@ def ended(trajectory: Trajectory) -> Trajectory:
 
 
 def judged(trajectory: Trajectory) -> Trajectory:
-    """Return a scored record, without its reward if the infrastructure ended it.
+    """Return a scored record, without its reward if the infrastructure or a weight update ended it.
 
-    Such a reward says nothing of the policy, and would be in a baseline.
+    Such a reward describes an unfinished conversation, and would distort its group's baseline.
     """
-    is_failed = trajectory.failure is FailureClass.INFRASTRUCTURE
+    is_failed = trajectory.failure in NOT_THE_POLICYS
     return replace(trajectory, reward=None) if is_failed and trajectory.reward is not None else trajectory
 
 

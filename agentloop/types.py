@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from agentloop.capabilities import ANYTHING, Capabilities
 from agentloop.endings import FAILURES as FAILURES
+from agentloop.endings import NOT_THE_POLICYS, FailureClass, failure_of_end
 from agentloop.endings import TRUNCATIONS as TRUNCATIONS
-from agentloop.endings import FailureClass, failure_of_end
 from agentloop.endings import StopReason as StopReason
+from agentloop.errors import NotFound
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
@@ -304,11 +305,14 @@ class RolloutTask(SamplingOptions):
 
 
 class OnStale(StrEnum):
-    """The fate of a trajectory that falls further behind the fleet's weights than its run allows."""
+    """The fate of a trajectory that falls behind the weights of the fleet by more versions than its run allows.
 
-    DROP = "drop"  # its tokens are thrown away, and its sample is rolled out again under current weights
-    MASK = "mask"  # it goes on to its natural end; its tokens that are too old then leave the mask
-    FINISH = "finish"  # it ends now, with the tokens it sampled while it was within the limit
+    None interrupts a turn. docs/trainers.md compares the three.
+    """
+
+    DROP = "drop"  # its tokens are discarded, and its sample is rolled out again under current weights
+    MASK = "mask"  # it continues to its own end; then its tokens that are too old leave the mask
+    FINISH = "finish"  # it stops before its next turn or tool calls, without a reward (`FailureClass.STALE`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +325,7 @@ class StalenessLimit:
     """
 
     max_staleness: int
-    on_stale: OnStale = OnStale.FINISH
+    on_stale: OnStale = OnStale.MASK
     trajectories_per_version: int | None = None
     run_id: str = ""
 
@@ -596,6 +600,7 @@ class Trajectory:
     trace_link: str = ""  # that of a submit of several, which its own trace links to
     adapter: str = ""  # that sampled it, whose versions all its weight versions are; empty: the base weights
     end_reason: str = ""  # what ended the episode, by the environment's own word
+    restart_reason: str = ""  # why it started again from its first turn after a lost worker; empty: it did not
     # The last field: the coordinator writes it at the end of the encoded record (`api.encoded_record`).
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 
@@ -621,8 +626,13 @@ class Trajectory:
     def path(self) -> TokenPath:
         """The latest path of the main conversation: the only one, unless history forked.
 
-        Raises IndexError if nothing was rendered.
+        Raises NotFound, naming the stop reason, for a record without paths: dropped, or without a rendered prompt.
         """
+        if not self.paths:
+            reason = f"{self.stop_reason.value}{f': {self.error}' if self.error else ''}"
+            raise NotFound(
+                f"sample {self.sample_index} of group {self.group_id!r} has no path: it ended as {reason}"
+            )
         return self.paths[self.main_conversation[-1]]
 
     def reward_of(self, place: int) -> float | None:
@@ -657,8 +667,8 @@ class Trajectory:
 
     @property
     def is_sound(self) -> bool:
-        """True if it is complete, and its scoring has not failed."""
-        return self.is_complete and self.failure is not FailureClass.INFRASTRUCTURE
+        """True if it is complete, its scoring has not failed, and no weight update stopped it."""
+        return self.is_complete and self.failure not in NOT_THE_POLICYS
 
     @property
     def is_trained(self) -> bool:

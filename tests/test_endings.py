@@ -24,7 +24,7 @@ WELL = {
     StopReason.MALFORMED_CALL: POLICY,
     StopReason.TOOL_RESPONSE_TOO_LONG: TOOL,
     StopReason.DEADLINE: POLICY,
-    StopReason.STALE: None,
+    StopReason.STALE: FailureClass.STALE,
     StopReason.CANCELLED: None,
     StopReason.PROMPT_TOO_LONG: INFRASTRUCTURE,
     StopReason.INVALID_TASK: INFRASTRUCTURE,
@@ -59,6 +59,8 @@ def test_a_reward_of_what_the_infrastructure_ended_is_taken_away_and_no_other() 
     assert judged(lost_call).reward is None
     unscored = replace(make_trajectory(), reward=None, reward_error="timed out after 30 s")
     assert judged(unscored).failure is INFRASTRUCTURE
+    stopped = replace(make_trajectory(), stop_reason=StopReason.STALE)
+    assert (judged(stopped).reward, stopped.is_sound, stopped.is_trained) == (None, False, False)
     for good in (make_trajectory(), replace(make_trajectory(), stop_reason=StopReason.MAX_TURNS)):
         assert judged(good) is good
     assert replace(make_trajectory(), reward_error="a component failed").failure is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from agentloop.errors import NotFound
 from agentloop.types import (
     FinishReason,
     Message,
@@ -17,6 +18,7 @@ from agentloop.types import (
     Turn,
     WeightVersionSpan,
 )
+from tests.support.records.samples import make_trajectory
 
 
 def path(
@@ -121,5 +123,11 @@ def test_without_a_path_the_messages_are_the_task_s() -> None:
     asked = (Message("user", "x"),)
     record = Trajectory("t", "g", 0, (), StopReason.PROMPT_TOO_LONG, False, task_messages=asked)
     assert (record.main_conversation, record.messages) == ((), asked)
-    with pytest.raises(IndexError):
+    with pytest.raises(NotFound, match="prompt_too_long"):
         _ = record.path
+
+
+def test_a_record_without_a_path_says_why() -> None:
+    dropped = replace(make_trajectory(), paths=(), stop_reason=StopReason.STALE, error="dropped: too old")
+    with pytest.raises(NotFound, match="sample 0 of group 'g-0' has no path: it ended as stale: dropped: too old"):
+        _ = dropped.path

@@ -430,10 +430,12 @@ class ServiceStatus:
     num_refused: int = 0  # calls and connections to private ports: no key or another one, late, copies, misdirected
     is_stopping: bool = False  # nothing is accepted or begun
     is_disk_full: bool = False
+    store_away: str = ""  # why the run's store does not answer; empty: it does
     drained: tuple[str, ...] = ()  # hosts that get no work
     unread: tuple[tuple[str, float], ...] = ()  # rollouts, and seconds since a record of theirs waits for a reader
     store: StoreStatus | None = None  # None: the service follows none
     adapters: tuple[NamedAdapter, ...] = ()  # by name, the one pushed longest ago first
+    num_awaiting_turn: int = 0  # weight updates that wait until this model has the turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ where the record is read from the disk.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class EncodedRecord:
     facts: Values  # `facts_of` it
     data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
     crc: int  # CRC-32 of `data`
+    digest: bytes  # SHA-256 of `data`, so also of the attempt; whoever changes the record keeps its maker's digest
 
     @classmethod
     def of(cls, trajectory: Trajectory, encoded: bytes | None = None) -> EncodedRecord:
@@ -63,6 +65,7 @@ class EncodedRecord:
             facts=facts_of(trajectory),
             data=data,
             crc=zlib.crc32(data),
+            digest=hashlib.sha256(data).digest(),
         )
 
     @property

@@ -55,12 +55,12 @@ FACT_NAMES = tuple(_NAMES[_NAMES.index("task_id") :])
 
 
 def facts_of(trajectory: Trajectory) -> Values:
-    """Return the values of `FACT_NAMES`."""
+    """Return the values of `FACT_NAMES`. Text has no NUL, which PostgreSQL cannot store."""
     paths, times = trajectory.paths, trajectory.times
     turns = [turn for path in paths for turn in path.own_turns]
     messages, failure = trajectory.messages, trajectory.failure
     num_sampled = trajectory.num_sampled_tokens
-    return (
+    values = (
         trajectory.task_id,
         None if times is None else times.began_at,
         trajectory.timings.total_s,
@@ -80,6 +80,7 @@ def facts_of(trajectory: Trajectory) -> Values:
         _line(next((one for one in messages if one.role == "user"), None)),
         _line(next((one for one in reversed(messages) if one.role == "assistant" and one.content), None)),
     )
+    return tuple(value.replace("\0", "") if isinstance(value, str) else value for value in values)
 
 
 def _line(message: Message | None) -> str:

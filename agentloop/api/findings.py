@@ -27,6 +27,7 @@ class Cause(StrEnum):
     PAUSED = "paused"
     ASLEEP = "asleep"
     DISK_FULL = "disk_full"
+    STORE_AWAY = "store_away"
     STOPPING = "stopping"
     LOADING = "loading"
     NO_REPLICA = "no_replica"
@@ -121,6 +122,9 @@ def _of_service(status: ServiceStatus) -> Iterator[Finding]:
     if status.is_disk_full:
         text = "the run's disk is full: records and new work wait until there is room"
         yield Finding(Cause.DISK_FULL, text, "make room, or acknowledge what was read")
+    if status.store_away:
+        text = f"records and new work wait for the run's store: {status.store_away}"
+        yield Finding(Cause.STORE_AWAY, text, "start the database, or repair the network to it; nothing is lost")
     if status.paused_s is not None:
         text = f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
         yield Finding(Cause.PAUSED, text, "agentloop resume", status.paused_s)

@@ -497,7 +497,7 @@ class SubmitBody(Body):
     keep: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     rollout_id: Id | None = None
     max_staleness: int | None = Field(default=None, ge=0, le=_INT32_MAX)
-    on_stale: Literal["drop", "mask", "finish"] = OnStale.FINISH.value
+    on_stale: Literal["mask", "finish", "drop"] = OnStale.MASK.value
     trajectories_per_version: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     run_id: Id | None = None
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)

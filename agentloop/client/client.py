@@ -236,7 +236,7 @@ class RolloutClient:
         num_samples: int = 1,
         keep: int | None = None,
         max_staleness: int | None = None,
-        on_stale: OnStale = OnStale.FINISH,
+        on_stale: OnStale = OnStale.MASK,
         trajectories_per_version: int | None = None,
         run_id: str | None = None,
         priority: int = 0,
@@ -245,11 +245,12 @@ class RolloutClient:
         adapter: str | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
-        """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
+        """Submit tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
 
-        No trajectory falls more than `max_staleness` weight versions behind the fleet, or else `on_stale` says what
-        becomes of it; 0 is on-policy. With `trajectories_per_version`, how many the trainer consumes for each new
-        version, trajectories are begun only as far ahead as that allows; submits of one `run_id` count together.
+        `max_staleness` is the number of weight versions by which a trajectory's tokens may be old; 0 is on-policy.
+        `on_stale` says what happens beyond it: by default the tokens that are too old leave the mask. With
+        `trajectories_per_version`, the number that the trainer consumes for each new version, trajectories start
+        only as far ahead as that allows; submits of one `run_id` count together.
         What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
         before you train.
 
@@ -259,8 +260,8 @@ class RolloutClient:
 
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
-        Without these, and without a name, what one key submits goes out in the order it came. With an `adapter` all
-        turns are sampled under it, and weight versions are its versions.
+        Without these, and without a name, the work of one key starts in the order of its submits. With an
+        `adapter` all turns are sampled under it, and weight versions are its versions.
 
         Where the service's queue is full this waits, in ever smaller parts, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.

@@ -57,6 +57,7 @@ class WeightConfig:
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     catch_up_pause_s: float = 60.0  # between two rounds of such attempts
+    turn_wait_s: float = 120.0  # of an update, while another model has the turn
     num_reports: int = 16
 
     @property
@@ -67,7 +68,13 @@ class WeightConfig:
     @property
     def update_timeout_s(self) -> float:
         """The longest that an update can take: in a sleeping fleet, if every step takes its whole time."""
-        return self.wake_timeout_s + self.stage_timeout_s + self.switch_timeout_s + 2 * self.save_timeout_s
+        return (
+            self.turn_wait_s
+            + self.wake_timeout_s
+            + self.stage_timeout_s
+            + self.switch_timeout_s
+            + 2 * self.save_timeout_s
+        )
 
 
 class ReplicaSteps:

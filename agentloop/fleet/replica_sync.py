@@ -47,6 +47,7 @@ from agentloop.errors import (
 )
 from agentloop.fleet.adapter_sync import AdapterSync
 from agentloop.fleet.desired_state import (
+    TURN_REASON,
     DesiredState,
     FleetAdapters,
     FleetWeights,
@@ -102,6 +103,7 @@ class ReplicaSync:
         self._released = ChangeSignal()  # when a procedure has ended
         self._update: FleetUpdate | None = None  # the last one begun
         self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
+        self.num_awaiting_turn = 0  # updates that wait for the turn of this model
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
         self.adapters = AdapterSync(
             fleet,
@@ -379,6 +381,7 @@ class ReplicaSync:
         if self._resolves_at is not None:
             await self._until_resolved()
         digest = UpdateSource.of(update, kv_policy).digest
+        await self._until_its_turn()
         if self._answer is not None and self._answer[0] == digest:
             return await asyncio.shield(self._answer[1])
         if (report := await self._repeated(update, digest, force)) is not None:
@@ -399,6 +402,19 @@ class ReplicaSync:
             finally:
                 outcome.cancel()
                 self._answer = None
+
+    async def _until_its_turn(self) -> None:
+        """Wait while another model has the turn. Raises ServiceUnavailable after `turn_wait_s`."""
+        give_up_at = deadline_after(self.config.turn_wait_s)
+        self.num_awaiting_turn += 1
+        try:
+            # An update wakes the fleet, and the other model may fill the memory of the accelerators.
+            while (orders := self._desired.orders).asleep and orders.sleep_reason == TURN_REASON:
+                if not await self._released.wait_until(give_up_at):
+                    message = f"another model has had the turn for {self.config.turn_wait_s:g} s: push again later"
+                    raise ServiceUnavailable(message)
+        finally:
+            self.num_awaiting_turn -= 1
 
     async def _repeated(self, update: WeightUpdate, digest: str, force: bool) -> UpdateReport | None:
         """Return the report of the served update if `update` has its version and content, and a replica holds it.

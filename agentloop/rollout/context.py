@@ -250,7 +250,7 @@ class LoopContext:
         budget.num_tool_calls = progress.num_tool_calls
         num_prompt = self._path.num_context_tokens - len(reply.token_ids)
         budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, progress.max_tokens)
-        self._check_age()
+        self._check_abort(reply)
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
         """Set the trajectory's reward, and the named parts it is made of; later ones replace them.
@@ -318,9 +318,8 @@ class LoopContext:
         self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         self._keep_turn(max_tokens)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
-        if reply.finish_reason is FinishReason.ABORT and self.task.weight_version is not None:
-            raise LimitReached(StopReason.STALE)  # by weights that the task does not accept
-        self._check_age()
+        # The turn's own age is not checked here: if it is the last one, the trajectory has reached its own end.
+        self._check_abort(reply)
         return reply
 
     def model(self, name: str) -> OtherModel:
@@ -336,6 +335,7 @@ class LoopContext:
         if self._is_over:
             await self._refuse()
         allowed = self._budget.calls_to_run(len(calls))
+        self._check_age()  # no calls for a turn that will not follow
         limits = self.task.limits
         started = time.perf_counter()
         results = await self._answers(calls[:allowed])
@@ -480,6 +480,13 @@ class LoopContext:
     def _check_age(self) -> None:
         if self._guard is not None:
             self._guard.check(self._path)
+
+    def _check_abort(self, reply: Reply) -> None:
+        """Raises LimitReached (STALE) for a turn that a weight update cut, unless the loop may continue."""
+        if reply.finish_reason is FinishReason.ABORT:
+            if self.task.weight_version is not None:  # the task does not accept the new weights
+                raise LimitReached(StopReason.STALE)
+            self._check_age()
 
     def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
         task, turn_index = self.task, self._budget.num_turns

@@ -7,6 +7,8 @@ methods run in threads, one at a time; loops and rewards get the object itself.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +32,7 @@ MAX_LIFE_S = 1800.0
 ScriptedTurn: TypeAlias = str | ToolCall | Sequence[ToolCall]
 """A turn of a scripted policy: what it says, or calls."""
 
-_OURS = frozenset({"task", "seed", "_trajectory_id", "_models"})
+_HEAP_TYPE = 1 << 9  # the flag of classes that Python code defines
 
 
 def call(tool: str, **arguments: JSON) -> ToolCall:
@@ -73,16 +75,40 @@ class Environment:
         return Score()
 
     async def snapshot(self) -> bytes:
-        """Return the state. By default all of `self`, if JSON gives it back as it is; else it has none."""
-        state = {name: value for name, value in vars(self).items() if name not in _OURS}
-        odd = [name for name, value in state.items() if not _is_plain(value, set())]
-        if odd or not _is_plain(state, set()):
+        """Return the state. The default is all attributes and slots of `self`.
+
+        Raises ToolError for a state that JSON does not preserve: after a lost worker the trajectory starts again.
+        """
+        if hidden := next((base for base in type(self).__mro__[:-1] if not base.__flags__ & _HEAP_TYPE), None):
+            raise ToolError(f"{type(self).__name__} is also a {hidden.__name__}, whose content has no snapshot")
+        given = vars(self).get("_given") or _Given()
+        if given.setup != _setup_of(given.values.get("task")):
+            raise ToolError("the task of the environment was changed in place: copy what you change")
+        ours = [name for name, value in vars(self).items() if name == "_given" or given.is_its(name, value)]
+        own = {name: value for name, value in vars(self).items() if name not in ours}
+        values = {"attributes": own, "slots": _slots_of(self)}
+        odd = [name for part in values.values() for name, value in part.items() if not _is_plain(value, set())]
+        if odd or not _is_plain(values, set()):
             raise ToolError(f"{odd[:3] or 'an object held twice'} is no plain JSON: it has no snapshot of its own")
-        return orjson.dumps(state)
+        return orjson.dumps({"version": self._version(), "ours": ours, **values})
 
     async def restore(self, state: bytes) -> None:
-        """Take over a state, in an object that was opened for the same task."""
-        vars(self).update(orjson.loads(state))
+        """Take over a state, in an object that was opened for the same task: the attributes are those of the state.
+
+        Raises ToolError, before it changes anything, for a state of another version of the class.
+        """
+        sent = orjson.loads(state)
+        if sent["version"] != self._version():
+            names = {*sent["ours"], *sent["attributes"], *sent["slots"]} ^ {*vars(self), *_slots_of(self)}
+            field = f"field {min(names)!r}" if names else "its code"
+            raise ToolError(f"the snapshot is of another version of {type(self).__qualname__}: {field} differs")
+        kept = {name: vars(self)[name] for name in sent["ours"]}
+        vars(self).clear()
+        vars(self).update(kept | sent["attributes"])
+        for name in _slots_of(self).keys() - sent["slots"].keys():
+            object.__delattr__(self, name)
+        for name, value in sent["slots"].items():
+            object.__setattr__(self, name, value)
 
     async def close(self) -> None:
         """Free what it holds. Called once, on every path."""
@@ -100,8 +126,49 @@ class Environment:
         said = await self.model(name).chat([Message("system", persona), *seen])
         return None if end in said else said
 
+    def _version(self) -> str:
+        return _version_of(type(self))  # type: ignore[arg-type] # mypy takes the hash of its objects
+
     def _begin(self, trajectory_id: str, seed: int, models: ModelsPort) -> None:
         self._trajectory_id, self.seed, self._models = trajectory_id, seed, models
+        self._given = _Given({"_trajectory_id": trajectory_id, "seed": seed, "_models": models})
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The attributes that the service has set: a new object has them too, unless the author replaced them."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    setup: int = 0  # `_setup_of` the task
+
+    def is_its(self, name: str, value: object) -> bool:
+        return name in self.values and value is self.values[name]
+
+
+def _setup_of(task: RolloutTask | None) -> int:
+    """Return a hash of the parts of a task that an author can change in place; 0 without a task."""
+    return 0 if task is None else hash(repr((task.reference, task.tool_setup, task.template_kwargs)))
+
+
+def _slots_of(environment: Environment) -> dict[str, Any]:
+    """Return the values of the slots of all its classes, by their mangled names."""
+    state = object.__getstate__(environment)
+    return state[1] if isinstance(state, tuple) else {}
+
+
+@cache
+def _version_of(kind: type[Environment]) -> str:
+    """Return a digest of the source of a class and of its bases, without `Environment`."""
+    digest = hashlib.sha256()
+    for base in kind.__mro__:
+        if base is Environment:
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # a class without a file
+            source = repr(sorted(vars(base)))
+        digest.update(f"{base.__qualname__} {source}".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,6 +224,7 @@ class OpenEnvironment:
 
     async def open(self, task: RolloutTask) -> None:
         self.environment.task = task
+        self.environment._given = _Given({**self.environment._given.values, "task": task}, _setup_of(task))
         await call_user_code(self.environment.open, task)
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:

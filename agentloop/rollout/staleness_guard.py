@@ -15,10 +15,10 @@ from agentloop.types import OnStale, StalenessLimit, StopReason, WeightVersionSp
 
 
 class StalenessGuard:
-    """One trajectory against its run's limit, asked between turns and at the end.
+    """One trajectory against its run's limit, asked before each turn and its tool calls, and at the end.
 
     A turn is never interrupted for staleness: its worker learns of a commit from the answers of other turns, if at
-    all, and the limits on a turn's tokens bound the waste. A turn that an engine-side abort cut does not go on.
+    all, and the limits on a turn's tokens bound the waste. A turn that an engine-side abort cut does not continue.
     """
 
     def __init__(self, limit: StalenessLimit, newest: NewestVersion) -> None:
@@ -35,7 +35,7 @@ class StalenessGuard:
         self._newest.value = version if self._newest.value is None else max(version, self._newest.value)
 
     def must_end(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> bool:
-        """Tell if the trajectory is over its limit, as far as the worker knows, and its policy ends it.
+        """Return True if the trajectory is over its limit, as far as the worker knows, and `on_stale` stops it.
 
         `sampled` are the versions of a turn that is not in the path yet.
         """
@@ -49,8 +49,9 @@ class StalenessGuard:
     def settle(self, path: GrowingPath) -> OnStale | None:
         """Apply the policy to a path whose loop has ended. Returns the policy if the path is over its limit.
 
-        MASK takes out what is too old for the newest version. FINISH keeps what was sampled while the limit held,
-        so it takes out what the turn that met the update sampled after it. DROP leaves all of it to the caller.
+        MASK takes the tokens out of the mask that are too old for the newest version. FINISH keeps the tokens that
+        were sampled while the limit held, and takes out those that the turn sampled after the update. DROP leaves
+        the path as it is: its caller discards it.
         """
         found = self._over(path)
         if found is None:

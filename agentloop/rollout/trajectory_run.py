@@ -316,23 +316,26 @@ class TrajectoryRun:
         return None
 
     async def _open_or_restore(self, scope: ToolScope) -> None:
-        """Open the tools, and bring them to the state in which a lost worker left them, or begin again."""
+        """Open the tools, and restore the state that a lost worker left, or start again from the first turn."""
         await scope.open(self._task)
         if self._journal is not None and self._journal.kept is not None:
             try:
                 await scope.restore(self._journal.kept.states)
             except ToolError as error:
-                self._log.warning("trajectory_begins_again", reason=f"its environment is lost: {error.message}")
+                self._journal.restart_reason = f"its environment cannot be restored: {error.message}"
+                self._log.warning("trajectory_begins_again", reason=self._journal.restart_reason)
                 self._journal.kept = None
 
     def _apply_staleness_policy(self) -> None:
-        """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
-        if self._guard is not None and self._ctx is not None and self._is_complete:
-            acted = self._guard.settle(self._ctx.path)
-            if acted is OnStale.FINISH:
-                self._outcome = _Outcome(StopReason.STALE)
-            elif acted is OnStale.DROP:
-                self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
+        """Apply the run's staleness policy to a trajectory that ended or was stopped for its age.
+
+        With MASK and FINISH, a trajectory that reached its own end keeps its stop reason and its reward.
+        """
+        is_stopped = self._outcome.stop_reason is StopReason.STALE
+        if self._guard is None or self._ctx is None or not (self._is_complete or is_stopped):
+            return
+        if self._guard.settle(self._ctx.path) is OnStale.DROP:
+            self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
 
     async def _score(self, scope: ToolScope) -> None:
         """Put the score of the loop, the tools and the task's reward function into the record.
@@ -443,6 +446,7 @@ class TrajectoryRun:
             trace_link=assignment.trace_link,
             adapter=assignment.adapter,
             end_reason=self._end_reason,
+            restart_reason="" if self._journal is None else self._journal.restart_reason,
         )
         return ended(trajectory)
 
@@ -453,7 +457,7 @@ class TrajectoryRun:
 
     @property
     def _has_ended_well(self) -> bool:
-        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._outcome.is_dropped
+        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED, StopReason.STALE}
 
     @property
     def _is_complete(self) -> bool:

@@ -156,6 +156,7 @@ class RunJournal:
         self, journal: TurnJournal, assignment: Assignment, name: str, fingerprint: Callable[[], bytes]
     ) -> None:
         self.kept: KeptTurns | None = None
+        self.restart_reason = ""  # why the run starts from its first turn although an earlier one had begun
         self.assignment_id = assignment.assignment_id
         self.attempt = assignment.attempt  # the number of the run, after those that were found
         self.name = name
@@ -238,7 +239,8 @@ class TurnJournal:
             num_turns, num_tokens = len(kept.turns), kept.num_sampled
             _log.info("trajectory_resumes", num_turns=num_turns, num_tokens=num_tokens, of_attempt=kept.attempt)
         elif assignment.attempt > 0 or run.earlier:
-            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason="no usable journal here")
+            run.restart_reason = "no usable journal here"
+            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason=run.restart_reason)
         return run
 
     def add(self, run: RunJournal, entry: FinishedTurn | ToolAnswers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -24,8 +25,12 @@ CREATE TABLE IF NOT EXISTS annotations (
 CREATE INDEX IF NOT EXISTS annotations_by_record ON annotations (seq, name);
 """
 _FIND = f"""
-SELECT seq, (SELECT COUNT(*) FROM annotations a WHERE a.seq = t.seq), CAST(value AS BLOB), crc FROM trajectories t
+SELECT seq, CAST(value AS BLOB), crc FROM trajectories
 WHERE rollout_id = ? AND group_id = ? AND sample_index = ? AND {HAS_VALUE}
+"""
+_COUNT = """
+SELECT (SELECT COUNT(*) FROM annotations a WHERE a.seq = t.seq), group_id, sample_index FROM trajectories t
+WHERE seq = ?
 """
 _ADD = f"""
 INSERT INTO annotations (seq, name, value, crc) SELECT seq, ?, ?, ? FROM trajectories WHERE seq = ? AND {HAS_VALUE}
@@ -51,26 +56,33 @@ class _Record:
 
 
 def located(db: Database, rows: RowChecker, rollout_id: str, given: Sequence[SampleAnnotation]) -> list[Row]:
-    """Return the rows of annotations that fit their records. Raises NotFound, InvalidRequest, Conflict."""
+    """Return the rows of annotations that fit their records. Raises NotFound and InvalidRequest."""
     found = []
     for one in given:
         place = (rollout_id, one.group_id, one.sample_index)
         shown = "/".join(map(str, place[1:]))
         row = db.execute(_FIND, place).fetchone()
-        data = None if row is None else rows.data("trajectories", row[0], *row[2:])
+        data = None if row is None else rows.data("trajectories", *row)
         if data is None:
             raise NotFound(f"no record {shown}: it was deleted, is damaged, or never was", param="annotations")
         paths = codec.decode(data, _Record).paths
         if objection := one.annotation.objection([len(path.response_ids) for path in paths]):
             raise InvalidRequest(f"record {shown}: {objection}", param="annotations")
-        if row[1] >= MAX_OF_RECORD:
-            raise Conflict(f"record {shown} has {MAX_OF_RECORD} annotations", param="annotations")
         found.append((one.name, *packed(one.annotation), row[0]))
     return found
 
 
 def add(db: Database, rows: Sequence[Row]) -> None:
-    """Add rows, but for records that were deleted meanwhile."""
+    """Add rows, without those of records that were deleted meanwhile. Raises Conflict, and then adds none, if a
+    record would have more than `MAX_OF_RECORD`."""
+    for seq, num_new in Counter(row[3] for row in rows).items():
+        record = db.execute(_COUNT, (seq,)).fetchone()
+        if record is not None and record[0] + num_new > MAX_OF_RECORD:
+            raise Conflict(
+                f"record {record[1]}/{record[2]} has {record[0]} annotations: {num_new} more are beyond the bound"
+                f" of {MAX_OF_RECORD}",
+                param="annotations",
+            )
     db.executemany(_ADD, rows)
 
 

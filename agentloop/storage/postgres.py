@@ -32,6 +32,7 @@ from agentloop.errors import Conflict, InvalidRequest, NotFound, error_line
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Rows, Schema, shown_url
 
 _CONNECT_S = 5
+_STATEMENT_S = 60.0  # for one statement: the server, or the way to it, has stopped then
 _FATE_S = 5.0  # for a server that went away in a commit to come back
 _RETRY_S = 0.2
 _LOST = ("08", "57P", "25P03")  # codes of what ends a connection
@@ -60,6 +61,9 @@ CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, until TIMESTAMPTZ NOT NULL, holder TEXT NOT NULL);
 """
 _OWNER = "SELECT holder FROM leases WHERE name = ? AND until > clock_timestamp()"
+_HAS_COLUMN = (
+    "SELECT 1 FROM information_schema.columns WHERE table_schema = ? AND table_name = ? AND column_name = ?"
+)
 _ABOUT = Schema("about", 0, "", "FULL")  # the tables of any run
 _UNTIL = f"clock_timestamp() + interval '{LEASE_S} s'"
 
@@ -181,9 +185,20 @@ class PostgresRun:
             )
         if not db.is_read_only:
             db.execute_as_is(_DIALECT.sub(lambda found: _TYPES[found[0]], schema.tables))
+            for table, name, kind in schema.columns:
+                # Without this question, every open would wait for all transactions that use the table.
+                if db.execute(_HAS_COLUMN, (self.name, table, name)).fetchone() is None:
+                    db.execute_as_is(f"ALTER TABLE {table} ADD COLUMN {name} {_TYPES.get(kind, kind)}")
             rows = [(schema.kind, str(schema.version)), *([("run", self.owner)] if self.owner else [])]
             rows += (self.keeps or {}).items()
             db.executemany("INSERT INTO about VALUES (?, ?) ON CONFLICT DO NOTHING", rows)
+
+
+class _Connection(psycopg.Connection[Any]):
+    """A connection on which no statement waits for its answer without end."""
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        return super().wait(gen, interval, _STATEMENT_S if timeout is None else timeout)
 
 
 class PostgresDatabase:
@@ -264,11 +279,18 @@ class PostgresDatabase:
             raise ConnectionError(f"store {shown_url(self._run.url)}: the connection was lost")
         try:
             cursor: psycopg.Cursor[Any] = work(self._connection)
+        except psycopg.DataError as error:
+            if error.sqlstate is not None:
+                raise
+            raise UnicodeError(str(error)) from error  # a NUL in a text, which the server never saw
         except psycopg.Error as error:
-            if not self._connection.closed and not (error.sqlstate or "").startswith(_LOST):
+            # ACTIVE: the statement still runs there, and its answer would be taken for the next one's.
+            is_active = self._connection.info.transaction_status == TransactionStatus.ACTIVE
+            if not (self._connection.closed or is_active or (error.sqlstate or "").startswith(_LOST)):
                 raise
             self.close()
-            raise self._away("the connection was lost", error) from error
+            tried = f"no answer within {_STATEMENT_S:g} s" if is_active else "the connection was lost"
+            raise self._away(tried, error) from error
         if cursor.description is None:
             self.total_changes += max(cursor.rowcount, 0)
         return cursor
@@ -280,7 +302,7 @@ class PostgresDatabase:
         try:
             settings: dict[str, Any] = {"application_name": "agentloop", "connect_timeout": _CONNECT_S, **_SOCKETS}
             url = make_conninfo(self._run.url, options=options, **settings)
-            connection = psycopg.connect(url, autocommit=True)
+            connection = _Connection.connect(url, autocommit=True)
             connection.adapters.register_dumper(int, Int8BinaryDumper)  # raises OverflowError, as SQLite does
             connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(self._run.name)))
         except psycopg.OperationalError as error:

@@ -32,6 +32,7 @@ MAX_WAL_BYTES = 64 << 20
 """Size to which a write-ahead log is cut when it has been copied into its file."""
 
 _VACUUM_PAGES = 256  # given back to the filesystem in one transaction
+_SLOW_S = 2.0  # of a transaction: status says so from then on
 _CHECKPOINT_BYTES = 4 << 20  # of a write-ahead log, that are copied into its file
 
 T = TypeVar("T")
@@ -99,6 +100,10 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_BYTES // page_bytes}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
+            for table, name, kind in schema.columns:
+                known = db.execute("SELECT 1 FROM pragma_table_info(?) WHERE name = ?", (table, name))
+                if known.fetchone() is None:
+                    db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     except sqlite3.DatabaseError as error:
         db.close()
         if not is_read_only and _has_no_room(error, path.parent):
@@ -217,7 +222,18 @@ class BatchWriter:
         self._is_closed = False
         self._is_damaged = False
         self._is_full = False  # the last that was to be written found no room
+        self._batch_began_at: float | None = None  # of the transaction under way
+        self._away = ""
         self.on_time: Callable[[float], None] = lambda seconds: None  # told the seconds of each, in the thread
+
+    @property
+    def away(self) -> str:
+        """Why the database does not answer now; empty: it does, or was not asked."""
+        began_at = self._batch_began_at
+        waited_s = 0.0 if began_at is None else time.perf_counter() - began_at
+        return self._away or (
+            f"the {self._kind} has not answered for {waited_s:.0f} s" if waited_s > _SLOW_S else ""
+        )
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Run `work` in a transaction. Returns its result once it is committed.
@@ -270,9 +286,10 @@ class BatchWriter:
     # --- the thread's side ---
 
     def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
-        begun_at = time.perf_counter()
+        self._batch_began_at = began_at = time.perf_counter()
         outcomes = self._outcomes([piece.work for piece in batch])
-        self.on_time(time.perf_counter() - begun_at)
+        self._batch_began_at = None
+        self.on_time(time.perf_counter() - began_at)
         loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _outcomes(self, works: Sequence[Work[Any]], *, is_part: bool = False) -> list[Any]:
@@ -286,6 +303,7 @@ class BatchWriter:
             outcomes = [_outcome(work, db) for work in works]
             self._finish(db)
             db.commit()
+            self._away = ""
             self._note_room(is_full=self._is_full and (is_part or db.total_changes == num_changes))
             return outcomes
         except Exception as error:
@@ -293,12 +311,15 @@ class BatchWriter:
             if db.in_transaction:
                 db.rollback()
             if isinstance(error, ConnectionError):  # of the others too
+                self._away = str(error)
                 return [ServiceUnavailable(str(error))] * len(works)
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = _storage_full(self._kind)
             elif isinstance(error, OverflowError):  # a caller's number
                 problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
+            elif isinstance(error, UnicodeError):  # a caller's text
+                problem = InvalidRequest(f"a text cannot be stored: {error}")
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))
             elif not isinstance(error, AgentLoopError):

@@ -37,9 +37,10 @@ class VersionSuccess:
 class StaleSummary:
     """Trajectories that fell further behind than their run allows, by their fate.
 
-    `dropped_attempts` were thrown away and begun anew; `given_up` samples have no attempt left; `masked` and
-    `finished` ones lost the rest of their tokens, or their end; `late` ones were young enough when they ended, and
-    too old when the coordinator took them: they are whole, and `Trajectory.staleness` tells.
+    `dropped_attempts` were discarded and rolled out again; `given_up` samples have no attempt left; `masked`
+    trajectories reached their own end and lost tokens from the mask; `finished` ones were stopped before their end;
+    `late` ones were within the limit when they ended and beyond it when the coordinator received them: they are
+    complete, and `Trajectory.staleness` says by how much.
     """
 
     dropped_attempts: int
@@ -218,9 +219,9 @@ def _stale(trajectory: Trajectory) -> dict[str, int]:
     is_over = limit is not None and staleness is not None and staleness > limit
     return {
         "dropped_attempts": trajectory.num_stale_attempts,
-        "given_up": int(is_ended and not trajectory.is_complete),
+        "given_up": int(is_ended and not trajectory.paths),
         "masked": int(trajectory.num_masked_tokens > 0 and not is_ended),
-        "finished": int(is_ended and trajectory.is_complete),
+        "finished": int(is_ended and bool(trajectory.paths)),
         "late": int(is_over and trajectory.is_complete and not is_ended),
         "masked_tokens": trajectory.num_masked_tokens,
     }

@@ -92,6 +92,7 @@ CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, 
     # What `commit` returned for is acknowledged to a trainer: it must survive the machine too.
     synchronous="FULL",
     page_bytes=16384,  # each is written twice: half the CPU of the usual ones for a record of half a megabyte
+    columns=(("trajectories", "digest", "BLOB"),),  # `EncodedRecord.digest`; NULL in rows of earlier releases
 )
 _COUNT_ALL_FINISHED = """
 SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
@@ -123,9 +124,10 @@ _ADD_DAMAGED = (
 )
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
-    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
+    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
+_AT_PLACE = "FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?"
 _FORGET_RUN = "DELETE FROM turn_journals WHERE assignment_id = ? AND (run = ? OR ? = '')"
 _FORGET_SAMPLE = "DELETE FROM turn_journals WHERE assignment_id = ?"
 _BEGIN_JOURNAL = (
@@ -323,6 +325,11 @@ class TrajectoryStore:
         return self._reserve is not None and not self._reserve.take_back()
 
     @property
+    def away(self) -> str:
+        """Why the store does not answer now; empty: it does. `keep_lease` asks a database every few seconds."""
+        return self._writer.away
+
+    @property
     def successor(self) -> int | None:
         """The epoch of a later owner that has taken the store over; None: not known of one."""
         return self._successor
@@ -433,29 +440,26 @@ class TrajectoryStore:
         """
         rollout_id = record.rollout_id
         terms = RolloutTerms(owner_of(rollout_id) if owner is None else owner)
+        place = _place(record)
 
         def work(db: Database) -> bool:
             _check_sessions(db, rollout_id)
             first = self._terms(db, rollout_id).owner
             if owner not in (None, first) and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
                 raise Conflict(f"rollout {rollout_id} belongs to another key", param="rollout_id")
-            place = (rollout_id, record.group_id, record.sample_index)
-            stored = db.execute(
-                "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
-                " WHERE rollout_id = ? AND group_id = ? AND sample_index = ?",
-                place,
-            ).fetchone()
+            stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", place).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
                 db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
                 self._add(db, [record])
                 return True
-            if not stored[1]:
-                return False  # it was, and is deleted
-            known = self._rows.value("trajectories", Trajectory, *stored)
-            if known is None or EncodedRecord.of(known).data != record.data:  # whatever their staleness
+            if stored[0] != record.digest and stored[1]:  # of a deleted record, any repeat is taken for it
                 name = "/".join(map(str, place))
-                raise Conflict(f"{name} is the record of another session", param="sample_index")
+                raise Conflict(
+                    f"{name} is the record of another session: its digest is"
+                    f" {'missing' if stored[0] is None else stored[0].hex()}, not {record.digest.hex()}",
+                    param="sample_index",
+                )
             return False
 
         return await self._writer.run(work)
@@ -479,13 +483,25 @@ class TrajectoryStore:
 
     async def has_record(self, record: EncodedRecord) -> bool:
         """Tell if a record's sample has one, or had one. Raises NotFound, Gone, of its rollout."""
-        place = (record.rollout_id, record.group_id, record.sample_index)
+        place = _place(record)
 
         def work(db: Database) -> bool:
             _counts(db, record.rollout_id)
-            statement = "SELECT 1 FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?"
-            return db.execute(statement, place).fetchone() is not None
+            return db.execute(f"SELECT 1 {_AT_PLACE}", place).fetchone() is not None
 
+        return await self._writer.run(work)
+
+    async def stored(self, assignment_id: str) -> EncodedRecord | None:
+        """Return the record that a sample has, with the digest of its submission; None if it has none or the record
+        is damaged. Every commit before this call, also one whose answer was lost, has taken place or never will."""
+        statement = f"SELECT seq, CAST(value AS BLOB), crc, digest {_AT_PLACE}"
+
+        def work(db: Database) -> EncodedRecord | None:
+            row = db.execute(statement, place_of(assignment_id)).fetchone()
+            known = None if row is None else self._rows.value("trajectories", Trajectory, *row[:3])
+            return None if known is None else dataclasses.replace(EncodedRecord.of(known), digest=row[3] or b"")
+
+        # The writer's transactions follow one another in the database too, over a connection that was made again.
         return await self._writer.run(work)
 
     async def holds_sessions(self, rollout_id: str) -> bool:
@@ -837,5 +853,9 @@ def _assignment_id(record: EncodedRecord) -> str:
     return assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
 
 
-def _row(record: EncodedRecord) -> tuple[str, str, int, bytes, int]:
-    return record.rollout_id, record.group_id, record.sample_index, record.value, record.value_crc
+def _place(record: EncodedRecord) -> tuple[str, str, int]:
+    return record.rollout_id, record.group_id, record.sample_index
+
+
+def _row(record: EncodedRecord) -> tuple[str, str, int, bytes, int, bytes]:
+    return (*_place(record), record.value, record.value_crc, record.digest)

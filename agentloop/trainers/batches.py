@@ -1,8 +1,9 @@
 """Rows for a trainer, from the finished trajectories of one group: ids, mask, logprobs, versions and an advantage.
 
 A row is one token path. A trajectory whose history forked is several rows of its group, and every sampled token is
-in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, or the
-client cancelled it) gives no row and no part of the baseline: it says nothing of the policy.
+in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, the
+client cancelled it, or a weight update overtook it) gives no row and is not in the baseline: it says nothing of the
+policy.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class GroupCounts:
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Tell if a trajectory may be trained on: it ended as the policy or a limit had it, and has a reward."""
-    return trajectory.is_complete and trajectory.reward is not None
+    """Return True if a trajectory may be trained on: the policy or a limit of its task ended it with a reward."""
+    return trajectory.is_sound and trajectory.reward is not None
 
 
 def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = False) -> list[TrainingRow]:

@@ -36,6 +36,7 @@ import structlog
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout
+from agentloop.endings import FailureClass
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
 from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
 from agentloop.trainers.service_link import ServiceLink
@@ -287,7 +288,7 @@ class AsyncRollouts:
         for trajectory in group:
             if is_scored(trajectory):
                 self._num_failed = 0
-            else:
+            elif trajectory.failure is not FailureClass.STALE:  # waiting helps against a slow trainer's own updates
                 self._num_failed += 1
                 self._last_failure = _failure(trajectory)
         if self._num_failed >= max(_MIN_FAILED, 2 * self._num_generations):

@@ -59,6 +59,7 @@ CASES = [
     (replace(WELL, is_paused=True, paused_s=12.0, pause_reason="eval"), FLYING, Cause.PAUSED, "12 s: eval"),
     (replace(WELL, asleep=ASLEEP, asleep_s=5.0), FLYING, Cause.ASLEEP, "weights, kv_cache"),
     (replace(WELL, is_disk_full=True), FLYING, Cause.DISK_FULL, "disk is full"),
+    (replace(WELL, store_away="no answer within 60 s"), FLYING, Cause.STORE_AWAY, "no answer within 60 s"),
     (replace(WELL, is_stopping=True), FLYING, Cause.STOPPING, "is stopping"),
     (replace(NOT_READY, replicas=(), starting=(LOADING,)), EMPTY, Cause.LOADING, "none has joined yet"),
     (replace(WELL, starting=(LOADING,)), FLYING, Cause.LOADING, "r2 waits to start since 40 s: waits for memory"),

@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation(
         "later_record_wins",
         _STORE,
-        'sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"\n    " ON CONFLICT DO NOTHING"',
-        'sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"\n'
+        'sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"\n    " ON CONFLICT DO NOTHING"',
+        'sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"\n'
         '    f" ON CONFLICT (rollout_id, group_id, sample_index) {_REPLACES}"',
         _STORE_TESTS,
     ),
@@ -128,8 +128,8 @@ MUTATIONS = (
     Mutation(
         "keep_place_held_after_failure",
         _ROLLOUTS,
-        "            self.queue.give_back_keep_place(assignment_id)\n",
-        "",
+        "                    self.queue.give_back_keep_place(assignment_id)\n",
+        "                    pass\n",
         _COORDINATOR_TESTS,
     ),
     Mutation(

@@ -5,7 +5,15 @@ import asyncio
 import pytest
 
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, InvalidRequest, WeightUpdateFailed
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    EngineLost,
+    InvalidRequest,
+    ServiceUnavailable,
+    WeightUpdateFailed,
+)
+from agentloop.fleet.desired_state import TURN_REASON
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import PauseMode
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
@@ -96,6 +104,24 @@ async def test_who_does_not_follow_an_order_while_it_is_brought_up_is_left_to_th
 
 
 # --- level 1 ---
+
+
+@virtual
+async def test_an_update_waits_for_the_turn_of_its_model(clock):
+    site = sleepers(clock, "a")
+    await site.sync.sleep(1, TURN_REASON)
+    updates = [asyncio.create_task(site.update(1)) for _ in range(2)]
+    await clock.sleep(5.0)
+    assert (states(site), site.sync.num_awaiting_turn) == ({"a": "asleep"}, 2)
+    assert site.calls("a") == ["sleep:1"]
+    await site.sync.wake(ALL_MEMORY)
+    first, second = [await update for update in updates]
+    assert first is second
+    assert (first.version, site.sync.num_awaiting_turn) == (1, 0)
+    await site.sync.sleep(1, TURN_REASON)
+    with pytest.raises(ServiceUnavailable, match="another model has had the turn for 120 s"):
+        await site.update(2)
+    assert (states(site), site.fleet.weight_version) == ({"a": "asleep"}, 1)
 
 
 @virtual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from agentloop.api.requests import TaskBody, parse_body, task_fields
 from agentloop.errors import InvalidRequest, ToolError
 from agentloop.rollout import EndEpisode, Environment, tool
-from agentloop.rollout.environment import LoadedEnvironment, load_environment
+from agentloop.rollout.environment import LoadedEnvironment, OpenEnvironment, load_environment
 from agentloop.rollout.journal_homes import JournalFolder
 from agentloop.rollout.models import ModelCall
 from agentloop.rollout.turn_journal import TurnJournal
@@ -254,6 +254,101 @@ async def test_only_a_state_that_json_gives_back_as_it_is_has_a_snapshot(odd: JS
     clumsy.open(kitchen_task())
     with pytest.raises(ToolError, match="held twice"):
         await clumsy.snapshot()
+
+
+class Sloted:
+    __slots__ = ("__hidden", "heat")
+
+    def __init__(self) -> None:
+        self.__hidden, self.heat = 1, 1
+
+    def turn(self) -> None:
+        self.__hidden += 1
+        self.heat = 9
+
+    @property
+    def hidden(self) -> int:
+        return self.__hidden
+
+
+class Stove(Sloted, Environment):
+    """An environment whose state is in attributes, in slots of two classes, and in names that the service sets."""
+
+    __slots__ = ("flame", "gas")
+    hint = "of the class"
+
+    def open(self, task: RolloutTask) -> None:
+        self.hint, self.gas, self.pots = "of the object", "on", [1]
+
+
+CHANGES: dict[str, Callable[[Stove], object]] = {
+    "an attribute is deleted": lambda stove: stove.__delattr__("hint"),
+    "an attribute is added": lambda stove: setattr(stove, "lid", None),
+    "slots of two classes": lambda stove: (stove.turn(), setattr(stove, "flame", {"blue": [1.5]})),
+    "a slot is deleted": lambda stove: stove.__delattr__("gas"),
+    "its own seed": lambda stove: setattr(stove, "seed", 99),
+    "its own task": lambda stove: setattr(stove, "task", {"id": 7}),
+    "no task": lambda stove: stove.__delattr__("task"),
+    "nothing": lambda stove: None,
+}
+
+
+async def opened(kind: type[Environment], given: RolloutTask | None = None) -> OpenEnvironment:
+    session = LoadedEnvironment(kind, PATH).open_session("t/0", 3)
+    await session.open(given or kitchen_task())
+    return session
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_restored_environment_equals_the_one_that_died(change: str) -> None:
+    died, restored = await opened(Stove), await opened(Stove)
+    before = died.environment
+    CHANGES[change](before)
+    await restored.restore(await died.snapshot())
+    after = restored.environment
+    names = {*vars(before), *vars(after), "hint", "gas", "flame", "heat", "hidden", "lid"} - {"_given", "_models"}
+    for name in names:
+        assert getattr(after, name, "missing") == getattr(before, name, "missing"), name
+    assert vars(before).keys() == vars(after).keys()
+    assert await restored.snapshot() == await died.snapshot(), "a second death loses nothing either"
+
+
+def version(number: int) -> type[Environment]:
+    class Versioned(Environment):
+        def open(self, task: RolloutTask) -> None:
+            self.pots = 1
+
+    class Versioned2(Environment):
+        def open(self, task: RolloutTask) -> None:
+            self.kettles = 1
+
+    class Versioned3(Environment):
+        def open(self, task: RolloutTask) -> None:
+            self.pots = 1 + 0
+
+    return (Versioned, Versioned2, Versioned3)[number]
+
+
+@pytest.mark.parametrize(("number", "named"), [(1, "field 'kettles'"), (2, "its code")])
+async def test_a_snapshot_of_another_version_changes_nothing(number: int, named: str) -> None:
+    died, other = await opened(version(0)), await opened(version(number))
+    died.environment.pots = 5
+    before = dict(vars(other.environment))
+    with pytest.raises(ToolError, match=f"another version of .*: {named} differs"):
+        await other.restore(await died.snapshot())
+    assert vars(other.environment) == before
+
+
+async def test_a_state_beside_its_attributes_has_no_snapshot() -> None:
+    class Bag(Environment, dict):  # type: ignore[type-arg]
+        pass
+
+    with pytest.raises(ToolError, match="is also a dict"):
+        await (await opened(Bag)).snapshot()
+    kitchen = await opened(Kitchen, kitchen_task(reference={"lines": ["More."]}))
+    kitchen.environment.task.reference["lines"].clear()
+    with pytest.raises(ToolError, match="changed in place"):
+        await kitchen.snapshot()
 
 
 async def test_a_model_says_the_users_part():

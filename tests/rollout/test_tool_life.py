@@ -176,6 +176,7 @@ async def test_one_that_cannot_begins_at_the_start(tmp_path):
     garden = Garden()
     record, num_turns = await resumed(tmp_path, garden, "fir", "ash")
     assert (record.num_resumed_turns, record.reward, num_turns) == (0, 4.0, 4)
+    assert record.restart_reason == "no usable journal here"
     assert garden.beds[1].life == ["open", "fir", "ash", "elm", "looked", "close"]
 
 
@@ -184,6 +185,7 @@ async def test_a_state_that_cannot_be_restored_is_not_begun_with(tmp_path):
     garden = KeptGarden()
     record, _ = await resumed(tmp_path, garden, "fir", "salt")
     assert (record.num_resumed_turns, record.reward) == (0, 4.0)
+    assert record.restart_reason.startswith("its environment cannot be restored: ")
     assert [bed.life for bed in garden.beds[1:]] == [
         ["open", "restore", "close"],
         ["open", "fir", "salt", "elm", "looked", "close"],

@@ -98,7 +98,15 @@ def comparable(trajectory):
         replace(path, turns=tuple(replace(turn, cached_tokens=0, times=None) for turn in path.turns))
         for path in trajectory.paths
     ]
-    return replace(trajectory, paths=tuple(paths), timings=Timings(), times=None, attempt=0, num_resumed_turns=0)
+    return replace(
+        trajectory,
+        paths=tuple(paths),
+        timings=Timings(),
+        times=None,
+        attempt=0,
+        num_resumed_turns=0,
+        restart_reason="",
+    )
 
 
 LOOKUPS = (call("lookup", word="one"), call("lookup", word="two"), call("lookup", word="three"), ANSWER)

@@ -36,7 +36,7 @@ class Storing(FakeCoordinator):
 class Bounded(FakeCoordinator):
     """Takes records up to a bound, and refuses larger ones as the private port does."""
 
-    max_bytes = 3_000
+    max_bytes = 3_200
     num_refused = 0
 
     async def finish_one(self, worker_id, trajectory):
@@ -53,7 +53,7 @@ async def test_a_record_beyond_the_bound_is_handed_in_once_without_what_its_traj
         await feeder.is_done.wait()
     large = feeder.records["large/0"]
     assert (large.stop_reason, large.attempt, large.is_complete) == (StopReason.LOOP_FAILED, 0, False)
-    assert "bytes, of at most 3000" in (large.error or "")
+    assert "bytes, of at most 3200" in (large.error or "")
     assert not large.paths
     assert feeder.records["good/0"].reward == 1.0
     assert feeder.num_refused == 0

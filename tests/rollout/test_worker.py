@@ -19,6 +19,7 @@ from agentloop.rollout.tool import ToolSpec
 from agentloop.sampling import LogprobsMode
 from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
+from agentloop.trainers.batches import group_rows
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -665,10 +666,29 @@ async def stale(tmp_path, limit: StalenessLimit):
 
 async def test_finish_ends_a_stale_trajectory_with_what_it_has(tmp_path):
     trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.FINISH))
-    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (trajectory.stop_reason, trajectory.failure) == (StopReason.STALE, FailureClass.STALE)
+    assert (trajectory.is_complete, trajectory.is_sound, trajectory.reward) == (False, False, None)
     assert (len(trajectory.path.turns), trajectory.versions, trajectory.num_masked_tokens) == (1, (0,), 0)
     assert trajectory.path.response_mask.all()
-    assert trajectory.reward is not None
+    assert group_rows([trajectory]) == []
+
+
+async def test_finish_runs_no_tool_for_a_turn_that_will_not_follow(tmp_path):
+    engine = UpdatedAfterATurn(tmp_path, CALL, ANSWER)
+    feeder = FakeCoordinator([task()], staleness=StalenessLimit(0, OnStale.FINISH))
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert (trajectory.stop_reason, trajectory.times.tool_calls) == (StopReason.STALE, ())
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.MASK, OnStale.FINISH])
+async def test_a_trajectory_that_reached_its_own_end_keeps_its_reward(tmp_path, on_stale):
+    """The update comes with the answer of the last turn."""
+    engine = UpdatedAfterATurn(tmp_path, ANSWER)
+    feeder = FakeCoordinator([task()], staleness=StalenessLimit(0, on_stale))
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert (trajectory.stop_reason, trajectory.failure) == (StopReason.COMPLETED, None)
+    assert (trajectory.is_sound, trajectory.reward) == (True, 1.0)
+    assert trajectory.path.response_mask.any() == (on_stale is OnStale.FINISH)
 
 
 async def test_mask_goes_on_and_takes_the_old_tokens_out(tmp_path):
@@ -717,7 +737,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
         await engine.resume()
         await feeder.is_done.wait()
     trajectory = feeder.records["t/0"]
-    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, False)
     assert trajectory.versions == (0,)
     assert [turn.finish_reason for turn in trajectory.path.turns] == [FinishReason.ABORT]
 

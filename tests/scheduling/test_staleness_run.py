@@ -103,10 +103,14 @@ def check_mask(records: list[Trajectory], summary: Summary, max_staleness: int) 
 
 def check_finish(records: list[Trajectory], summary: Summary, max_staleness: int) -> None:
     assert set(summary.stop_reasons) == {"completed", "stale"}
-    assert summary.complete == len(records)
+    assert summary.failures == {"stale": summary.stop_reasons["stale"]}
+    assert summary.stale is not None
+    assert summary.stale.finished == summary.stop_reasons["stale"] == len(records) - summary.complete
     for one in records:
-        assert one.oldest_trained_version == min(one.versions), "what it had is still to be trained on"
-        assert len(one.path.turns) == 3 or one.stop_reason is StopReason.STALE
+        assert one.oldest_trained_version == min(one.versions), "its tokens within the limit stay in the mask"
+        is_stopped = one.stop_reason is StopReason.STALE
+        assert len(one.path.turns) == 3 or is_stopped
+        assert one.is_sound != is_stopped
     assert any(len(one.path.turns) < 3 for one in records)
     if max_staleness == 0:
         assert any(len(one.versions) > 1 for one in records), "no turn met an update"

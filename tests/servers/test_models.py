@@ -80,7 +80,7 @@ async def test_the_models_name_picks_it_in_every_dialect(tmp_path: Path) -> None
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_below_its_path_a_model_has_all_routes(tmp_path: Path) -> None:
+async def test_below_its_path_a_model_has_all_routes_but_no_rollouts(tmp_path: Path) -> None:
     async with two_models(tmp_path) as site:
         url = site.policy.urls[0]
         async with site.http.get(f"{url}/v1/models") as answer:
@@ -92,6 +92,11 @@ async def test_below_its_path_a_model_has_all_routes(tmp_path: Path) -> None:
                 async with session.openai as openai:
                     await openai.chat.completions.create(model="judge", **HELLO)
                 record = await session.finish(reward=1.0)
+            with pytest.raises(
+                InvalidRequest, match=r"/models/judge serves sessions and calls only.*to the policy"
+            ):
+                await client.submit([RolloutTask("t", (Message("user", "Hi"),))])
+            assert (await client.status()).rollouts == ()
         assert {span.version for span in record.paths[0].weight_versions} == {JUDGE_VERSION}
         async with site.http.get(f"{url}/models/nobody/status") as answer:
             assert answer.status == 404

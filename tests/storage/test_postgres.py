@@ -217,6 +217,7 @@ class Relay:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.loses: str | None = None
+        self.is_silent = False  # it accepts, and passes nothing on
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -236,7 +237,8 @@ class Relay:
                 if b"COMMIT" in data and self.loses == ("order" if is_order else "answer"):
                     self.loses = None
                     break
-                target.sendall(data)
+                if not self.is_silent:
+                    target.sendall(data)
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -269,6 +271,28 @@ async def test_a_commit_whose_answer_was_lost_is_asked_for(
         assert way.loses is None
         assert await store.counts("r") == (2, 1)
         assert await store.add_records(encoded([make_trajectory(sample_index=1)])) == 1
+        await store.close()
+
+
+async def test_a_server_that_accepts_and_never_answers_is_away(
+    postgres_run: Home, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentloop.storage.postgres._STATEMENT_S", 0.3)
+    with relay(postgres_server) as way:
+        url = postgres_server.url.replace(str(postgres_server.port), str(way.port))
+        store = TrajectoryStore(dataclasses.replace(postgres_run, url=url))
+        await store.take_over()
+        await store.accept("r", [make_group(num_samples=2)])
+        assert store.away == ""
+        way.is_silent = True
+        for call in (store.add_records(encoded([make_trajectory()])), store.check_owner()):
+            with pytest.raises(ServiceUnavailable, match=r"no answer within 0\.3 s|tried to connect"):
+                await call
+        assert store.away.startswith(f"store {shown_url(url)}: ")
+        way.is_silent = False
+        assert await store.add_records(encoded([make_trajectory()])) == 1
+        await store.check_owner()
+        assert store.away == ""
         await store.close()
 
 

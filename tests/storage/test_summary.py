@@ -54,7 +54,9 @@ def test_what_has_no_record_is_lost_and_a_duplicate_does_not_make_up_for_it() ->
 def test_stale_trajectories_are_counted_by_what_became_of_them() -> None:
     limited = [replace(one, max_staleness=1, staleness=1) for one in RECORDS[:5]]
     dropped = replace(limited[0], stop_reason=StopReason.STALE, is_complete=False, paths=(), num_stale_attempts=3)
-    finished = replace(limited[1], stop_reason=StopReason.STALE, is_complete=True, staleness=2, num_masked_tokens=1)
+    finished = replace(
+        limited[1], stop_reason=StopReason.STALE, is_complete=False, staleness=2, num_masked_tokens=1
+    )
     masked = replace(limited[2], num_masked_tokens=4)
     late = replace(limited[3], staleness=2, num_stale_attempts=1)
     summary = summarize([dropped, finished, masked, late, limited[4]], num_accepted=5, wall_s=1.0)

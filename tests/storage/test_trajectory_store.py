@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from agentloop import codec
+from agentloop.api.annotations import SampleAnnotation, annotation_of
 from agentloop.api.encoded_record import EncodedRecord
+from agentloop.api.facts import FactsQuery
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.images import IMAGES_FOLDER
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
@@ -355,3 +357,28 @@ async def test_a_number_that_no_row_holds_is_refused(store: TrajectoryStore, num
         with pytest.raises(InvalidRequest, match="63 bits"):
             await call
     assert await store.counts("r") == (2, 0)
+
+
+async def test_a_text_with_a_nul_is_stored_or_refused_and_nothing_half(
+    store: TrajectoryStore, home: StoreHome
+) -> None:
+    odd = dataclasses.replace(make_trajectory(), task_id="a\0b", error="\0", metrics={"\0": 1.0})
+    await store.accept("r", [make_group(num_samples=2)])
+    assert await store.add_records(encoded([odd])) == 1
+    [(_, data)] = await store.read("r", 0, 10)
+    assert codec.decode(data, Trajectory).task_id == "a\0b"
+    (listed,) = (await store.list_records(FactsQuery())).records
+    assert listed.task_id == "ab"
+    if home.is_file:
+        return
+    calls = (
+        store.accept("s", [make_group("g\0")]),
+        store.add_records(encoded([make_trajectory("g\0")])),
+        store.list_records(FactsQuery(task="\0")),
+        store.annotate("r", [SampleAnnotation(odd.group_id, 0, "\0", annotation_of(1.0))]),
+    )
+    for call in calls:
+        with pytest.raises(InvalidRequest, match=r"a text cannot be stored: .*NUL"):
+            await call
+    with pytest.raises(NotFound):
+        await store.counts("s")

@@ -98,7 +98,7 @@ def rollout(
         int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
     ] = None,
     on_stale: Annotated[
-        OnStale | None, typer.Option(help="What becomes of one that falls further behind; finish if left out.")
+        OnStale | None, typer.Option(help="What happens to one that falls further behind. Default: mask.")
     ] = None,
     trajectories_per_version: Annotated[
         int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
@@ -177,7 +177,7 @@ def _limit(
     max_staleness: int | None, on_stale: OnStale | None, trajectories_per_version: int | None
 ) -> StalenessLimit | None:
     if max_staleness is not None:
-        return StalenessLimit(max_staleness, on_stale or OnStale.FINISH, trajectories_per_version)
+        return StalenessLimit(max_staleness, on_stale or OnStale.MASK, trajectories_per_version)
     if on_stale is not None or trajectories_per_version is not None:
         raise typer.BadParameter("--on-stale and --trajectories-per-version need --max-staleness")
     return None

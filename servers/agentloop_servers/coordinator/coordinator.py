@@ -39,6 +39,7 @@ from agentloop.clock import Clock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
 from agentloop.fleet.desired_state import TURN_REASON, FleetAdapters, FleetWeights, StandingOrders
+from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.replica_steps import Connect
 from agentloop.fleet.store_follower import FollowedStore, StoreFollower
 from agentloop.images import Image
@@ -182,10 +183,12 @@ class Coordinator:
             num_refused=self.refused.total() + replicas.num_refused,
             is_stopping=self.rollouts.is_draining,
             is_disk_full=self._store.is_full,
+            store_away=self._store.away,
             drained=tuple(sorted(orders.drained)),
             unread=self.rollouts.unread(),
             store=None if self._follower is None else self._follower.status,
             adapters=replicas.sync.adapters.served,
+            num_awaiting_turn=replicas.sync.num_awaiting_turn,
         )
         return replace(status, degraded=degraded(status))
 
@@ -257,8 +260,13 @@ class Coordinator:
             )
         if not is_undone and host == self._config.head:
             raise Conflict(f"{host} has the run: stop the service instead")
-        if not is_undone and not any(one.host not in drained | {host} for one in replicas):
-            raise Conflict(f"{host} is the last host with a replica")
+        # A replica that joins, is silent or is quarantined may never take traffic.
+        able = (ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.ASLEEP)
+        serving = {one.host for one in replicas if one.state in able} or {one.host for one in replicas}
+        if not is_undone and host in serving and not serving - drained - {host}:
+            raise Conflict(
+                f"{host} is the last host with a replica that takes traffic: drain it when another has one"
+            )
         hosts = drained - {host} if is_undone else drained | {host}
         if hosts != drained:
             self._log.info("host_drained", host=host, is_undone=is_undone)

@@ -2,9 +2,9 @@
 
     look at all models ─► another one is wanted, and the one awake is idle or has had its time ─► sleep ─► wake
 
-A model is wanted while calls or samples wait for it, frozen ones too: a sleep freezes what runs, and the next wake
-goes on with it, so no call ends by a switch. Nothing but times is kept here: which model is awake is read from the
-models themselves, so a new coordinator goes on where the last one was.
+A model is wanted while calls, samples or a weight update wait for it, frozen calls too: a sleep freezes running
+requests, and the next wake continues them, so no call ends by a switch. Only times are kept here: the awake model
+is read from the models themselves, so a new coordinator continues where the last one was.
 
 A model that an operator or a trainer has put to sleep stays asleep until it is woken by them, and all others sleep
 as long: the accelerators are somebody else's.
@@ -152,5 +152,7 @@ def _is_busy(status: ServiceStatus) -> bool:
 
 
 def _is_wanted(status: ServiceStatus) -> bool:
-    """Tell if calls or samples wait for a model that sleeps."""
-    return _is_busy(status) or status.queue.num_queued + status.queue.num_waiting > 0
+    """Return True if calls, samples or a weight update wait for a model that sleeps."""
+    # Samples that are held need new weights: the turn of their model would not start them.
+    num_ready = status.queue.num_queued - sum(one.num_held for one in status.rollouts)
+    return _is_busy(status) or num_ready + status.queue.num_waiting + status.num_awaiting_turn > 0

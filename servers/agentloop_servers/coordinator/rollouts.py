@@ -135,6 +135,8 @@ class Rollouts:
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
+        self._doubtful: set[str] = set()  # samples whose record may be stored: its commit failed
+        self._settling = asyncio.Lock()
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._submitting = KeyedLocks()  # by rollout id
         self._readers: dict[str, asyncio.Event] = {}  # of live rollouts that are read
@@ -244,11 +246,19 @@ class Rollouts:
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(min(wait_s, self._config.worker_timeout_s / 2))
+        start: tuple[Assignment, ...] = ()
         while True:
             if self.queue.num_queued and not self.is_draining:
-                await self._store.check_owner()  # what was taken over hands out nothing that its successor may
+                is_answered = False
+                with suppress(TimeoutError):
+                    # A coordinator that was replaced gives out nothing: its successor may have given it out.
+                    async with asyncio.timeout(self._config.worker_timeout_s / 3):
+                        await self._store.check_owner()
+                        is_answered = True
                 if poll.number != number:
                     return Orders()
+                if not is_answered:
+                    break  # the worker asks again, and so shows that it lives
             is_drained = report.host in self._replicas.sync.desired.orders.drained
             start = () if is_drained else self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):
@@ -305,6 +315,8 @@ class Rollouts:
         return Refusal.of(error)
 
     async def _finish(self, worker_id: str, assignment_id: str, record: EncodedRecord) -> bool:
+        if self._doubtful:
+            await self._settle()
         if not self.queue.is_live(assignment_id):
             with suppress(Gone):  # it was stored, and is deleted
                 if not await self._store.has_record(record):
@@ -334,11 +346,24 @@ class Rollouts:
         try:
             is_new = await self._store.add_records([record]) > 0
         except BaseException:
-            self.queue.give_back_keep_place(assignment_id)
+            self._doubtful.add(assignment_id)  # it may be stored: its group keeps the place until that is known
             raise
-        # Else it has a record that was written meanwhile, of a sample that no worker was to finish any more.
-        self._recorded(assignment_id, record, counts=is_new)
+        # Otherwise the sample has another record, which was written meanwhile: that one counts, not this one.
+        stored = record if is_new else await self._store.stored(assignment_id)
+        self._recorded(assignment_id, stored or record, counts=stored is not None)
         return True
+
+    async def _settle(self) -> None:
+        """Ask the store which records are stored although their commit failed, and count these once, as they are
+        stored. The others give their keep places back. Raises the store's errors."""
+        async with self._settling:
+            for assignment_id in tuple(self._doubtful):
+                stored = await self._store.stored(assignment_id)
+                self._doubtful.discard(assignment_id)
+                if stored is None:
+                    self.queue.give_back_keep_place(assignment_id)
+                else:
+                    self._recorded(assignment_id, stored)
 
     async def unfinished(self, assignment_ids: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(assignment_id for assignment_id in assignment_ids if self.queue.is_live(assignment_id))
@@ -390,15 +415,19 @@ class Rollouts:
 
     async def write_owed(self) -> None:
         """Write the records that the coordinator owes. Raises the store's errors; what failed stays owed."""
+        if self._doubtful:
+            await self._settle()
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_RECORD_BATCH):
             items = owed[start : start + MAX_RECORD_BATCH]
             made = [owed_record(item) for item in items]
             records = [EncodedRecord.of(one) for one in made]
-            await self._store.add_records(records)
+            is_new = await self._store.add_records(records) == len(records)
             for item, one, record in zip(items, made, records, strict=True):
                 self._replicas.tally.trace(one)
-                self._recorded(item.sample.assignment_id, record)
+                # A worker's record whose commit answer was lost is stored in place of ours, and counts.
+                stored = None if is_new else await self._store.stored(item.sample.assignment_id)
+                self._recorded(item.sample.assignment_id, stored or record)
 
     # --- clients ---
 
@@ -661,8 +690,8 @@ class Rollouts:
         return is_failed and record.attempt + 1 < self._config.max_attempts
 
     def _recorded(self, assignment_id: str, record: EncodedRecord, *, counts: bool = True) -> None:
-        """A record is durable: the sample is finished, its place is free, its readers may look. Unless it `counts`,
-        it is another one than the sample's."""
+        """Finish the sample of a durable record, end its lease and wake its readers. `counts` is False if its row
+        cannot be read."""
         is_trained, is_kept = counts and record.is_trained, counts and record.is_sound
         num_tokens = record.num_response_tokens if counts and record.is_complete else None
         if not self.queue.finished(assignment_id, is_trained=is_trained, is_kept=is_kept):
@@ -720,8 +749,8 @@ class Rollouts:
 
 
 def _is_dropped(record: EncodedRecord) -> bool:
-    """Tell if a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
-    return record.stop_reason is StopReason.STALE and not record.is_complete
+    """Return True if the worker discarded the tokens for their age. A stopped trajectory keeps its tokens."""
+    return record.stop_reason is StopReason.STALE and record.num_response_tokens == 0
 
 
 def _surplus(record: EncodedRecord) -> EncodedRecord:
@@ -730,4 +759,5 @@ def _surplus(record: EncodedRecord) -> EncodedRecord:
     The one case in which a record is decoded here, and encoded again.
     """
     cancelled = replace(record.decoded(), stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
-    return EncodedRecord.of(ended(replace(cancelled, error="its group had the samples that it keeps")))
+    surplus = EncodedRecord.of(ended(replace(cancelled, error="its group had the samples that it keeps")))
+    return replace(surplus, digest=record.digest)

@@ -90,7 +90,7 @@ def create_app(
     leases = CallLeases(coordinator, connect, reporter, config=config, tally=tally)
     images, sglang = tuple(image_roots), _sglang_calls(endpoint, leases)
     rollouts = RolloutRoutes(
-        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang, others
+        coordinator, keys, leases, limits, tool_names, endpoint, images, allowed_imports, sglang, others, is_inside
     )
     admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint, nodes_without, model)
 

@@ -141,9 +141,12 @@ class RolloutRoutes:
         allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
         sglang: SglangCalls | None = None,
         models: Collection[str] = (),
+        is_beside: bool = False,
     ) -> None:
+        """`models` are the names of models next to the policy; `is_beside` if this is one of them."""
         self._sglang = sglang
-        self._models = models  # beside the policy
+        self._models = models
+        self._is_beside = is_beside
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
         self._keys = keys
@@ -241,6 +244,13 @@ class RolloutRoutes:
 
     async def submit(self, request: Request, body: Submit) -> Response:
         """Accept tasks, durably; repeating a named submit changes nothing."""
+        if self._is_beside:
+            raise InvalidRequest(
+                f"{request.scope['root_path']} serves sessions and calls only, because no worker runs rollouts of a"
+                " model next to the policy: submit the tasks to the policy (its loops and rewards can call this"
+                " model), or open sessions here",
+                param="tasks",
+            )
         self._check_names(body)
         if body.rollout_id == SESSIONS_ROLLOUT_ID:
             raise InvalidRequest(f"the name {SESSIONS_ROLLOUT_ID!r} is kept for sessions", param="rollout_id")

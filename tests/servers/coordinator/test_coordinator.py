@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agentloop import codec
-from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, RolloutTerms
+from agentloop.api.coordinator import MAX_CALL_BYTES, LeaseReport, Orders, RolloutTerms
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.api.findings import UNREAD_S, Cause, findings
 from agentloop.clock import RealClock
@@ -475,10 +475,10 @@ async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coor
 async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinator):
     await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
-    finished = replace(record(assignment, StopReason.STALE), is_complete=True)
+    finished = record(assignment, StopReason.STALE)
     await hand_in(coordinator.rollouts, "w", finished)
     (trajectory,) = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
-    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (trajectory.stop_reason, bool(trajectory.paths)) == (StopReason.STALE, True)
 
 
 @service("a")
@@ -864,3 +864,17 @@ async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinato
     after = await read_page(coordinator, "r", page.cursor, 10, 0.0)
     assert ([one.sample_index for one in after.trajectories], after.status.is_done) == ([2, 0], True)
     assert await rollouts.resubmit_damaged("r") == after.status
+
+
+@service("a")
+async def test_workers_that_ask_a_store_that_does_not_answer_are_not_lost(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 2),))
+    (running,) = (await coordinator.rollouts.take(report("w", 1), 1.0)).start
+    site.store.silent = asyncio.Event()
+    deadline_at = site.clock.now() + 5 * CONFIG.worker_timeout_s
+    while site.clock.now() < deadline_at:
+        assert await coordinator.rollouts.take(report("w", 1, running.assignment_id), 5.0) == Orders()
+    assert coordinator.rollouts.num_workers == 1
+    assert coordinator.rollouts.queue.is_running_at("w", running.assignment_id)
+    site.store.silent.set()
+    assert len((await coordinator.rollouts.take(report("w", 1, running.assignment_id), 0.0)).start) == 1

@@ -83,6 +83,20 @@ async def test_drains_that_cannot_be_are_refused(site, coordinator):
         await coordinator.drain_host("b")
 
 
+@service("a", "b", "c")
+async def test_the_last_host_that_takes_traffic_is_not_drained(site, coordinator):
+    fleet = coordinator.replicas.fleet
+    fleet.quarantine(fleet.get("b"), "its weights are unknown")
+    site.silent.add("c")
+    await site.clock.sleep(4.0)
+    assert (await site.states()) == {"a": "ready", "b": "quarantined", "c": "suspect"}
+    with pytest.raises(Conflict, match="a is the last host with a replica that takes traffic"):
+        await coordinator.drain_host("a")
+    await coordinator.drain_host("b")
+    await coordinator.drain_host("c")
+    assert (await coordinator.status()).drained == ("b", "c")
+
+
 @service("a", "b")
 async def test_a_replica_of_a_node_that_ray_gave_up_takes_no_traffic_again(site, coordinator):
     """It comes back from a cut before Ray has ended its process."""

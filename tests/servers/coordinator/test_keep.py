@@ -12,7 +12,7 @@ import pytest
 from agentloop.clock import VirtualClock
 from agentloop.errors import Conflict, InvalidRequest, ServiceUnavailable
 from agentloop.storage.summary import summarize
-from agentloop.types import Assignment, RolloutGroup, StopReason, Trajectory
+from agentloop.types import Assignment, RolloutGroup, StalenessLimit, StopReason, Trajectory
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.fleet.live_run import live_run, talk, write_checkpoint
 from tests.support.fleet.service import CONFIG, Service, hand_in, read_page, record, report, service
@@ -105,6 +105,52 @@ async def test_a_record_that_could_not_be_stored_gives_its_place_back(
     await hand_in(coordinator.rollouts, "w", record(one))
     await hand_in(coordinator.rollouts, "w", record(three))
     assert complete(await stored(coordinator)) == [1]
+
+
+@pytest.mark.parametrize("then", ["resubmitted", "another ends first", "worker lost", "another record", "restart"])
+def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, then: str) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        site = Service(clock, tmp_path, CONFIG)
+        coordinator = await site.start()
+        await site.join("a")
+        limit = StalenessLimit(max_staleness=0, trajectories_per_version=2)  # two may be begun
+        work = tuple(replace(group, staleness=limit) for group in groups(4, 2))
+        await coordinator.rollouts.submit("r", work)
+        one, two = (await coordinator.rollouts.take(report("w", 4), 1.0)).start
+        worker_id = "w"
+        site.store.loses_answers = True
+        with pytest.raises(ServiceUnavailable):
+            await hand_in(coordinator.rollouts, "w", record(one))
+        site.store.loses_answers = False
+        if then == "resubmitted":
+            assert await hand_in(coordinator.rollouts, "w", record(one))
+        elif then == "another record":
+            assert await hand_in(coordinator.rollouts, "w", replace(record(one), attempt=1, reward=0.0))
+        elif then == "restart":
+            await site.stop()
+            coordinator = await site.start()
+            await site.join("a")
+            assert await hand_in(coordinator.rollouts, "w", record(one))
+            await coordinator.rollouts.take(report("w", 0, two.assignment_id), 0.0)
+            await clock.sleep(CONFIG.restart_grace_s + 1.0)
+        elif then == "worker lost":
+            await clock.sleep(2.0)
+            await coordinator.rollouts.leave("w")
+            worker_id = "v"
+            (two,) = (await coordinator.rollouts.take(report("v", 4), 1.0)).start
+        if then != "another ends first":
+            assert (await coordinator.rollouts.take(report(worker_id, 4, two.assignment_id), 0.0)).start == ()
+        assert await hand_in(coordinator.rollouts, worker_id, record(two))
+        await clock.sleep(2.0)
+        records = await stored(coordinator)
+        assert complete(records) == [0, 1], then
+        assert [one.reward for one in records if one.is_complete] == [1.0, 1.0]
+        assert len(records) == 4
+        await site.stop()
+
+    clock.run(main())
 
 
 @service("a")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.api.coordinator import QueueStatus, ReplicaStatus, ServiceStatus
+from agentloop.api.coordinator import QueueStatus, ReplicaStatus, RolloutStatus, ServiceStatus
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import EngineLost, InvalidRequest
@@ -29,6 +29,8 @@ class Model:
         self.reason = TURN_REASON
         self.has_started = False
         self.failures = 0
+        self.rollouts: tuple[RolloutStatus, ...] = ()
+        self.num_awaiting_turn = 0
 
     async def status(self) -> ServiceStatus:
         running = [] if self.asleep else self.calls
@@ -40,11 +42,12 @@ class Model:
             0,
             replicas,
             0,
-            (),
+            self.rollouts,
             (),
             asleep=tuple(self.asleep),
             sleep_reason=self.reason,
-            queue=QueueStatus(0, 0, 0, 0),
+            queue=QueueStatus(0, sum(one.num_queued for one in self.rollouts), 0, 0),
+            num_awaiting_turn=self.num_awaiting_turn,
         )
 
     async def sleep(self, level: int, reason: str) -> None:
@@ -125,6 +128,27 @@ async def test_an_idle_model_gives_way_and_a_busy_one_after_its_time(site: Site)
     assert {name for name, at in site.turns if at > began + 15} == {"judge", "user", ""}
     await site.clock.sleep(120)
     assert not any(model.calls for model in site.models.values()), "a switch ends nothing"
+
+
+@virtually
+async def test_samples_that_are_held_for_new_weights_do_not_want_the_turn(site: Site) -> None:
+    """And a weight update that waits for the turn does."""
+    await site.models[""].sleep(1, TURN_REASON)
+    site.models["judge"].calls = [1000.0]
+    await site.clock.sleep(10)
+    num_turns = len(site.turns)
+    site.models[""].rollouts = (RolloutStatus("r", 8, 2, 0, 6, num_held=6),)
+    await site.clock.sleep(100)
+    assert site.turns[num_turns:] == []
+    site.models[""].rollouts = (RolloutStatus("r", 8, 2, 0, 6, num_held=5),)
+    await site.clock.sleep(30)
+    assert site.turns[num_turns][0] == "", "one sample may run"
+    site.models[""].rollouts, num_turns = (), len(site.turns)
+    await site.clock.sleep(30)
+    assert site.turns[-1][0] == "judge"
+    site.models[""].num_awaiting_turn, num_turns = 1, len(site.turns)
+    await site.clock.sleep(30)
+    assert site.turns[num_turns][0] == ""
 
 
 @virtually

@@ -22,6 +22,7 @@ class MemoryStore:
 
     successor: int | None = None
     is_full = False
+    away = ""
     is_shared = False
 
     def __init__(self) -> None:
@@ -59,6 +60,11 @@ class MemoryStore:
         await self.counts(record.rollout_id)
         name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
         return name in self.records
+
+    async def stored(self, assignment_id: str) -> EncodedRecord | None:
+        await self._disk()
+        known = self.records.get(assignment_id)
+        return None if known is None else EncodedRecord.of(known)
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         await self._turn()

@@ -9,6 +9,7 @@ from functools import wraps
 from agentloop.api.coordinator import Refusal, WorkerReport
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.clock import VirtualClock
+from agentloop.errors import ServiceUnavailable
 from agentloop.fleet.registry import FleetConfig
 from agentloop.scheduling.balancer import BalancerConfig
 from agentloop.scheduling.kv_share import ShareBounds
@@ -49,7 +50,9 @@ class FlakyStore(TrajectoryStore):
 
     is_broken = False
     stalled = None  # an event that commits and submissions wait for
+    silent = None  # an event that reads wait for: the database does not answer
     num_commits = 0
+    loses_answers = False  # of commits: they take place, and their callers read that the database is away
 
     async def accept(self, *arguments):
         if self.stalled is not None:
@@ -62,7 +65,15 @@ class FlakyStore(TrajectoryStore):
             raise sqlite3.OperationalError("disk I/O error")
         if self.stalled is not None:
             await self.stalled.wait()
-        return await super().add_records(records)
+        num_new = await super().add_records(records)
+        if self.loses_answers:
+            raise ServiceUnavailable("the answer of a commit was lost")
+        return num_new
+
+    async def check_owner(self):
+        if self.silent is not None:
+            await self.silent.wait()
+        await super().check_owner()
 
     async def save_state(self, name, value):
         if self.is_broken:
