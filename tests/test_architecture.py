@@ -145,6 +145,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.weight_transfer",
     },
     "agentloop_servers.engines.sglang": {
+        "agentloop_servers.engine_config",
         "agentloop_servers.engines.common",
         "agentloop_servers.weight_transfer",
     },
@@ -412,6 +413,7 @@ OWNERS: dict[str, set[str]] = {
         "agentloop.client.transport",  # calls of the service
         "agentloop.fleet.late_replicas",  # a replica that is behind
         "agentloop.rollout.worker",  # the hand-in of a record
+        "agentloop_servers.cli.run",  # the push of a run
         "agentloop_servers.coordinator.client",  # calls of the coordinator
     },
     r"\b_?connect\([^)]*\)\.(generate|stream)\(": {

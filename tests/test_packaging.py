@@ -243,5 +243,5 @@ def _serve_only() -> set[str]:
     """Import names of what only the extras bring."""
     names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {DISTRIBUTION}
     modules = {distribution: module for module, distribution in DISTRIBUTIONS.items()}
-    base = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
-    return {modules.get(name, name.replace("-", "_")) for name in names} - {*BROUGHT_ALONG, *base}
+    names -= {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
+    return {modules.get(name, name.replace("-", "_")) for name in names} - BROUGHT_ALONG

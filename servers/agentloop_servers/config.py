@@ -41,12 +41,13 @@ from agentloop.plugins import AllowedImports, resolve
 from agentloop.types import KVPolicy
 from agentloop.vocabulary import tokenizer_json
 from agentloop_servers.engine_config import (
+    DTYPE_BYTES,
     EngineConfig,
     EngineEntry,
     Staging,
     check_entries,
+    kv_bytes_per_token,
 )
-from agentloop_servers.engines.common.config import DTYPE_BYTES, kv_bytes_per_token
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where relative paths of a config are looked for when the working directory has no such path."""

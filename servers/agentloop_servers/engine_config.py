@@ -7,12 +7,15 @@ serve the service's one model, and report their logprobs in one mode, so that a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from agentloop.capabilities import Feature
+from agentloop.errors import CheckpointUnreadable
 
 
 class _EngineModel(BaseModel):
@@ -330,3 +333,37 @@ def check_entries(entries: Sequence[EngineEntry]) -> None:
             )
         if (entry.kind == "simulated") != (first.kind == "simulated"):
             raise ValueError(f"of the engines {first.name} and {entry.name} one is simulated: it has no model")
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KvLayout(Protocol):
+    """The fields of an engine's configuration that decide how large a token's KV is."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+
+
+def kv_bytes_per_token(layout: KvLayout, model: str) -> int:
+    """Return the bytes of one token's KV in one worker's cache, for a model folder whose layers all keep it.
+
+    Raises CheckpointUnreadable if config.json does not give the sizes.
+    """
+    path = Path(model) / "config.json"
+    try:
+        sizes = json.loads(path.read_text(encoding="utf-8"))
+        sizes = sizes.get("text_config", sizes)
+        num_heads = int(sizes["num_attention_heads"])
+        num_kv_heads = int(sizes.get("num_key_value_heads", num_heads))
+        head_dim = int(sizes.get("head_dim") or sizes["hidden_size"] // num_heads)
+        num_layers = int(sizes["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointUnreadable(f"{path} does not say how large a token's KV is", param="model") from error
+    num_own = max(1, num_kv_heads // layout.tensor_parallel_size)
+    value_bytes = 1 if layout.kv_cache_dtype == "fp8" else DTYPE_BYTES[layout.dtype]
+    return 2 * num_layers * num_own * head_dim * value_bytes

@@ -1,4 +1,4 @@
-"""The command `rollout`: a run on a running service, which needs the client's packages only, or on its own service."""
+"""The command `rollout`: a run on a running service (needs the client's packages only), or on its own service."""
 
 from __future__ import annotations
 

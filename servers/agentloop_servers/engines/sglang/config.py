@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentloop.capabilities import PRIORITY_POLICY
-from agentloop_servers.engines.common.config import DTYPE_BYTES, ProcessEngineConfig, kv_bytes_per_token
+from agentloop_servers.engine_config import DTYPE_BYTES, kv_bytes_per_token
+from agentloop_servers.engines.common.config import ProcessEngineConfig
 
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
