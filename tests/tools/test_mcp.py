@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from agentloop.errors import InvalidRequest, ToolLost
+from agentloop.errors import InvalidRequest, ToolError, ToolLost
 from agentloop.rollout.tool_loading import tools_at
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.types import RolloutTask, ToolCall, ToolResult
 from agentloop_tools.mcp import McpTools
 from tests.support.fleet.worker import task
+from tests.support.service.mcp_fake import Reply, fake_mcp
 
 COMMAND = [sys.executable, "-m", "tests.support.service.mcp_server"]
 NAMES = ["add", "note", "wait", "picture", "die_once", "die"]
@@ -203,3 +205,96 @@ async def test_a_configuration_names_it_like_a_tool_and_a_tool_it_does_not_have_
     await add.close()
     with pytest.raises(InvalidRequest, match="has no tool 'subtract'"):
         McpTools(COMMAND, names=["subtract"]).tools()
+
+
+def failed(code: int, message: str, call_id: object = None):
+    """The body of a JSON-RPC error; its id is the call's unless another one is given."""
+    return lambda own: json.dumps(
+        {"jsonrpc": "2.0", "id": own if call_id is None else call_id, "error": {"code": code, "message": message}}
+    )
+
+
+FORGOTTEN = Reply(404, failed(-32600, "Session not found", "server-error"))
+REFUSED = [
+    FORGOTTEN,
+    Reply(404, lambda _: "no such page", "text/html"),
+    Reply(429, lambda _: "slow down", "text/plain", {"retry-after": "0.01"}),
+    Reply(503, failed(-32000, "restarting"), headers={"retry-after": "0"}),
+]
+NO_ANSWER = [
+    Reply(401, failed(-32001, "who are you?")),
+    Reply(502, lambda _: "<html>bad gateway</html>", "text/html"),
+    Reply(503, lambda _: ""),
+    Reply(500, failed(-32603, "Internal error")),
+    Reply(200, lambda _: "<html>log in</html>", "text/html"),
+    Reply(200, lambda _: ""),
+    Reply(200, lambda _: "{"),
+    Reply(200, failed(-32603, "of another call", "other")),
+    Reply(200, lambda _: "{}"),
+    Reply(202, lambda _: ""),
+    Reply(307, lambda _: "", headers={"location": "http://127.0.0.1:9/mcp"}),
+    Reply(200, lambda _: "data: {\n\n", "text/event-stream"),
+]
+
+
+@pytest.mark.parametrize("reply", [*REFUSED, *NO_ANSWER])
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_a_failed_exchange_is_repeated_or_ends_the_trajectory_and_is_never_text(
+    reply: Reply, is_read_only: bool, is_shared: bool
+) -> None:
+    async with fake_mcp(is_read_only=is_read_only, replies=[reply]) as fake:
+        server = McpTools(fake.url, is_shared=is_shared)
+        [tool] = await asyncio.to_thread(server.tools)
+        session = tool.open_session("t", 0)
+        await session.open(a_task())
+        num_initialized = fake.num_initialized
+        is_forgotten = reply.status == 404
+        try:
+            if (reply in REFUSED or is_read_only) and (is_shared or not is_forgotten):
+                try:
+                    assert await session.call({}) == "rain"
+                except ToolLost:  # a broken stream ends the session, and an own one is not made again
+                    assert reply is NO_ANSWER[-1]
+                    assert not is_shared
+                else:
+                    assert fake.num_calls == 2
+                if is_forgotten:
+                    assert fake.num_initialized == num_initialized + 1
+            else:
+                with pytest.raises(ToolLost, match=f"MCP server '{fake.url}': ") as lost:
+                    await session.call({})
+                assert "\n" not in lost.value.message
+                assert fake.num_calls == 1
+        finally:
+            await session.close()
+            await server.close()
+
+
+async def test_errors_of_the_server_itself_are_text_for_the_policy() -> None:
+    verdicts = [Reply(200, failed(-32602, "no city")), Reply(400, failed(-32602, "no city"))]
+    async with fake_mcp(replies=[*verdicts, Reply(200, failed(-32000, "no weather"))]) as fake:
+        server = McpTools(fake.url)
+        [tool] = await asyncio.to_thread(server.tools)
+        session = tool.open_session("t", 0)
+        for says in ("no city", "no city", "no weather"):
+            with pytest.raises(ToolError, match=says):
+                await session.call({})
+        assert fake.num_calls == 3
+        await session.close()
+        await server.close()
+
+
+async def test_a_server_that_stays_busy_or_asks_for_a_long_wait_ends_the_trajectory() -> None:
+    busy = Reply(429, lambda _: "", headers={"retry-after": "0"})
+    late = Reply(429, lambda _: "", headers={"retry-after": "3600"})
+    async with fake_mcp(replies=[busy, busy, busy, late]) as fake:
+        server = McpTools(fake.url)
+        [tool] = await asyncio.to_thread(server.tools)
+        session = tool.open_session("t", 0)
+        for num_calls in (3, 4):
+            with pytest.raises(ToolLost, match="HTTP 429"):
+                await session.call({})
+            assert fake.num_calls == num_calls
+        await session.close()
+        await server.close()

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
@@ -426,3 +427,40 @@ async def test_a_claim_that_is_not_ready_or_gone_is_a_lost_sandbox(tmp_path: Pat
             await made.create()
         await made.close()
     await cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([(502, "<html>bad gateway</html>", {})], "answers 502: <html>"),
+        ([(401, '{"message": "no key"}', {})], "answers 401"),
+        ([(200, "<html>log in</html>", {})], "answers no JSON: <html>"),
+        ([(200, '{"moved": true}', {})], "in a form that its protocol does not have: KeyError"),
+        ([(200, "[]", {})], "in a form that its protocol does not have: TypeError"),
+        ([(200, "", {})], "in a form that its protocol does not have: TypeError"),
+        ([(503, "", {})], "answers 503"),
+        ([(429, "busy", {"Retry-After": "0"})] * 3, "answers 429: busy"),
+        ([(429, "busy", {"Retry-After": "3600"})], "answers 429: busy"),
+        (
+            [(429, "busy", {"Retry-After": "0"}), (503, "", {"Retry-After": "0"}), (400, "bad template", {})],
+            "answers 400",
+        ),
+    ],
+)
+async def test_a_failure_of_the_service_is_never_text(
+    answers: list[tuple[int, str, dict[str, str]]], says: str
+) -> None:
+    left = list(answers)
+
+    async def create(request: web.Request) -> web.Response:
+        status, text, headers = left.pop(0)
+        return web.Response(status=status, text=text, headers=headers)
+
+    app = web.Application()
+    app.router.add_post("/sandboxes", create)
+    async with TestServer(app) as server:
+        maker = E2B(api_key="k", api_url=str(server.make_url("/")))
+        with pytest.raises(ToolLost, match=says):
+            await maker.create()
+        assert left == []  # a refused call was repeated, and no other
+        await maker.close()

@@ -11,9 +11,11 @@ no turn. A connection is held by one task there, which enters and leaves it. A s
 at most MAX_CONNECTS times in a round, and after a round that failed calls fail at once for AWAY_S. A trajectory's
 own connection is never made again: the state behind it is gone.
 
-A call that is cancelled or too late leaves its session usable. One whose connection breaks is repeated once if the
-server says that the tool only reads or is idempotent; any other ends its trajectory (`ToolLost`): nobody knows if
-it ran. `is_error` answers are the policy's to read. Source: the protocol of 2026-07-28 (SDK 2.3) and older ones.
+The policy reads `is_error` answers and JSON-RPC errors of the server. It never reads a failure of the transport: a
+call that was refused before it ran (404 of a forgotten session, 429) or whose tool is read-only or idempotent is
+repeated after `Retry-After`, on a new connection where the session is lost. Any other ends its trajectory
+(`ToolLost`), since it may have run. A call that is cancelled or too late leaves its session usable.
+Source: the protocol of 2026-07-28 (SDK 2.3) and older ones.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ import structlog
 from mcp import Client, MCPError, StdioServerParameters
 from mcp import Tool as ListedTool
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextContent, TextResourceContents
+from mcp.types import (
+    CONNECTION_CLOSED,
+    INVALID_PARAMS,
+    PARSE_ERROR,
+    CallToolResult,
+    EmbeddedResource,
+    TextContent,
+    TextResourceContents,
+)
 from pydantic import ValidationError
 
 from agentloop.aio import LoopThread
@@ -42,6 +52,7 @@ MAX_CONNECTS = 4  # to connect, in one round
 FIRST_PAUSE_S = 0.25  # between two attempts; doubled each time
 AWAY_S = 5.0  # after a round that failed: calls fail at once
 MAX_TOOLS = 512  # of one server
+MAX_CALLS = 3  # attempts of one call
 LEAVE_S = 7.0  # the SDK asks a stdio server to end, then terminates it, then kills it: 2 s each
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -49,7 +60,75 @@ T = TypeVar("T")
 
 
 class ConnectionBroke(Exception):
-    """The server cannot be reached, or went away; the message is one line."""
+    """The server cannot be reached, went away, or did not answer a call; the message is one line."""
+
+    def __init__(
+        self, message: str, *, was_refused: bool = False, has_session: bool = False, retry_after_s: float = 0.0
+    ) -> None:
+        """`was_refused`: the call did not run. `has_session`: the connection and its state are still usable."""
+        super().__init__(message)
+        self.was_refused = was_refused
+        self.has_session = has_session
+        self.retry_after_s = retry_after_s
+
+
+_FAILED_EXCHANGE, _VERDICT = -32098, -32097  # codes of the JSON-RPC errors that `_StrictClient` makes
+
+
+class _StrictClient(httpx2.AsyncClient):
+    """An HTTP client that tells an error of the server (`_VERDICT`) from a failed exchange (`_FAILED_EXCHANGE`).
+
+    The SDK gives a proxy's error page, a lost session or an empty body the form of an error of the server.
+    """
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        response = await super().send(request, **options)
+        sent = orjson.loads(request.content) if request.method == "POST" else None
+        if not isinstance(sent, dict) or sent.get("method") != "tools/call":
+            return response
+        error = await _error_of(response, sent["id"])
+        if error is None:
+            return response
+        await response.aclose()
+        return httpx2.Response(200, json={"jsonrpc": "2.0", "id": sent["id"], "error": error}, request=request)
+
+
+async def _error_of(response: httpx2.Response, call_id: Any) -> dict[str, Any] | None:
+    """Return the JSON-RPC error that stands for this response to a call; None for a result and for a stream."""
+    status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if status == 200 and kind == "text/event-stream":
+        return None
+    text = (await response.aread()).decode(errors="replace")
+    try:
+        answer = orjson.loads(text) if kind == "application/json" else None
+    except orjson.JSONDecodeError:
+        answer = None
+    if isinstance(answer, dict) and answer.get("id") == call_id:
+        if status == 200 and "result" in answer:
+            return None
+        error = answer.get("error")
+        # From the protocol of 2026 on, the server's verdict on the arguments has status 400.
+        if isinstance(error, dict) and (status == 200 or (status == 400 and error.get("code") == INVALID_PARAMS)):
+            return {"code": _VERDICT, "message": str(error.get("message"))}
+    details = {"status": status, "retry_after": response.headers.get("retry-after")}
+    message = f"HTTP {status} {' '.join(text.split())[:200]}".strip()
+    return {"code": _FAILED_EXCHANGE, "message": message, "data": details}
+
+
+def _broke(error: MCPError) -> ConnectionBroke:
+    """Return the failure that `_StrictClient` has marked."""
+    status, after = error.data["status"], error.data["retry_after"]
+    try:
+        retry_after_s = max(0.0, float(after or 0.0))
+    except ValueError:
+        retry_after_s = 0.0  # a date: as if it were missing
+    is_busy = status == 429 or (status == 503 and after is not None)
+    return ConnectionBroke(
+        error.message,
+        was_refused=status == 404 or is_busy,
+        has_session=status != 404,
+        retry_after_s=retry_after_s,
+    )
 
 
 class McpTools:
@@ -151,7 +230,7 @@ class McpTools:
         async with AsyncExitStack() as stack:
             if isinstance(self.server, str):
                 timeout = httpx2.Timeout(self.connect_timeout_s, read=None)
-                http = await stack.enter_async_context(httpx2.AsyncClient(headers=self._headers, timeout=timeout))
+                http = await stack.enter_async_context(_StrictClient(headers=self._headers, timeout=timeout))
                 client = Client(streamable_http_client(self.server, http_client=http))
             else:
                 command, *arguments = self.server
@@ -243,15 +322,18 @@ class McpSession:
         await self._server.let_go(self._trajectory_id, self._link)
 
     async def _called(self, arguments: dict[str, JSON]) -> str:
-        try:
+        for attempt in range(1, MAX_CALLS + 1):
             try:
                 result = await self._link.call(self._tool.listed_name, arguments)
-            except ConnectionBroke:
-                if not (self._tool.can_repeat and self._server.is_shared):
-                    raise
-                result = await self._link.call(self._tool.listed_name, arguments)
-        except ConnectionBroke as error:
-            raise ToolLost(f"MCP server {self._server.label!r}: {error}") from error
+                break
+            except ConnectionBroke as error:
+                # Repeat only what did not run or may run twice, and never on a session whose state is lost.
+                may_repeat = error.was_refused or (self._tool.can_repeat and attempt == 1)
+                has_state = self._server.is_shared or error.has_session
+                is_soon = error.retry_after_s <= self._server.call_timeout_s
+                if attempt == MAX_CALLS or not (may_repeat and has_state and is_soon):
+                    raise ToolLost(f"MCP server {self._server.label!r}: {error}") from error
+                await asyncio.sleep(error.retry_after_s)
         text = shown(result)
         if result.is_error:
             raise ToolError(text)
@@ -301,12 +383,18 @@ class _Link:
                 raise ToolError(f"timed out after {self._server.call_timeout_s:g} s")
             raise ConnectionBroke("the server went away during a call")
         except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
+            if error.code == _FAILED_EXCHANGE:
+                failure = _broke(error)
+                if not failure.has_session:
+                    await self._drop(client)
+                raise failure from error
+            # The SDK reports a stream that breaks off or cannot be parsed as an error of the server, too.
+            if error.code not in (CONNECTION_CLOSED, PARSE_ERROR):
                 raise ToolError(_line(error)) from error
-            await self._drop()
+            await self._drop(client)
             raise ConnectionBroke("the server went away during a call") from error
         except (OSError, httpx2.HTTPError, ExceptionGroup) as error:
-            await self._drop()
+            await self._drop(client)
             raise ConnectionBroke(_line(error)) from error
         except ValidationError as error:
             raise ToolError("the server's answer is not of the protocol") from error
@@ -316,7 +404,7 @@ class _Link:
     async def leave(self) -> None:
         """Close the connection; it is not made again. Idempotent."""
         self._is_left = True
-        await self._drop()
+        await self._drop(self._client)
 
     async def _round(self) -> Client:
         """Try to connect a few times; a trajectory's own connection once, within its deadline."""
@@ -358,8 +446,10 @@ class _Link:
             ready.set_result(client)
             await leaving.wait()
 
-    async def _drop(self) -> None:
-        """Have the holder leave, or cancel it if that takes too long."""
+    async def _drop(self, client: Client | None) -> None:
+        """Close the connection of `client`, unless another call has replaced it already."""
+        if client is not self._client:
+            return
         holder, self._client = self._holder, None
         if holder is None or self._leaving is None:
             return

@@ -1,17 +1,26 @@
-"""Sandboxes that a service makes, and calls of that service."""
+"""Sandboxes that a service makes, and calls of that service.
+
+A failure of the service is never text for the policy: it raises ToolLost. A call that was refused before it ran
+(429, or 503 with `Retry-After`) is repeated a few times.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import orjson
 
 from agentloop.errors import ToolLost, error_line
-from agentloop_tools.sandbox.commands import CommandSandboxes
+from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes
+from agentloop_tools.sandbox.port import SandboxLimits, SandboxSource
 
 _REQUEST_S = 60.0
+_FORM_ERRORS = (KeyError, TypeError, ValueError)  # raised by reading an answer of another form
+_MAX_CALLS = 3  # attempts of one request
 
 
 class ServiceSandboxes(CommandSandboxes):
@@ -37,6 +46,17 @@ class ServiceSandboxes(CommandSandboxes):
             yield self._http
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ToolLost(f"{self._name} does not answer: {error_line(error)}") from error
+        except _FORM_ERRORS as error:
+            raise self._misformed(error) from error
+
+    async def filled(self, source: SandboxSource, limits: SandboxLimits, content: bytes | None) -> CommandSandbox:
+        try:
+            return await super().filled(source, limits, content)
+        except _FORM_ERRORS as error:
+            raise self._misformed(error) from error
+
+    def _misformed(self, error: Exception) -> ToolLost:
+        return ToolLost(f"{self._name} answers in a form that its protocol does not have: {error_line(error)}")
 
     @contextlib.asynccontextmanager
     async def call(
@@ -47,14 +67,29 @@ class ServiceSandboxes(CommandSandboxes):
         async with self.http() as http, http.request(method, path, timeout=timeout, **options) as answer:
             if answer.status >= 400:
                 text = (await answer.text(errors="replace")).strip()[:300]
-                details = {"status": answer.status}
+                details = {"status": answer.status, "retry_after_s": _retry_after_s(answer)}
                 raise ToolLost(f"{self._name} answers {answer.status}: {text}", details=details)
             yield answer
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Call a path for JSON; None is no content."""
-        async with self.call(method, path, **options) as answer:
-            return await answer.json() if answer.content_type == "application/json" else None
+        """Call a path for JSON; None if there is no content. Raises ToolLost for any other content, too."""
+        for attempt in range(1, _MAX_CALLS + 1):
+            try:
+                async with self.call(method, path, **options) as answer:
+                    content = await answer.read()
+                    if not content:
+                        return None
+                    try:
+                        return orjson.loads(content)
+                    except orjson.JSONDecodeError as error:
+                        text = content[:300].decode(errors="replace").strip()
+                        raise ToolLost(f"{self._name} answers no JSON: {text}") from error
+            except ToolLost as error:
+                wait_s = (error.details or {}).get("retry_after_s")
+                if attempt == _MAX_CALLS or wait_s is None or wait_s > _REQUEST_S:
+                    raise
+                await asyncio.sleep(wait_s)
+        raise AssertionError("the last attempt returns or raises")
 
     async def delete(self, path: str, **options: Any) -> None:
         """Delete a sandbox. One that is gone, or whose service is, is no error: its life is bounded."""
@@ -65,3 +100,14 @@ class ServiceSandboxes(CommandSandboxes):
         await super().close()
         if self._http is not None:
             await self._http.close()
+
+
+def _retry_after_s(answer: aiohttp.ClientResponse) -> float | None:
+    """Return the seconds after which a refused request may be sent again; None if it may have run."""
+    after = answer.headers.get("Retry-After")
+    if answer.status != 429 and (answer.status != 503 or after is None):
+        return None
+    try:
+        return max(0.0, float(after or 1.0))
+    except ValueError:
+        return 1.0  # a date
