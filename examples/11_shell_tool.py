@@ -15,7 +15,7 @@ from agentloop.types import Message, RolloutTask
 from agentloop_tools.shell import ShellSession
 
 FILES = {"add.py": "def add(a, b):\n    return a - b\n"}
-HIDDEN_TEST = b"from add import add\nassert add(2, 3) == 5\n"
+HIDDEN_TEST = "from add import add\nassert add(2, 3) == 5\nprint('AGENTLOOP_VERDICT')\n"
 TASK = RolloutTask(
     task_id="repair",
     messages=(Message("user", "add.py does not add. Repair it."),),
@@ -26,9 +26,9 @@ TASK = RolloutTask(
 
 
 async def test_passes(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> float:
-    """Put the test beside what the policy left, in a copy of its sandbox, and run it there."""
+    """Run the test in a copy of the sandbox. It has passed if its last statement printed a token, not by its status."""
     ran = await tools["shell"].grade("python3 test_add.py", {"test_add.py": HIDDEN_TEST})
-    return float(ran.status == 0)
+    return float(ran.has_passed)
 
 
 async def main(url: str) -> None:

@@ -7,6 +7,7 @@ python examples/15_repair.py http://127.0.0.1:8000
 """
 
 import asyncio
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,22 +52,30 @@ TASK = RolloutTask(
     reward="examples.15_repair:patch_works",
 )
 HIDDEN = {"a b": "a-b", "A -- b!": "a-b", "  a,b ": "a-b", "a-1": "a-1"}
-ASK = "from slug import slug\nfor line in open('titles'):\n    print(slug(line[:-1]))\n"
+ASK = """import sys
+sys.path.append("/task/slug")
+from slug import slug
+for title in sys.argv[1:]:
+    print(slug(title))
+"""
+TEST = """import sys, unittest
+sys.path.append("/task/slug")
+{tests}
+is_right = unittest.main(argv=["test"], exit=False).result.wasSuccessful()
+print("AGENTLOOP_VERDICT" if is_right else "")
+"""
 
 
 async def patch_works(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> Score:
-    """Score the patched file alone: the repository's own tests beside it, and titles whose answers stay here.
+    """Score the patched file alone: by the repository's own tests, and by titles whose slugs stay in this process.
 
-    Both run in a copy of the sandbox, so what the policy left running, or set, changes nothing.
+    Both run in a copy of the sandbox. Tests of the policy's own making do not count.
     """
-    titles = "".join(f"{title}\n" for title in HIDDEN)
-    files = {"new/test_slug.py": FILES["src/test_slug.py"], "new/ask.py": ASK, "new/titles": titles}
-    given = {path: text.encode() for path, text in files.items()}
-    shell = tools["shell"]
-    answers = await shell.grade("cp slug/slug.py new && cd new && python3 ask.py", given)
-    tests = await shell.grade("cp slug/slug.py new && cd new && python3 -m unittest -q", given)
+    shell, titles = tools["shell"], shlex.join(HIDDEN)
+    answers = await shell.grade(f"python3 ask.py {titles}", {"ask.py": ASK})
+    tests = await shell.grade("python3 test.py", {"test.py": TEST.format(tests=FILES["src/test_slug.py"])})
     is_right = answers.output.decode(errors="replace").splitlines() == list(HIDDEN.values())
-    parts = {"hidden_titles": float(is_right), "own_tests": float(tests.status == 0)}
+    parts = {"hidden_titles": float(is_right), "own_tests": float(tests.has_passed)}
     return Score(min(parts.values()), components=parts)
 
 

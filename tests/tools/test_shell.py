@@ -322,3 +322,36 @@ def test_two_shells_have_two_names() -> None:
     if WHY_NOT is None:
         toolbox = Toolbox([ShellTool(), ShellTool(name="bash")])
         assert [one["function"]["name"] for one in toolbox.definitions(["bash", "shell"])] == ["bash", "shell"]
+
+
+CHEATS = {
+    "usercustomize": "mkdir -p .local/lib/python3.11/site-packages && "
+    "echo 'import os; os._exit(0)' > .local/lib/python3.11/site-packages/usercustomize.py",
+    "conftest": "echo 'import os; os._exit(0)' | tee conftest.py sitecustomize.py > usercustomize.py",
+    "pytest.ini": "printf '[pytest]\\naddopts = --collect-only\\n' | tee pytest.ini tox.ini > setup.cfg",
+    "shadow modules": "echo 'import os; os._exit(0)' | tee json.py unittest.py re.py pytest.py > random.py",
+    "exit in the code": "printf 'import os\\nos._exit(0)\\n' > add.py",
+    "exit at the end": "printf 'import atexit, os\\natexit.register(os._exit, 0)\\ndef add(a, b): return 0\\n' > add.py",
+    "a variable": "export PYTHONSTARTUP=/task/add.py PYTHONPATH=/task BASH_ENV=/task/go; echo 'exit 0' > go",
+    "a profile": "echo 'exit 0' | tee .bashrc .profile .bash_profile > .bash_login",
+}
+HIDDEN = "import json, random, unittest\nfrom add import add\nassert add(2, 3) == 5\nprint('AGENTLOOP_VERDICT')\n"
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_a_planted_file_or_exit_passes_no_hidden_test(cheat: str) -> None:
+    async with opened(**{"add.py": "def add(a, b):\n    return a - b\n"}) as session:
+        assert not (await session.sandbox.exec(CHEATS[cheat])).status
+        graded = await session.grade("python3 test_add.py", {"test_add.py": HIDDEN})
+        assert not graded.has_passed, graded.output
+        module = await session.grade("python3 -m unittest -q test_add", {"test_add.py": HIDDEN})
+        assert not module.has_passed, module.output
+
+
+async def test_right_code_passes_a_hidden_test_whatever_lies_beside_it() -> None:
+    async with opened(**{"add.py": "def add(a, b):\n    return a + b\n"}) as session:
+        for name in ("usercustomize", "conftest", "pytest.ini", "shadow modules", "a variable", "a profile"):
+            await session.sandbox.exec(CHEATS[name])
+        assert (await session.grade("python3 test_add.py", {"test_add.py": HIDDEN})).has_passed
+        assert (await session.grade("sh -c 'echo $HOME && echo AGENTLOOP_VERDICT'")).has_passed
+        assert not (await session.grade("true")).has_passed

@@ -9,8 +9,8 @@ background. The folder begins with what the task brings (`tool_setup: {"shell": 
 trajectory whose worker died goes on with its folder as it was after its last turn, if that is no more than
 MAX_STATE_BYTES as a tar file, and with a new session.
 
-A reward function with a parameter `tools` finds the ShellSession there: `grade` runs a test where nothing that the
-policy started can touch it.
+A reward function with a parameter `tools` finds the ShellSession there: `grade` runs a hidden test in a copy of the
+sandbox, where nothing that the policy wrote runs before the test.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from agentloop.rollout.tool import ToolSpec, parameters_schema, validated
 from agentloop.types import JSON, RolloutTask
 from agentloop_tools.sandbox.bubblewrap import Bubblewrap
 from agentloop_tools.sandbox.commands import answer, tar_of
+from agentloop_tools.sandbox.grading import Grade, grade
 from agentloop_tools.sandbox.port import (
     DEFAULT_LIMITS,
     FOLDER,
     Sandbox,
     Sandboxes,
     SandboxLimits,
-    SandboxRun,
     SandboxSource,
 )
 
@@ -161,18 +161,9 @@ class ShellSession:
 
     async def grade(
         self, command: str, files: Mapping[str, bytes | str] | None = None, limits: SandboxLimits | None = None
-    ) -> SandboxRun:
-        """Run a command in a copy of the sandbox, over whose files others are laid. For rewards: a hidden test.
-
-        Nothing that the policy started runs there, and no variable that it set counts; its files do.
-        """
-        copy = await self.sandbox.fork()
-        try:
-            if files:
-                await copy.put_tar(tar_of(files))
-            return await copy.exec(command, limits)
-        finally:
-            await copy.close()
+    ) -> Grade:
+        """Run a hidden test in a copy of the sandbox, for a reward: see `sandbox/grading.py`."""
+        return await grade(self.sandbox, command, files, limits)
 
     async def snapshot(self) -> bytes:
         """Return the folder as a tar file. Raises ToolError if that is too long."""
