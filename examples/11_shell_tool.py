@@ -26,7 +26,7 @@ TASK = RolloutTask(
 
 
 async def test_passes(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> float:
-    """Run the test in a copy of the sandbox. It has passed if its last statement printed a token, not by its status."""
+    """Run the test in a copy of the sandbox. It has passed if its last statement printed its token."""
     ran = await tools["shell"].grade("python3 test_add.py", {"test_add.py": HIDDEN_TEST})
     return float(ran.has_passed)
 

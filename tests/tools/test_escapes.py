@@ -157,6 +157,20 @@ MORE = {
     "folders without end": "while mkdir d && cd d; do :; done 2>/dev/null; echo OUT",
     "CPU": "timeout 60 yes > /dev/null; echo OUT",
     "output without end": "yes",
+    "memory of files without a name": python(
+        'import os\nfor n in range(100): os.write(os.memfd_create(str(n)), bytes(1 << 22))\nprint("OUT")'
+    ),
+    "deleted files that stay open": 'for n in 1 2 3 4 5 6 7 8 9; do eval "exec $((n+10))>big$n"; rm big$n; '
+    "head -c 7M /dev/zero >&$((n+10)); done; sleep 2; echo OUT",
+    "a hypervisor's sockets": python('import socket; socket.socket(40, socket.SOCK_STREAM); print("OUT")'),
+    "the kernel's cryptography": python('import socket; socket.socket(38, 5, 0); print("OUT")'),
+    "System V shared memory": python(
+        'import ctypes\nif ctypes.CDLL(None).shmget(0, 1 << 28, 0o1600) >= 0: print("OUT")'
+    ),
+    "io_uring": python('import ctypes\nif ctypes.CDLL(None).syscall(425, 4, bytes(200)) >= 0: print("OUT")'),
+    "system calls of the x32 ABI": python(
+        'import ctypes\nif ctypes.CDLL(None).syscall(0x40000000 | 41, 40, 1, 0) >= 0: print("OUT")'
+    ),
     "a core file": "ulimit -c unlimited 2>/dev/null && echo OUT",
 }
 ATTEMPTS = {**NETWORK, **PROC, **FILES, **PRIVILEGES, **DEVICES, **MORE}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
 import tempfile
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import RolloutTask
 from agentloop_tools.sandbox import SandboxLimits
-from agentloop_tools.sandbox.bubblewrap import refusal, tree_use
+from agentloop_tools.sandbox.bubblewrap import TreeUse, refusal, tree_use
 from agentloop_tools.shell import MAX_STATE_BYTES, ShellSession, ShellTool
 from tests.support.engine.scripted import call
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -306,16 +308,45 @@ async def test_a_task_with_files_that_cannot_be_there_is_invalid() -> None:
     assert feeder.records["t/0"].error == "invalid_request: tool 'shell': file: Extra inputs are not permitted"
 
 
+@isolates
+async def test_a_chain_of_short_processes_ends_with_its_cpu_time() -> None:
+    """Each process stays below the kernel's limit, and the command that began the chain has ended."""
+    limits = replace(LIMITS, run_s=0.5)
+    async with opened(limits) as session:
+        await said(session, "true")
+        num_threads = tree_use(os.getpid()).num_threads
+        await said(session, "f() { for n in $(seq 2000); do :; done; f & }; f >/dev/null 2>&1 &")
+        async with asyncio.timeout(60):
+            while tree_use(os.getpid()).num_threads >= num_threads:  # it is killed with the sandbox's own processes
+                await asyncio.sleep(0.02)
+        assert await said(session, "echo on") == "on"
+
+
 def test_use_is_that_of_the_whole_tree() -> None:
     sleeper = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & wait"], start_new_session=True)
     try:
-        while tree_use(sleeper.pid)[1] < 3:
+        while tree_use(sleeper.pid).num_threads < 3:
             time.sleep(0.01)
-        assert tree_use(os.getpid())[0] > tree_use(sleeper.pid)[0] > 0
+        assert tree_use(os.getpid()).num_bytes > tree_use(sleeper.pid).num_bytes > 0
+        assert tree_use(os.getpid(), sleeper.pid).cpu_s >= tree_use(os.getpid()).cpu_s > 0
     finally:
         os.killpg(sleeper.pid, signal.SIGKILL)
         sleeper.wait()
-    assert tree_use(sleeper.pid) == (0, 0)
+    assert tree_use(sleeper.pid) == TreeUse()
+
+
+def test_deleted_files_that_are_open_or_mapped_are_counted() -> None:
+    with tempfile.TemporaryFile() as opened_file, tempfile.TemporaryFile() as mapped_file:
+        for file in (opened_file, mapped_file):
+            file.write(bytes(1 << 20))
+            file.flush()
+        key = os.fstat(mapped_file.fileno()).st_dev, os.fstat(mapped_file.fileno()).st_ino
+        with mmap.mmap(mapped_file.fileno(), 1 << 20) as mapping:
+            mapped_file.close()
+            use = tree_use(os.getpid())
+            assert use.deleted[key] >= 1 << 20
+            assert use.num_deleted_bytes(key[0]) >= 2 << 20
+            assert len(mapping) == 1 << 20
 
 
 def test_two_shells_have_two_names() -> None:
@@ -331,7 +362,7 @@ CHEATS = {
     "pytest.ini": "printf '[pytest]\\naddopts = --collect-only\\n' | tee pytest.ini tox.ini > setup.cfg",
     "shadow modules": "echo 'import os; os._exit(0)' | tee json.py unittest.py re.py pytest.py > random.py",
     "exit in the code": "printf 'import os\\nos._exit(0)\\n' > add.py",
-    "exit at the end": "printf 'import atexit, os\\natexit.register(os._exit, 0)\\ndef add(a, b): return 0\\n' > add.py",
+    "exit at the end": "printf 'import atexit, os\\natexit.register(os._exit, 0)\\nadd = max\\n' > add.py",
     "a variable": "export PYTHONSTARTUP=/task/add.py PYTHONPATH=/task BASH_ENV=/task/go; echo 'exit 0' > go",
     "a profile": "echo 'exit 0' | tee .bashrc .profile .bash_profile > .bash_login",
 }

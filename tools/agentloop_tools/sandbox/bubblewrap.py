@@ -5,10 +5,12 @@ loopback to the host; of the host's files `/usr` and its libraries, read-only, o
 nothing of homes, `/etc` or `/var`; a writable folder, `/task`, and a small `/tmp`; no environment variables of
 ours; no user namespaces inside, no capabilities, no gain of privileges.
 
-Isolation it does not give: the kernel is shared, and no seccomp filter stands before it. Processes and CPU seconds
-are limited by the kernel (`setrlimit(2)`), so is the memory of each process. The memory of all of them together and
-the size of the folder are looked at several times a second while a process runs, and a sandbox that is over is
-killed: bounds, not quotas. In a folder that is full a command can remove files, and write none.
+A seccomp filter (`confine.py`) refuses sockets that no namespace isolates and memory that no limit counts.
+
+Isolation it does not give: the kernel is shared. The kernel limits processes, and the CPU seconds and memory of
+each process (`setrlimit(2)`). Several times a second while a process runs, a watch adds up the memory and CPU time of
+all processes and the size of the folder, deleted files that are still open included, and kills a sandbox that
+exceeds a limit: bounds, not quotas. In a full folder a command can remove files, and write none.
 Started as root, commands run as the user `nobody`: the kernel holds root to no limit of processes.
 
 Three processes of a sandbox wait. `unshare` makes its user namespace and forbids others inside; it also holds the
@@ -29,16 +31,18 @@ import re
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from agentloop.errors import InvalidRequest, ToolError, ToolLost
+from agentloop_tools.sandbox import confine
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes, Printed, answer
 from agentloop_tools.sandbox.images import ImageStore, RootImage, host_image
 from agentloop_tools.sandbox.port import DEFAULT_LIMITS, FOLDER, SandboxLimits, SandboxSource
@@ -63,6 +67,8 @@ _HOLD = """
 echo 0 > /proc/sys/user/max_user_namespaces && echo made && read pid && exec 3< /proc/$pid && echo held
 read _
 """
+_PAGE_BYTES, _TICKS_PER_S = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+_CONFINED = (sys.executable, "-I", "-S", confine.__file__)
 _NAMESPACES = ("user", "mount=mnt", "pid", "net", "ipc", "uts", "cgroup")  # nsenter's name, and the kernel's
 
 
@@ -91,6 +97,8 @@ def refusal(base: Path | None = None) -> str | None:
     """
     if sys.platform != "linux":
         return f"bubblewrap needs Linux, this is {sys.platform}"
+    if not confine.is_known(machine := os.uname().machine):
+        return f"no seccomp filter is known for {machine}"
     for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux"), ("tar", "tar")):
         if shutil.which(program) is None:
             return f"{program} is not installed (package {package})"
@@ -193,7 +201,7 @@ class BubblewrapSandbox(CommandSandbox):
         Also where background processes leave no room for a command, not even for one that kills them.
         """
         most = max(_NUM_WAITING, self._limits.max_processes - _NUM_SPARE)
-        if not self._namespaces.is_alive or self._namespaces.usage()[1] > most:
+        if not self._namespaces.is_alive or self._namespaces.usage().num_threads > most:
             await self._namespaces.end()
             await self._namespaces.start(self._image, self._folder)
 
@@ -209,10 +217,11 @@ class BubblewrapSandbox(CommandSandbox):
         await self.begin()
         began = await asyncio.to_thread(folder_use, self._folder, limits)
         allowed = limits if began.excess(limits, FolderUse()) is None else replace(limits, max_folder_bytes=0)
-        entered = self._namespaces.enter(program, allowed, given, printed)
         self._unwatch()
         self._excess = None
-        self._watching = asyncio.create_task(self._look(limits, began), name="sandbox watch")
+        began_cpu_s = self._namespaces.usage().cpu_s
+        entered = self._namespaces.enter(program, allowed, given, printed)
+        self._watching = asyncio.create_task(self._look(limits, began, began_cpu_s), name="sandbox watch")
         status = await entered.wait()
         if not self._namespaces.is_busy:
             self._unwatch()
@@ -226,17 +235,22 @@ class BubblewrapSandbox(CommandSandbox):
         if self._watching is not None:
             self._watching.cancel()
 
-    async def _look(self, limits: SandboxLimits, began: FolderUse) -> None:
-        """Look at what the processes use until it is too much."""
-        pause_s = _FIRST_LOOK_S
+    async def _look(self, limits: SandboxLimits, began: FolderUse, began_cpu_s: float) -> None:
+        """Add up what all processes use until it exceeds a limit. Continues after the command while others run."""
+        pause_s, max_cpu_s = _FIRST_LOOK_S, limits.run_s * (os.cpu_count() or 1)
         while self._excess is None and self._namespaces.is_alive:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
-            num_bytes, _ = await asyncio.to_thread(self._namespaces.usage)
-            if num_bytes > limits.max_memory_bytes:
+            used = await asyncio.to_thread(self._namespaces.usage)
+            if used.num_bytes > limits.max_memory_bytes:
                 self._excess = f"its processes used more than {limits.max_memory_bytes >> 20} MiB of memory"
+            elif used.cpu_s - began_cpu_s > max_cpu_s:
+                self._excess = f"its processes used more than {max_cpu_s:g} s of CPU time"
             else:
-                self._excess = (await asyncio.to_thread(folder_use, self._folder, limits)).excess(limits, began)
+                folder = await asyncio.to_thread(folder_use, self._folder, limits)
+                num_deleted = used.num_deleted_bytes(self._folder.stat().st_dev)
+                folder = replace(folder, num_bytes=folder.num_bytes + num_deleted)
+                self._excess = folder.excess(limits, began)
         self._namespaces.kill()
 
 
@@ -257,7 +271,7 @@ class _Namespaces:
     @property
     def is_busy(self) -> bool:
         """True while a process of a command is left."""
-        return self.is_alive and self.usage()[1] > _NUM_WAITING
+        return self.is_alive and self.usage().num_threads > _NUM_WAITING
 
     async def start(self, image: RootImage, folder: Path) -> None:
         """Make them. Raises ToolLost where this host does not."""
@@ -274,7 +288,7 @@ class _Namespaces:
         holder = self._spawn(_chain("unshare", *mapped, "--", "sh", "-c", _HOLD))
         await _says(holder, "made")
         with _closing(os.open(f"/proc/{holder.pid}/ns/user", os.O_RDONLY)) as users:
-            bwrap = self._spawn(_chain(*_bwrap(users, image, folder)), users)
+            bwrap = self._spawn([*_CONFINED, *_chain(*_bwrap(users, image, folder))], users)
         await _says(bwrap, "ready")
         first = _children(bwrap.pid, bwrap.pid)[0]
         self._first = os.pidfd_open(first)
@@ -297,17 +311,16 @@ class _Namespaces:
             *("--preserve-credentials", "--", *program),
         )
         try:
-            entered = _Entered(command, given, printed)
+            entered = _Entered([*_CONFINED, *command], given, printed)
         except OSError as error:
             raise ToolLost(f"a command cannot be started: {error}") from error
         self._entered = [*(one for one in self._entered if one.is_open), entered]
         return entered
 
-    def usage(self) -> tuple[int, int]:
-        """Return the resident bytes and the number of threads of all processes."""
-        running = (one.process for one in self._entered if one.process.returncode is None)
-        used = [tree_use(process.pid) for process in (*self._processes[-1:], *running)]
-        return sum(num_bytes for num_bytes, _ in used), sum(num_threads for _, num_threads in used)
+    def usage(self) -> TreeUse:
+        """Return the use of all processes."""
+        running = (one.process.pid for one in self._entered if one.process.returncode is None)
+        return tree_use(*(process.pid for process in self._processes[-1:]), *running)
 
     def kill(self) -> None:
         """Kill all that is inside."""
@@ -476,17 +489,50 @@ def _has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def tree_use(pid: int) -> tuple[int, int]:
-    """Return the resident bytes and the number of threads of a process and its descendants."""
-    num_bytes, num_threads, waiting, page = 0, 0, [pid], os.sysconf("SC_PAGE_SIZE")
+@dataclass(slots=True)
+class TreeUse:
+    """The use of processes and their descendants. `cpu_s` includes descendants that have ended and were reaped."""
+
+    num_bytes: int = 0  # resident
+    num_threads: int = 0
+    cpu_s: float = 0.0
+    deleted: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes of deleted files that are still open or mapped, by device and inode."""
+
+    def num_deleted_bytes(self, device: int) -> int:
+        """Return the bytes of deleted files on a device."""
+        return sum(num_bytes for (own, _), num_bytes in self.deleted.items() if own == device)
+
+
+def tree_use(*pids: int) -> TreeUse:
+    """Return the use of processes and their descendants."""
+    use, waiting = TreeUse(), list(pids)
     while waiting:
-        one = waiting.pop()
+        pid = waiting.pop()
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-            num_bytes += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * page
-            for thread in os.listdir(f"/proc/{one}/task"):
-                num_threads += 1
-                waiting += _children(one, thread)
-    return num_bytes, num_threads
+            use.num_bytes += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            use.cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S  # own, and of children that were reaped
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                use.num_threads += 1
+                waiting += _children(pid, thread)
+            _add_deleted(use.deleted, pid)
+    return use
+
+
+def _add_deleted(deleted: dict[tuple[int, int], int], pid: int) -> None:
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            file = os.stat(f"/proc/{pid}/fd/{number}")
+            if file.st_nlink == 0 and stat.S_ISREG(file.st_mode):
+                deleted[file.st_dev, file.st_ino] = file.st_blocks * 512
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        if line.endswith(" (deleted)"):  # its descriptor may be closed
+            addresses, _, _, device, inode = line.split(maxsplit=5)[:5]
+            first, _, end = addresses.partition("-")
+            major, _, minor = device.partition(":")
+            key = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+            deleted.setdefault(key, int(end, 16) - int(first, 16))
 
 
 def _children(pid: int, thread: int | str) -> list[int]:

@@ -1,14 +1,14 @@
-"""Grade the files that a policy left in a sandbox: run a test in a copy, and trust only a token that the test prints.
+"""Grade the files that a policy left in a sandbox: run a test in a copy, and trust only a token that it prints.
 
-The exit status proves nothing: code of the policy that the test imports can end its process with status 0. So each
-run has a random token in place of the word `VERDICT`, and the test prints it in its last statement.
+The exit status proves nothing: code of the policy that the test imports can end its process with status 0. So a
+random token replaces the word `VERDICT`, and the test prints it in its last statement.
 
-Nothing that the policy wrote runs before the test: the copy has none of its processes and variables, HOME and Python's
-user folder are new, and Python finds modules in `/task` only after its own (`PYTHONSAFEPATH`, Python 3.11 or newer)
-and pytest reads neither `conftest.py` nor a configuration there.
+Nothing that the policy wrote runs before the test. The copy has none of its processes and variables, HOME and
+Python's user folder are new, Python finds modules in `/task` only after its own (`PYTHONSAFEPATH`, Python 3.11 or
+newer), and pytest reads neither `conftest.py` nor a configuration there.
 
-It does not hide the token from policy code that searches the test's own process or files for it. Where that matters,
-run the policy's program in a process of its own, and compare its output outside (examples/15_repair.py).
+It does not hide the token from policy code that searches the test's process or files for it. Where that matters,
+run the policy's program as another process, and compare its output in the reward (examples/15_repair.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ async def grade(
 ) -> Grade:
     """Run a command in a copy of a sandbox, over whose files `files` are laid.
 
-    The word `VERDICT` in the command and in the files becomes the token. Raises ToolError for files that do not fit,
-    and ToolLost.
+    The token replaces the word `VERDICT` in the command and in the files. Raises ToolError for files that do not
+    fit, and ToolLost.
     """
     token = secrets.token_hex(16)
     copy = await sandbox.fork()

@@ -72,12 +72,12 @@ class ServiceSandboxes(CommandSandboxes):
             yield answer
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Call a path for JSON; None if there is no content. Raises ToolLost for any other content, too."""
+        """Call a path for JSON; None for no content and for a stream. Raises ToolLost for any other text, too."""
         for attempt in range(1, _MAX_CALLS + 1):
             try:
                 async with self.call(method, path, **options) as answer:
                     content = await answer.read()
-                    if not content:
+                    if not content or not answer.content_type.startswith(("text/", "application/json")):
                         return None
                     try:
                         return orjson.loads(content)
