@@ -52,7 +52,7 @@ MAX_CONNECTS = 4  # to connect, in one round
 FIRST_PAUSE_S = 0.25  # between two attempts; doubled each time
 AWAY_S = 5.0  # after a round that failed: calls fail at once
 MAX_TOOLS = 512  # of one server
-MAX_CALLS = 3  # attempts of one call
+CALL_ATTEMPTS = 3  # attempts of one call
 LEAVE_S = 7.0  # the SDK asks a stdio server to end, then terminates it, then kills it: 2 s each
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -322,7 +322,7 @@ class McpSession:
         await self._server.let_go(self._trajectory_id, self._link)
 
     async def _called(self, arguments: dict[str, JSON]) -> str:
-        for attempt in range(1, MAX_CALLS + 1):
+        for attempt in range(1, CALL_ATTEMPTS + 1):
             try:
                 result = await self._link.call(self._tool.listed_name, arguments)
                 break
@@ -331,7 +331,7 @@ class McpSession:
                 may_repeat = error.was_refused or (self._tool.can_repeat and attempt == 1)
                 has_state = self._server.is_shared or error.has_session
                 is_soon = error.retry_after_s <= self._server.call_timeout_s
-                if attempt == MAX_CALLS or not (may_repeat and has_state and is_soon):
+                if attempt == CALL_ATTEMPTS or not (may_repeat and has_state and is_soon):
                     raise ToolLost(f"MCP server {self._server.label!r}: {error}") from error
                 await asyncio.sleep(error.retry_after_s)
         text = shown(result)

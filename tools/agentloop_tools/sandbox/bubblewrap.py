@@ -8,8 +8,8 @@ ours; no user namespaces inside, no capabilities, no gain of privileges.
 A seccomp filter (`confine.py`) refuses sockets that no namespace isolates and memory that no limit counts.
 
 Isolation it does not give: the kernel is shared. The kernel limits processes, and the CPU seconds and memory of
-each process (`setrlimit(2)`). Several times a second while a process runs, a watch adds up the memory and CPU time of
-all processes and the size of the folder, deleted files that are still open included, and kills a sandbox that
+each process (`setrlimit(2)`). Several times a second while a process runs, a watch adds up the memory and CPU time
+of all processes and the size of the folder, deleted files that are still open included, and kills a sandbox that
 exceeds a limit: bounds, not quotas. In a full folder a command can remove files, and write none.
 Started as root, commands run as the user `nobody`: the kernel holds root to no limit of processes.
 
@@ -522,7 +522,7 @@ def tree_use(*pids: int) -> TreeUse:
 
 def _add_deleted(deleted: dict[tuple[int, int], int], pid: int) -> None:
     for number in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # another thread has closed it
             file = os.stat(f"/proc/{pid}/fd/{number}")
             if file.st_nlink == 0 and stat.S_ISREG(file.st_mode):
                 deleted[file.st_dev, file.st_ino] = file.st_blocks * 512

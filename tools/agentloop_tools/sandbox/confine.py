@@ -1,4 +1,4 @@
-"""`python confine.py PROGRAM ARGUMENT...`: start a program behind a seccomp filter, which its children inherit.
+"""`python confine.py PROGRAM ARGUMENT...`: start a program under a seccomp filter that its children inherit.
 
 It refuses sockets of families that a network namespace does not isolate (`AF_VSOCK` reaches the hypervisor),
 memory that no limit counts (`memfd_create`, `memfd_secret`, System V shared memory), `io_uring`, whose operations
@@ -16,7 +16,7 @@ _MACHINES = {  # by os.uname(): AUDIT_ARCH, the number of socket(2), and refused
     "x86_64": (0xC000003E, 41, (29, 319, 425, 447)),  # shmget, memfd_create, io_uring_setup, memfd_secret
     "aarch64": (0xC00000B7, 198, (194, 279, 425, 447)),
 }
-_X32_BIT = 0x40000000  # of system calls of the x32 ABI, which has numbers of its own
+_X32_BIT = 0x40000000  # system calls of the x32 ABI have this bit
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF instructions
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

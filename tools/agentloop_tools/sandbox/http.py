@@ -20,7 +20,7 @@ from agentloop_tools.sandbox.port import SandboxLimits, SandboxSource
 
 _REQUEST_S = 60.0
 _FORM_ERRORS = (KeyError, TypeError, ValueError)  # raised by reading an answer of another form
-_MAX_CALLS = 3  # attempts of one request
+_CALL_ATTEMPTS = 3  # attempts of one request
 
 
 class ServiceSandboxes(CommandSandboxes):
@@ -73,11 +73,11 @@ class ServiceSandboxes(CommandSandboxes):
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
         """Call a path for JSON; None for no content and for a stream. Raises ToolLost for any other text, too."""
-        for attempt in range(1, _MAX_CALLS + 1):
+        for attempt in range(1, _CALL_ATTEMPTS + 1):
             try:
                 async with self.call(method, path, **options) as answer:
                     content = await answer.read()
-                    if not content or not answer.content_type.startswith(("text/", "application/json")):
+                    if not content.strip() or not answer.content_type.startswith(("text/", "application/json")):
                         return None
                     try:
                         return orjson.loads(content)
@@ -86,7 +86,7 @@ class ServiceSandboxes(CommandSandboxes):
                         raise ToolLost(f"{self._name} answers no JSON: {text}") from error
             except ToolLost as error:
                 wait_s = (error.details or {}).get("retry_after_s")
-                if attempt == _MAX_CALLS or wait_s is None or wait_s > _REQUEST_S:
+                if attempt == _CALL_ATTEMPTS or wait_s is None or wait_s > _REQUEST_S:
                     raise
                 await asyncio.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
