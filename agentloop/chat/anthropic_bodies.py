@@ -102,6 +102,8 @@ class HistoryTurn(Echo):
 
     role: Literal["user", "assistant", "system"]
     content: TextOr[Listed[ContentBlock]]
+    output_config: Annotated[Json, refused(hint=" in a message: it holds for the whole request")] = None
+    clear_at: Annotated[Json, refused(hint=": leave the message out yourself")] = None
 
 
 class CustomTool(Body):

@@ -59,7 +59,7 @@ def _image_part(value: Any) -> Any:
     """Return an `input_image` as a chat completion writes it."""
     if not isinstance(value, dict):
         return value
-    if value.get("image_url") is None:
+    if value.get("image_url") is None or value.get("file_id") is not None:
         raise unsupported(
             "an image is sent as a data URL in `image_url`; uploaded files (`file_id`) are not supported"
         )
