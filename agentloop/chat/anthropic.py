@@ -104,8 +104,8 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     # A budget that leaves room for one token limits nothing that `max_tokens` does not limit.
     if budget is not None and budget + 1 < body.max_tokens and _BUDGET not in model.template_arguments:
         raise UnsupportedParameter(
-            f"`budget_tokens` is not supported: this model's template takes no `{_BUDGET}`. Use the type 'adaptive',"
-            " or limit the whole answer with `max_tokens`",
+            f"`budget_tokens` is not supported: this model's template takes no `{_BUDGET}`."
+            " Use the type 'adaptive', or limit the whole answer with `max_tokens`",
             param="thinking.budget_tokens",
         )
     return ChatCall(

@@ -5,9 +5,9 @@ nothing here (`Ignored`, or a type with a bound), or refused by name because it 
 `refused`). An object whose `type` the model does not list is refused too. An unlisted field is an error in a
 request. In a history it is metadata of another service and ignored (`Echo`).
 
-Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. The
-members of a union are distinguished by one field or by shape, so that an error describes the right member. Union tags
-begin with `~`, which no field name does; `checked` removes them from the field names in its errors.
+Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. Members of
+a union differ by one field or by shape, so that an error describes the right member. Union tags begin with `~`, which
+no field name does; `checked` removes them from the field names in its errors.
 """
 
 from __future__ import annotations

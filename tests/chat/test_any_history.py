@@ -19,7 +19,10 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.types import Message, ToolCall
 
 MODEL = ChatModel(get_parser("hermes"), 100, takes_images=True)
-PNG = "iVBORw0KGgoAAAANSUhEUgAAABQAAAAUCAIAAAAC64paAAAAHUlEQVR4nGM8ISfHQC5gIlvnqOZRzaOaRzVTRTMAOhEBLDUYsRcAAAAASUVORK5CYII="
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAABQAAAAUCAIAAAAC64paAAAAHUlEQVR4nGM8ISfHQC5gIlvn"
+    "qOZRzaOaRzVTRTMAOhEBLDUYsRcAAAAASUVORK5CYII="
+)
 METADATA: dict[str, Any] = {
     "parsed": {"a": 1},
     "parsed_arguments": {"a": 1},
@@ -124,7 +127,7 @@ def test_metadata_is_ignored_at_every_level(asked: Any, history: list[Any]) -> N
     [
         (chat, [{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call", "tool_calls"),
         (chat, [{"role": "assistant", "audio": {"id": "x"}}], "messages.0.audio", "transcript"),
-        (chat, [{"role": "assistant", "content": "a", "prefix": True}], "messages.0.prefix", "continue_final_message"),
+        (chat, [{"role": "assistant", "prefix": True}], "messages.0.prefix", "continue_final_message"),
         (chat, [None], "messages.0", "object"),
         (chat, [{"role": "tool", "content": "a"}], "messages.0.tool_call_id", "the `id` of the tool call"),
         (chat, [{"role": "user", "content": [{"type": "file"}]}], "messages.0.content.0", "image_url"),
