@@ -213,7 +213,7 @@ def _observed(role: str, blocks: Sequence[ContentBlock], param: str, images: lis
         images.extend(found)
         return Message(role, text, images=tuple(refs))
 
-    start, is_empty = 0, True  # where the blocks that follow the last result begin
+    start, is_empty = 0, True  # `start`: the first block after the last result
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":
             if start < index:

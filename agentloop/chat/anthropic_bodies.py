@@ -164,7 +164,7 @@ def _edits_thoughts_only(value: ContextManagement | None) -> ContextManagement |
 
 
 class ThinkingConfig(Echo):
-    """Whether and how much to think: arguments of the chat template if it reads them."""
+    """Switch and budget of reasoning: arguments of the chat template if it reads them."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] | None = None

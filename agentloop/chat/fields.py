@@ -5,9 +5,9 @@ nothing here (`Ignored`, or a type with a bound), or refused by name because it 
 `refused`). An object whose `type` the model does not list is refused too. An unlisted field is an error in a
 request. In a history it is metadata of another service and ignored (`Echo`).
 
-Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. Members of
-a union differ by one field or by shape, so that an error describes the right member. Union tags begin with `~`, which
-no field name does; `checked` removes them from the field names in its errors.
+Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. Members
+of a union differ by one field or by shape, so that an error describes the right member. Union tags begin with `~`,
+which no field name does; `checked` removes them from the field names in its errors.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ TextOr = Annotated[Annotated[Text, Tag("~text")] | Annotated[L, Tag("~list")], D
 """The type of a field that holds a text or something else: mostly a list of parts."""
 
 
-# --- shared by several dialects ---------------------------------------------------------------------------
+# --- Shared by several dialects ---------------------------------------------------------------------------
 
 
 class Echo(Body):
@@ -194,7 +194,7 @@ def checked(value: Any, kind: type[B]) -> B:
 
 
 def _message(problem: ErrorDetails) -> str:
-    """Return what is wrong with a field, in terms of the request and not of our models."""
+    """Return the description of a problem in terms of the request instead of our models."""
     kind, value = problem["type"], problem["input"]
     if kind == "missing":
         hint = _REQUIRED.get(str(problem["loc"][-1]))

@@ -54,7 +54,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
     if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("prefix") is True:
-        # In an echoed message it says what was sampled then; on the last message it asks for a continuation now.
+        # An echoed `prefix` describes an earlier call; on the last message it asks for a continuation now.
         message = (
             "`prefix` is not supported: send `continue_final_message`: true and `add_generation_prompt`: false"
         )

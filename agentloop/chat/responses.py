@@ -248,7 +248,7 @@ class _History:
             if number >= len(reply.tool_calls):
                 raise not_found(item_id, param)
             turn.calls.append(reply.tool_calls[number])
-        # A streamed reply may have several text items; the first one stands for the text of all.
+        # A streamed reply may have several text items; a reference to the first one gives the text of all.
         elif number == 0 and match["kind"] == _PREFIXES[BlockKind.TEXT]:
             turn.texts.append(reply.content)
         elif number == 0:
@@ -315,8 +315,8 @@ class ResponseWriter(BlockWriter):
         self._created_at = created_at
         self._session_id = self._call_id = ""
         self._num_events = 0
-        self._piece: TurnPiece | None = None  # whose tokens are in no block yet
-        self._logprobs: dict[int, list[Answer]] = {}  # of the tokens of text blocks, by the block's index
+        self._piece: TurnPiece | None = None  # the last one, until a block has its tokens
+        self._logprobs: dict[int, list[Answer]] = {}  # entries for the tokens of text blocks, by the block's index
         self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
     def begin(self, session_id: str, call_id: str) -> None:

@@ -1,7 +1,7 @@
-"""The request types of the installed openai and anthropic packages, field by field, against the dialects' body models.
+"""Every field of the request types of the installed openai and anthropic packages, against the body models.
 
-`TABLE` lists every field that a client can send: served, ignored on purpose, or refused by name. A field or a kind of
-object that a newer package adds is in no list: the test fails and names it. The lists are also tried on the models.
+A `Table` lists what a client can send: served, ignored on purpose, or refused by name. A field or a kind of object
+that a newer package adds is in no list: the test fails and names it. The lists are also tried on the models.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Table:
 CHAT = Table(
     served="""
     .: frequency_penalty logit_bias logprobs max_completion_tokens max_tokens messages model n parallel_tool_calls
-    .: presence_penalty reasoning_effort response_format seed stop stream stream_options temperature tool_choice tools
-    .: top_logprobs top_p
+    .: presence_penalty reasoning_effort response_format seed stop stream stream_options temperature tool_choice
+    .: tools top_logprobs top_p
     messages[]: content name refusal role tool_call_id tool_calls
     messages[].content[]: image_url refusal text type
     messages[].content[].image_url: url
@@ -92,8 +92,8 @@ CHAT = Table(
 )
 RESPONSES = Table(
     served="""
-    .: include input instructions max_output_tokens metadata model parallel_tool_calls previous_response_id reasoning
-    .: stream stream_options temperature text tool_choice tools top_logprobs top_p user
+    .: include input instructions max_output_tokens metadata model parallel_tool_calls previous_response_id
+    .: reasoning stream stream_options temperature text tool_choice tools top_logprobs top_p user
     input[]: arguments call_id content id name namespace output role summary type
     input[].content[]: image_url refusal text type
     input[].output[]: image_url text type
@@ -142,8 +142,8 @@ RESPONSES = Table(
 )
 MESSAGES = Table(
     served="""
-    .: context_management max_tokens messages model output_config output_format stop_sequences stream system thinking
-    .: tool_choice tools
+    .: context_management max_tokens messages model output_config output_format stop_sequences stream system
+    .: thinking tool_choice tools
     context_management: edits
     messages[]: content role
     messages[].content[]: content id input is_error name source text thinking tool_use_id type
@@ -204,13 +204,9 @@ NEEDED = {  # what makes an object be of its kind, besides the literals
 
 
 def messages_types() -> list[type]:
-    pytest.importorskip("anthropic")
-    from anthropic.types import message_create_params
-    from anthropic.types.beta import message_create_params as beta_params
-
     return [
-        params.__dict__[f"MessageCreateParams{way}"]
-        for params in (message_create_params, beta_params)
+        pytest.importorskip(f"anthropic.types{part}.message_create_params").__dict__[f"MessageCreateParams{way}"]
+        for part in ("", ".beta")
         for way in ("Streaming", "NonStreaming")
     ]
 

@@ -6,7 +6,7 @@ import openai
 from pydantic import BaseModel
 
 
-class lookup(BaseModel):  # noqa: N801 - the tool's name
+class lookup(BaseModel):
     """Look it up."""
 
     q: str
