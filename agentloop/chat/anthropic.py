@@ -64,8 +64,6 @@ _BUDGET: Final = "thinking_budget"
 _ERROR_MARK: Final = "Error: "
 """Before the text of a tool result with `is_error`."""
 
-_MODELS_PAGE, _MAX_MODELS_PAGE = 20, 1000  # models of one page: by default, at most
-
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {
     "auto": ToolChoice.AUTO,
@@ -307,40 +305,19 @@ class MessageWriter(BlockWriter):
         }
 
 
-def models_page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of models as Anthropic's clients read it. Raises InvalidRequest for a bad page."""
-    names, (start, end) = [model["id"] for model in models], (0, len(models))
-    for name in ("after_id", "before_id"):
-        if name in query and query[name] not in names:
-            raise InvalidRequest(f"there is no model {query[name][:200]!r}", param=name)
-    limit = query.get("limit", str(_MODELS_PAGE))
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_MODELS_PAGE):
-        raise InvalidRequest(f"limit is {limit[:64]!r}, expected 1 to {_MAX_MODELS_PAGE}", param="limit")
-    if "after_id" in query:
-        start = names.index(query["after_id"]) + 1
-    if "before_id" in query:  # the page right before it
-        end = names.index(query["before_id"])
-        start = max(start, end - int(limit))
-    page = [model_info(model) for model in models[start:end][: int(limit)]]
-    has_more = start > 0 if "before_id" in query else start + len(page) < end
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return {"data": page, "has_more": has_more, "first_id": first, "last_id": last}
+def models_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all models as one page, as Anthropic's clients read it."""
+    page = [model_info(model) for model in models]
+    return {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
 
 
 def model_info(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model of OpenAI's form in Anthropic's; the fields that only this service has stay."""
-    created_at = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
-    length = model["max_model_len"]
-    return {
-        **own,
-        "type": "model",
-        "display_name": model["id"],
-        "created_at": created_at,
-        "lifecycle": "active",
-        "max_input_tokens": length,
-        "max_tokens": length,
-    }
+    created_at, length = datetime.fromtimestamp(model["created"], UTC), model["max_model_len"]
+    sizes = {"max_input_tokens": length, "max_tokens": length}
+    names = {"type": "model", "display_name": model["id"], "lifecycle": "active"}
+    return {**own, **names, **sizes, "created_at": created_at.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
 
 def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:

@@ -44,11 +44,12 @@ MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 
 _REQUIRED: Final = {
+    "json_schema": "a `name` and a `schema`; for any JSON object use the type 'json_object'",
     "call_id": "the `call_id` of the function call that this output answers",
     "tool_call_id": "the `id` of the tool call that this message answers",
     "tool_use_id": "the `id` of the tool_use block that this result answers",
 }
-"""What to put into a required field of a history."""
+"""What to put into a required field."""
 
 UNSUPPORTED: Final = "unsupported"
 """The type of a problem that makes the whole error an UnsupportedParameter."""
@@ -205,7 +206,7 @@ def _message(problem: ErrorDetails) -> str:
         return f"expected an object with a `type`, received {_shortened(value)}"
     if kind == "model_type":
         return f"expected an object, received {_shortened(value)}"
-    return problem["msg"]
+    return problem["msg"] if value is not None else f"{problem['msg']}, received null"
 
 
 def _shortened(value: Any) -> str:
@@ -220,12 +221,12 @@ def _raise_unsupported(problem: ErrorDetails) -> None:
     elif problem["type"] == "literal_error" and place[-1] == "type":
         kind = problem["input"]
     if isinstance(kind, str):
-        supported = str(context.get("expected_tags") or context["expected"]).replace("~", "")
+        supported = str(context.get("expected_tags") or context["expected"])
+        supported = supported.replace("~search", _HOSTED_SEARCH).replace("~", "")
         message = f"the type {kind[:64]!r} is not supported; supported here: {supported}"
         if place[0] == "tools":
-            message += (
-                ". Define a tool that your client runs as 'function' (in messages as 'custom'), with a schema"
-            )
+            own = "custom" if "'custom'" in supported else "function"
+            message += f". Define a tool that your client runs as a {own!r} tool with a schema of its input"
     elif problem["type"] != UNSUPPORTED:
         return
     raise UnsupportedParameter(message, param=".".join(map(str, place)))

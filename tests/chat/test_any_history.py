@@ -129,6 +129,7 @@ def test_metadata_is_ignored_at_every_level(asked: Any, history: list[Any]) -> N
         (chat, [{"role": "assistant", "audio": {"id": "x"}}], "messages.0.audio", "transcript"),
         (chat, [{"role": "assistant", "prefix": True}], "messages.0.prefix", "continue_final_message"),
         (chat, [None], "messages.0", "object"),
+        (chat, [{"role": "user", "content": None}], "messages.0.content", "null"),
         (chat, [{"role": "tool", "content": "a"}], "messages.0.tool_call_id", "the `id` of the tool call"),
         (chat, [{"role": "user", "content": [{"type": "file"}]}], "messages.0.content.0", "image_url"),
         (response, [None], "input.0", "received null"),

@@ -456,7 +456,7 @@ class CallRoutes:
     async def models(self, request: Request) -> Response:
         """The models that are served: the policy under its name and those of adapters, and the others.
 
-        With the header `anthropic-version` in Anthropic's form, and by its `limit`, `after_id` and `before_id`.
+        With the header `anthropic-version` one page in Anthropic's form.
         """
         shown = []
         for endpoint in (self._endpoint, *self._endpoint.others.values()):
@@ -467,7 +467,7 @@ class CallRoutes:
                 for one in seen_adapters(await endpoint.served_adapters(), self._keys.sees_as(caller_of(request)))
             ]
         if _ANTHROPIC_HEADER in request.headers:
-            return json_response(anthropic.models_page(shown, request.query_params))
+            return json_response(anthropic.models_page(shown))
         return json_response({"object": "list", "data": shown})
 
     async def model(self, request: Request, model: str) -> Response:

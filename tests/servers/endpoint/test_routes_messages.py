@@ -189,18 +189,12 @@ async def test_models_in_the_form_of_the_client_that_asks(service: DialectServic
     service.endpoint.name_adapter("first")
     service.endpoint.name_adapter("second")
     async with client_of(service.url, _strict_response_validation=True) as client:
-        page = await client.models.list(limit=2)
-        assert ([one.id for one in page.data], page.has_more, page.last_id) == ([MODEL, "first"], True, "first")
         names = [one.id async for one in client.models.list(limit=1)]
         assert names == [MODEL, "first", "second"]
-        before = await client.models.list(before_id="second", limit=1)
-        assert ([one.id for one in before.data], before.has_more) == (["first"], True)
         one = await client.models.retrieve(MODEL)
         assert (one.display_name, one.max_input_tokens, one.created_at.year) == (MODEL, 8192, 1970)
         with pytest.raises(sdk().NotFoundError) as unknown:
             await client.models.retrieve("nobody")
         assert unknown.value.body["type"] == "error"
-        with pytest.raises(sdk().BadRequestError):
-            await client.models.list(limit=0)
     async with aiohttp.ClientSession() as http, http.get(f"{service.url}/v1/models") as answer:
         assert (await answer.json())["object"] == "list"
