@@ -197,7 +197,7 @@ def _assistant(blocks: Sequence[ContentBlock]) -> Message:
             calls.append(_read_tool_use(block))
         else:
             raise InvalidRequest(
-                f"a message of role 'assistant' has no block of type {_type(block)!r}", param="messages"
+                f"a message of role 'assistant' holds no block of type {_type(block)!r}", param="messages"
             )
     return Message("assistant", joined_text(texts, "assistant"), tuple(calls), reasoning="".join(thoughts))
 
@@ -222,7 +222,7 @@ def _observed(role: str, blocks: Sequence[ContentBlock], param: str, images: lis
             ("text", "image", "redacted_thinking") if role == "user" else ("text", "redacted_thinking")
         ):
             raise InvalidRequest(
-                f"a message of role {role!r} has no block of type {_type(block)!r}", param="messages"
+                f"a message of role {role!r} holds no block of type {_type(block)!r}", param="messages"
             )
     if start < len(blocks) or is_empty:
         yield message(start, len(blocks))

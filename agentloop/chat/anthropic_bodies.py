@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, ImagePart, Json
 from agentloop.chat.fields import (
@@ -57,7 +57,17 @@ def _image_part(value: Any) -> Any:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-ImageBlock = Annotated[ImagePart, BeforeValidator(_image_part), Tag("~image")]
+_SOURCE = {
+    "type": "object",
+    "properties": {"type": {"const": "base64"}, "media_type": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["type", "media_type", "data"],
+}
+_IMAGE_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "image"}, "source": _SOURCE},
+    "required": ["type", "source"],
+}
+ImageBlock = Annotated[ImagePart, BeforeValidator(_image_part), WithJsonSchema(_IMAGE_SCHEMA), Tag("~image")]
 ResultContent = TextOr[Listed[Annotated[Annotated[TextPart, Tag("~text")] | ImageBlock, Discriminator(type_tag)]]]
 
 

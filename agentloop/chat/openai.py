@@ -53,12 +53,13 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     """Read a chat request; new messages and tools are added to the cache. Raises as `read_body`."""
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
-    if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("prefix") is True:
+    last = given[-1] if isinstance(given, list) and given and isinstance(given[-1], dict) else {}
+    if last.get("role") == "assistant" and last.get("prefix") is True:
         # An echoed `prefix` describes an earlier call; on the last message it asks for a continuation now.
         message = (
             "`prefix` is not supported: send `continue_final_message`: true and `add_generation_prompt`: false"
         )
-        raise UnsupportedParameter(message, param=f"messages.{len(given) - 1}.prefix")
+        raise UnsupportedParameter(message, param=f"messages.{len(value['messages']) - 1}.prefix")
     found = cache.messages.find(given) if isinstance(given, list) else []
     if isinstance(given, list):
         value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from agentloop.api.requests import Body, ImagePart, Json
 from agentloop.chat.fields import (
@@ -55,6 +55,15 @@ def _part_tag(value: Any) -> str | None:
     return "~text" if kind in _TEXTS else kind
 
 
+_IMAGE_SCHEMA = WithJsonSchema(
+    {
+        "type": "object",
+        "properties": {"type": {"const": "input_image"}, "image_url": {"type": "string"}},
+        "required": ["type", "image_url"],
+    }
+)
+
+
 def _image_part(value: Any) -> Any:
     """Return an `input_image` as a chat completion writes it."""
     if not isinstance(value, dict):
@@ -76,7 +85,7 @@ ShownParts = Listed[
     Annotated[
         Annotated[ResponsesTextPart, Tag("~text")]
         | Annotated[RefusalPart, Tag("~refusal")]
-        | Annotated[ImagePart, BeforeValidator(_image_part), Tag("~input_image")],
+        | Annotated[ImagePart, BeforeValidator(_image_part), _IMAGE_SCHEMA, Tag("~input_image")],
         Discriminator(_part_tag),
     ]
 ]
