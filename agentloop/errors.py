@@ -18,7 +18,8 @@
     │   └── StoreRefused                         a store of versions takes no credentials of ours
     ├── NotFound                        404
     │   ├── ModelNotFound
-    │   └── SessionNotFound
+    │   ├── SessionNotFound
+    │   └── ResponseNotFound                 no turn of the caller has this id of a response or of an item
     ├── Conflict                        409  not possible in the present state
     │   ├── SessionFinished                  a call that came after its session's end
     │   ├── AdapterInUse                     calls are in flight under it
@@ -186,6 +187,10 @@ class ModelNotFound(NotFound):
 
 class SessionNotFound(NotFound):
     code = "session_not_found"
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
 
 
 class Conflict(AgentLoopError):

@@ -1,8 +1,9 @@
 """The HTTP request bodies that client and ingress share, and every cap on them.
 
 Request bodies are strict: a string is no number, a bool is no integer, unknown fields and numbers that are not
-finite are refused, and each list and string has a bound. Duplicate keys: the last one counts. The shapes are
-those of `types.py` and `engine.py`, so conversion is `codec`; what is not in a dataclass is not on the wire.
+finite are refused, and each list and string has a bound. An integer may be written `1.0`: JSON has one number type.
+If a key occurs twice, the last value counts. The shapes are those of `types.py` and `engine.py`, so conversion is
+`codec`; fields without a dataclass field are not on the wire.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    GetCoreSchemaHandler,
     JsonValue,
     Tag,
     ValidationError,
     model_validator,
 )
-from pydantic_core import from_json
+from pydantic_core import CoreSchema, core_schema, from_json
 
 from agentloop import codec
 from agentloop.api.annotations import AnnotationScope, SampleAnnotation, annotation_in
@@ -153,10 +155,37 @@ Address = Annotated[
 ]
 
 
+def _with_whole_floats(schema: Any) -> Any:
+    """Return a validation schema whose integers may also be floats without a fraction.
+
+    Bodies hold up to a million token ids: the check runs in pydantic's compiled core, not in a validator of ours.
+    """
+    if isinstance(schema, list | tuple):
+        return type(schema)(_with_whole_floats(item) for item in schema)
+    if not isinstance(schema, dict) or schema.get("type") == "chain":
+        return schema
+    if schema.get("type") != "int":
+        kept = ("metadata", "default")  # they hold values, not schemas
+        return {key: value if key in kept else _with_whole_floats(value) for key, value in schema.items()}
+    number = core_schema.union_schema(
+        [core_schema.int_schema(strict=True), core_schema.float_schema(strict=True)],
+        mode="left_to_right",
+        custom_error_type="int_type",
+    )
+    whole: Any = {**schema, "strict": False}
+    described = {"pydantic_js_functions": [lambda _, handler: handler(whole)]}
+    return core_schema.chain_schema([number, whole], metadata=described)
+
+
 class Body(BaseModel):
     """Base of all request bodies."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _with_whole_floats(handler(source))
+        return schema
 
 
 def parse_body(data: bytes, kind: type[B]) -> B:
@@ -314,7 +343,7 @@ class ImageUrl(Body):
     """The place of an image: a `data:` URL. `detail` is ignored: the model's own processor scales images."""
 
     url: Annotated[str, Field(max_length=MAX_IMAGE_URL_CHARS)]
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Annotated[str, Field(max_length=64)] | None = None
 
 
 class ImagePart(Body):
@@ -447,12 +476,17 @@ class TaskBody(SamplingOptionsBody):
         return replace(codec.from_builtins(fields, RolloutTask), images=each_once(images))
 
 
-def read_parts(parts: Sequence[Any], image_roots: Sequence[Path], param: str) -> list[str | Image]:
-    """Return the texts and images of a content's checked parts. Raises as `read_image`, naming the part."""
+def read_parts(
+    parts: Sequence[Any], image_roots: Sequence[Path], param: str, *, first: int = 0
+) -> list[str | Image]:
+    """Return the texts and images of a content's checked parts. Raises as `read_image`, naming the part.
+
+    `first` is the index of the first part within the field `param`.
+    """
     found: list[str | Image] = []
-    for place, part in enumerate(parts):
+    for place, part in enumerate(parts, start=first):
         if not isinstance(part, ImagePart):
-            found.append(part.text)
+            found.append(part.refusal if part.type == "refusal" else part.text)
             continue
         try:
             found.append(read_image(part.image_url.url, image_roots))

@@ -8,10 +8,13 @@ https://docs.anthropic.com/en/docs/build-with-claude/streaming.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
 
+from agentloop.api.requests import ImagePart
 from agentloop.chat.anthropic_bodies import (
     ContentBlock,
     CountTokensBody,
@@ -34,13 +37,16 @@ from agentloop.chat.dialect import (
     function_definition,
     joined_text,
     read_call,
+    read_content,
     schema_constraint,
+    shown_images,
     with_tool_names,
 )
 from agentloop.chat.fields import TextPart
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnFinish, finish_of
+from agentloop.images import Image
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"
@@ -51,6 +57,12 @@ SIGNATURE: Final = "agentloop"
 
 _NO_THREADS = "thread_unsupported_request"
 """With this code in an error's details Anthropic's clients go on without a thread, sending the whole history."""
+
+_BUDGET: Final = "thinking_budget"
+"""The chat template's argument for a number of reasoning tokens: Seed-OSS."""
+
+_ERROR_MARK: Final = "Error: "
+"""Before the text of a tool result with `is_error`."""
 
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {
@@ -76,7 +88,7 @@ _ERROR_TYPES = {
 def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
     answer."""
-    messages, tools = prompt(body)
+    messages, tools, images = prompt(body)
     choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
     forced = _forced_tool(body)
     check_tool_choice(choice, forced, tools)
@@ -84,10 +96,19 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     schema = body.output_config.format if body.output_config is not None else None
     constraint_param = "output_config.format" if schema is not None else "output_format"
     schema = schema if schema is not None else body.output_format
-    wanted = schema_constraint(schema.schema_) if schema is not None else None
+    wanted = schema_constraint(schema.schema_, constraint_param) if schema is not None else None
     constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.is_thinking else None
+    # A budget that leaves room for one token limits nothing that `max_tokens` does not limit.
+    if budget is not None and budget + 1 < body.max_tokens and _BUDGET not in model.template_arguments:
+        raise UnsupportedParameter(
+            f"`budget_tokens` is not supported: this model's template takes no `{_BUDGET}`."
+            " Use the type 'adaptive', or limit the whole answer with `max_tokens`",
+            param="thinking.budget_tokens",
+        )
     return ChatCall(
         messages=messages,
+        images=shown_images(images, model, "messages"),
         sampling=sampling_params(body, body.max_tokens, model.vocab_size, constraint),
         tools=tools,
         tool_choice=choice,
@@ -106,23 +127,37 @@ def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSO
     """Return a body's arguments of the chat template."""
     effort = body.output_config.effort if body.output_config is not None else None
     is_thinking = body.thinking.is_thinking if body.thinking is not None else None
-    return template_kwargs(body, model.template_arguments, effort, is_thinking=is_thinking)
+    budget = body.thinking.budget_tokens if is_thinking and body.thinking is not None else None
+    own: dict[str, JSON] = {} if budget is None else {_BUDGET: budget}
+    return template_kwargs(body, model.template_arguments, effort, is_thinking=is_thinking, own=own)
 
 
-def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
-    """Return the messages and tools of a body's prompt. Raises as `to_call`."""
+def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...], list[Image]]:
+    """Return the messages, the tools and the images of a body's prompt. Raises as `to_call`."""
     tools = tuple(
-        function_definition(tool.name, tool.description, tool.input_schema)
+        function_definition(tool.name, _description(tool), tool.input_schema)
         for tool in body.tools or []
         if isinstance(tool, CustomTool)
     )
     check_tool_names(tools)
     if body.messages[-1].role == "assistant":
         raise UnsupportedParameter("a reply that is begun already cannot be continued", param="messages")
-    messages = [message for turn in body.messages for message in _messages(turn)]
+    images: list[Image] = []
+    turns = enumerate(body.messages)
+    messages = [
+        message for index, turn in turns for message in _messages(turn, f"messages.{index}.content", images)
+    ]
     if system := _system_text(body.system):
         messages.insert(0, Message("system", system))
-    return with_tool_names(messages), tools
+    return with_tool_names(messages), tools, images
+
+
+def _description(tool: CustomTool) -> str | None:
+    """Return a tool's description with the examples of its input: chat templates render no other field for them."""
+    if not tool.input_examples:
+        return tool.description
+    examples = [orjson.dumps(example).decode() for example in tool.input_examples]
+    return "\n".join([*([tool.description] if tool.description else []), "Examples of the input:", *examples])
 
 
 def _forced_tool(body: MessagesBody) -> str | None:
@@ -141,13 +176,14 @@ def _system_text(system: TextContent | None) -> str:
     return joined_text((block.text for block in system if not block.text.startswith(_BILLING)), "system")
 
 
-def _messages(turn: HistoryTurn) -> Iterator[Message]:
+def _messages(turn: HistoryTurn, param: str, images: list[Image]) -> Iterator[Message]:
+    """Yield the messages of a turn whose content is the field `param`, and add their images to `images`."""
     if isinstance(turn.content, str):
         yield Message(turn.role, turn.content)
     elif turn.role == "assistant":
         yield _assistant(turn.content)
     else:
-        yield from _observed(turn.role, turn.content)
+        yield from _observed(turn.role, turn.content, param, images)
 
 
 def _assistant(blocks: Sequence[ContentBlock]) -> Message:
@@ -159,34 +195,49 @@ def _assistant(blocks: Sequence[ContentBlock]) -> Message:
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             calls.append(_read_tool_use(block))
-        elif isinstance(block, ToolResultBlock):
-            raise InvalidRequest("an assistant message holds no tool_result", param="messages")
+        else:
+            raise InvalidRequest(
+                f"a message of role 'assistant' holds no block of type {_type(block)!r}", param="messages"
+            )
     return Message("assistant", joined_text(texts, "assistant"), tuple(calls), reasoning="".join(thoughts))
 
 
-def _observed(role: str, blocks: Sequence[ContentBlock]) -> Iterator[Message]:
-    """Tool results one by one, the text between them as messages."""
-    texts: list[str] = []
-    is_empty = True
-    for block in blocks:
-        if isinstance(block, TextPart):
-            texts.append(block.text)
-        elif isinstance(block, ToolResultBlock) and role == "user":
-            if texts:
-                yield Message(role, joined_text(texts, role))
-                texts = []
-            is_empty = False
-            yield Message("tool", _result_text(block), tool_call_id=block.tool_use_id)
-        elif block.type != "redacted_thinking":
-            raise InvalidRequest(f"a {role} message holds no {block.type}", param="messages")
-    if texts or is_empty:
-        yield Message(role, joined_text(texts, role))
+def _observed(role: str, blocks: Sequence[ContentBlock], param: str, images: list[Image]) -> Iterator[Message]:
+    """Yield tool results one by one, and the texts and images between them as messages."""
+
+    def message(start: int, end: int) -> Message:
+        parts = [block for block in blocks[start:end] if not isinstance(block, ThinkingBlock)]
+        text, found, refs = read_content(parts, role, param, first=start)
+        images.extend(found)
+        return Message(role, text, images=tuple(refs))
+
+    start, is_empty = 0, True  # `start`: the first block after the last result
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) and role == "user":
+            if start < index:
+                yield message(start, index)
+            start, is_empty = index + 1, False
+            yield _result(block, f"{param}.{index}.content", images)
+        elif _type(block) not in (
+            ("text", "image", "redacted_thinking") if role == "user" else ("text", "redacted_thinking")
+        ):
+            raise InvalidRequest(
+                f"a message of role {role!r} holds no block of type {_type(block)!r}", param="messages"
+            )
+    if start < len(blocks) or is_empty:
+        yield message(start, len(blocks))
 
 
-def _result_text(block: ToolResultBlock) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    return joined_text((part.text for part in block.content), "tool")
+def _result(block: ToolResultBlock, param: str, images: list[Image]) -> Message:
+    text, found, refs = read_content(block.content, "tool", param)
+    images.extend(found)
+    mark = _ERROR_MARK if block.is_error and not text.startswith(_ERROR_MARK) else ""
+    moved = tuple(replace(ref, at=ref.at + len(mark)) for ref in refs)
+    return Message("tool", mark + text, tool_call_id=block.tool_use_id, images=moved)
+
+
+def _type(block: ContentBlock) -> str:
+    return "image" if isinstance(block, ImagePart) else block.type
 
 
 def _read_tool_use(block: ToolUseBlock) -> ToolCall:
@@ -252,6 +303,21 @@ class MessageWriter(BlockWriter):
             "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
+
+
+def models_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all models as one page, as Anthropic's clients read it."""
+    page = [model_info(model) for model in models]
+    return {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
+
+
+def model_info(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model of OpenAI's form in Anthropic's; the fields that only this service has stay."""
+    own = {name: value for name, value in model.items() if name not in ("object", "created", "owned_by")}
+    created_at, length = datetime.fromtimestamp(model["created"], UTC), model["max_model_len"]
+    sizes = {"max_input_tokens": length, "max_tokens": length}
+    names = {"type": "model", "display_name": model["id"], "lifecycle": "active"}
+    return {**own, **names, **sizes, "created_at": created_at.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
 
 def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""The tables of `POST /v1/messages` and `/v1/messages/count_tokens`, every list bounded.
+"""The body models of `POST /v1/messages` and `/v1/messages/count_tokens`. Every list is bounded.
 
-Content blocks are echoes of earlier answers, of this service or another: their further fields (cache marks,
-signatures, callers) say nothing that the prompt could show, and are let through.
+Content blocks are echoes of earlier answers, of this service or another one: undeclared fields (cache marks,
+signatures, callers) are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
-from agentloop.api.requests import Body, Json
+from agentloop.api.requests import MAX_PROMPT_TOKENS, Body, ImagePart, Json
 from agentloop.chat.fields import (
     CalledName,
     CallId,
@@ -23,7 +23,6 @@ from agentloop.chat.fields import (
     Model,
     Refused,
     SchemaObject,
-    ShortText,
     Stop,
     Text,
     TextOr,
@@ -43,8 +42,37 @@ MAX_ARGUMENTS = 256
 TextContent = TextOr[Listed[TextPart]]
 
 
+def _image_part(value: Any) -> Any:
+    """Return an `image` block as a chat completion writes it."""
+    if not isinstance(value, dict):
+        return value
+    source = value.get("source")
+    match source if isinstance(source, dict) else {}:
+        case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            url = f"data:{media_type};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
+            raise unsupported("the `source` of an image is of type 'base64', with `media_type` and `data`")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+_SOURCE = {
+    "type": "object",
+    "properties": {"type": {"const": "base64"}, "media_type": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["type", "media_type", "data"],
+}
+_IMAGE_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "image"}, "source": _SOURCE},
+    "required": ["type", "source"],
+}
+ImageBlock = Annotated[ImagePart, BeforeValidator(_image_part), WithJsonSchema(_IMAGE_SCHEMA), Tag("~image")]
+ResultContent = TextOr[Listed[Annotated[Annotated[TextPart, Tag("~text")] | ImageBlock, Discriminator(type_tag)]]]
+
+
 class ThinkingBlock(Echo):
-    """The thoughts of an assistant; those that another service encrypted are ignored."""
+    """The reasoning of an assistant. Reasoning that another service encrypted is ignored."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: Text = ""
@@ -60,16 +88,17 @@ class ToolUseBlock(Echo):
 
 
 class ToolResultBlock(Echo):
-    """The answer of a tool. `is_error` is not shown: the content says what went wrong."""
+    """The answer of a tool. With `is_error` the policy reads it as an error."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: TextContent | None = None
+    content: ResultContent | None = None
     is_error: bool | None = None
 
 
 ContentBlock: TypeAlias = Annotated[
     Annotated[TextPart, Tag("~text")]
+    | ImageBlock
     | Annotated[ThinkingBlock, Tag("~thinking")]
     | Annotated[ThinkingBlock, Tag("~redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
@@ -83,6 +112,8 @@ class HistoryTurn(Echo):
 
     role: Literal["user", "assistant", "system"]
     content: TextOr[Listed[ContentBlock]]
+    output_config: Annotated[Json, refused(hint=" in a message: it holds for the whole request")] = None
+    clear_at: Annotated[Json, refused(hint=": leave the message out yourself")] = None
 
 
 class CustomTool(Body):
@@ -95,7 +126,7 @@ class CustomTool(Body):
     strict: bool | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
-    input_examples: Ignored = None
+    input_examples: Annotated[list[dict[str, Json]], Field(max_length=64)] | None = None
     defer_loading: Ignored = None
     allowed_callers: Ignored = None
 
@@ -126,6 +157,7 @@ class OutputConfig(Body):
 
     effort: Effort | None = None
     format: OutputFormat | None = None
+    task_budget: Annotated[Json, refused(hint=": limit each answer with `max_tokens`")] = None
 
 
 class ContextManagement(Echo):
@@ -142,13 +174,14 @@ def _edits_thoughts_only(value: ContextManagement | None) -> ContextManagement |
 
 
 class ThinkingConfig(Echo):
-    """The wish to think, or not to: an argument of the chat template where that reads one."""
+    """Switch and budget of reasoning: arguments of the chat template if it reads them."""
 
-    type: ShortText
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
 
     @property
     def is_thinking(self) -> bool:
-        """False where no thought is wanted."""
+        """False if the policy should not think."""
         return self.type != "disabled"
 
 
@@ -174,8 +207,10 @@ class CountTokensBody(TemplateBody):
     fallbacks: Ignored = None
     fallback_credit_token: Ignored = None
 
-    compaction: Refused = None
-    mcp_servers: Refused = None
+    compaction: Annotated[Json, refused(hint=": shorten `messages` yourself")] = None
+    mcp_servers: Annotated[Json, refused(hint=": connect to them yourself, and define their tools as 'custom'")] = (
+        None
+    )
     thread: Annotated[Json, refused(hint=": send the whole history as `messages`")] = None
 
 

@@ -26,10 +26,11 @@ class BlockKind(StrEnum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of a reply that clients see as one thing. `text` of a CALL is its arguments."""
+    """A part of a reply that clients see as one item. `text` of a CALL is its arguments."""
 
     index: int
     kind: BlockKind
+    number: int = 0  # among the blocks of its kind: of a CALL, its place among the reply's calls
     text: str = ""  # empty as long as the block of a stream is open
     call_id: str = ""
     name: str = ""
@@ -39,11 +40,11 @@ def blocks_of(message: Message) -> list[Block]:
     """Return the blocks of a whole reply: reasoning, text, calls. An empty turn is one empty text."""
     blocks: list[Block] = []
     if message.reasoning:
-        blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
+        blocks.append(Block(0, BlockKind.REASONING, text=message.reasoning))
     if message.content or not (blocks or message.tool_calls):
-        blocks.append(Block(len(blocks), BlockKind.TEXT, message.content))
-    for call in message.tool_calls:
-        blocks.append(Block(len(blocks), BlockKind.CALL, arguments_text(call), call.id, call.name))
+        blocks.append(Block(len(blocks), BlockKind.TEXT, text=message.content))
+    for number, call in enumerate(message.tool_calls):
+        blocks.append(Block(len(blocks), BlockKind.CALL, number, arguments_text(call), call.id, call.name))
     return blocks
 
 
@@ -114,7 +115,7 @@ class BlockWriter(ABC):
     def _open(self, kind: BlockKind, call: CallDelta | None = None) -> Iterator[Answer]:
         if self._blocks:
             yield from self._close()
-        block = Block(len(self._blocks), kind)
+        block = Block(len(self._blocks), kind, sum(other.kind is kind for other in self._blocks))
         self._blocks.append(block)
         self._call_index = None
         if call is not None:

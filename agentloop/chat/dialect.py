@@ -10,8 +10,10 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
-from agentloop.chat.call import ChatResult, ToolChoice
-from agentloop.errors import InvalidRequest
+from agentloop.api.requests import read_parts
+from agentloop.chat.call import ChatModel, ChatResult, ToolChoice
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.images import Image, ImageRef, each_once, shown
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import constraint_of, format_of, loads
 from agentloop.trajectory.node import Node, Reply
@@ -91,8 +93,39 @@ def joined_text(texts: Iterable[str], role: str) -> str:
     return ("" if role == "assistant" else "\n").join(texts)
 
 
-def schema_constraint(schema: Mapping[str, JSON]) -> Constraint:
-    """Return the constraint to one JSON value that fits the schema."""
+def read_content(
+    content: str | Sequence[Any] | None, role: str, param: str, *, first: int = 0
+) -> tuple[str, list[Image], list[ImageRef]]:
+    """Return the text, the images and their positions of a content whose parts are texts, refusals and images.
+
+    Without an image each text part is a line. With one, the texts are joined unchanged. Raises as `read_parts`.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", [], []
+    parts = read_parts(content, (), param, first=first)
+    images = [part for part in parts if isinstance(part, Image)]
+    if not images:
+        return joined_text((part for part in parts if isinstance(part, str)), role), [], []
+    text, refs = shown(parts)
+    return text, images, list(refs)
+
+
+def shown_images(images: Iterable[Image], model: ChatModel, param: str) -> tuple[Image, ...]:
+    """Return the images of a call, each once. Raises UnsupportedParameter if the model takes none."""
+    found = each_once(images)
+    if found and not model.takes_images:
+        raise UnsupportedParameter("this service's model takes no images", param=param)
+    return found
+
+
+def schema_constraint(schema: Mapping[str, JSON] | None, param: str) -> Constraint:
+    """Return the constraint to one JSON value that fits the schema. Raises InvalidRequest naming `param` without a
+    schema."""
+    if schema is None:
+        raise InvalidRequest(
+            'a format of type json_schema needs a `schema`; for any JSON object use {"type": "json_object"}',
+            param=param,
+        )
     return Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(schema).decode())
 
 

@@ -1,13 +1,13 @@
-"""The words that the tables of the dialects are written in, and the one function that reads a body by its table.
+"""The types of the dialects' body models, and the function that reads a body with such a model.
 
-A dialect's body model is its table: a field is taken (it has a type of its own), ignored as harmless (`Ignored`,
-or a type that bounds it), or refused by its name because it would change the answer (`Refused`, `refused`). An
-object whose `type` the table does not know is refused likewise. Fields beyond the table are errors in a request,
-and ignored in what stands in a history (`Echo`).
+A body model lists the fields of its dialect. A field is read (it has its own type), ignored because it changes
+nothing here (`Ignored`, or a type with a bound), or refused by name because it would change the answer (`Refused`,
+`refused`). An object whose `type` the model does not list is refused too. An unlisted field is an error in a
+request. In a history it is metadata of another service and ignored (`Echo`).
 
-Strict, as the bodies of `api/requests.py`: no number as text, no bool as number. null is absent. Unions are told
-apart by one field or by shape, so an error is about the one meant. Their tags begin with `~`, which no field does:
-`checked` leaves them out of the places that it tells a client.
+Bodies are strict, as those of `api/requests.py`: no number as text, no bool as number; null means absent. Members
+of a union differ by one field or by shape, so that an error describes the right member. Union tags begin with `~`,
+which no field name does; `checked` removes them from the field names in its errors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+)
 from pydantic import ValidationInfo as Info
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json, to_json
 
 from agentloop.api.requests import MAX_STOP_CHARS, Body, Json, invalid_request, untagged
 from agentloop.chat.schemas import Schema
@@ -32,6 +42,14 @@ MAX_CHAT_TOOLS = 512
 MAX_DESCRIPTION_CHARS = 1 << 16
 MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
+
+_REQUIRED: Final = {
+    "json_schema": "a `name` and a `schema`; for any JSON object use the type 'json_object'",
+    "call_id": "the `call_id` of the function call that this output answers",
+    "tool_call_id": "the `id` of the tool call that this message answers",
+    "tool_use_id": "the `id` of the tool_use block that this result answers",
+}
+"""What to put into a required field."""
 
 UNSUPPORTED: Final = "unsupported"
 """The type of a problem that makes the whole error an UnsupportedParameter."""
@@ -59,6 +77,15 @@ def refused(unless: object = None, hint: str = "") -> AfterValidator:
 
     return AfterValidator(check)
 
+
+def _as_text(value: Any) -> Any:
+    if value is None:
+        return ""
+    return to_json(value).decode() if isinstance(value, dict) else value
+
+
+Arguments = Annotated[Text, BeforeValidator(_as_text)]
+"""The type of a call's arguments in a history: a JSON object, or its text. Other text is kept unchanged."""
 
 Refused: TypeAlias = Annotated[Json, refused()]
 """The type of a field that would change the answer, unless it asks for nothing."""
@@ -89,11 +116,14 @@ TextOr = Annotated[Annotated[Text, Tag("~text")] | Annotated[L, Tag("~list")], D
 """The type of a field that holds a text or something else: mostly a list of parts."""
 
 
-# --- what several dialects have ---------------------------------------------------------------------------
+# --- Shared by several dialects ---------------------------------------------------------------------------
 
 
 class Echo(Body):
-    """Base of parts of an echoed history: undeclared fields are ignored."""
+    """Base of every part of a history: undeclared fields (ids, parsed values, cache marks, statuses) are ignored.
+
+    A field that holds content is declared: it is rendered, or refused by name.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -161,18 +191,42 @@ def checked(value: Any, kind: type[B]) -> B:
         problems = error.errors(include_url=False)
         for problem in problems:
             _raise_unsupported(problem)
-        raise invalid_request([(untagged(problem["loc"]), problem["msg"]) for problem in problems]) from error
+        raise invalid_request([(untagged(problem["loc"]), _message(problem)) for problem in problems]) from error
+
+
+def _message(problem: ErrorDetails) -> str:
+    """Return the description of a problem in terms of the request instead of our models."""
+    kind, value = problem["type"], problem["input"]
+    if kind == "missing":
+        hint = _REQUIRED.get(str(problem["loc"][-1]))
+        return "this field is required" + (f": {hint}" if hint else "")
+    if kind == "extra_forbidden":
+        return "this field is unknown: remove it"
+    if kind == "union_tag_not_found":
+        return f"expected an object with a `type`, received {_shortened(value)}"
+    if kind == "model_type":
+        return f"expected an object, received {_shortened(value)}"
+    return problem["msg"] if value is not None else f"{problem['msg']}, received null"
+
+
+def _shortened(value: Any) -> str:
+    return to_json(value, inf_nan_mode="constants").decode(errors="replace")[:64]
 
 
 def _raise_unsupported(problem: ErrorDetails) -> None:
     place, message = untagged(problem["loc"]), problem["msg"]
-    kind = None
+    kind, context = None, problem.get("ctx", {})
     if problem["type"] == "union_tag_invalid":
         place, kind = (*place, "type"), problem["input"].get("type")
     elif problem["type"] == "literal_error" and place[-1] == "type":
         kind = problem["input"]
     if isinstance(kind, str):
-        message = f"the type {kind[:64]!r} is not supported"
+        supported = str(context.get("expected_tags") or context["expected"])
+        supported = supported.replace("~search", _HOSTED_SEARCH).replace("~", "")
+        message = f"the type {kind[:64]!r} is not supported; supported here: {supported}"
+        if place[0] == "tools":
+            own = "custom" if "'custom'" in supported else "function"
+            message += f". Define a tool that your client runs as a {own!r} tool with a schema of its input"
     elif problem["type"] != UNSUPPORTED:
         return
     raise UnsupportedParameter(message, param=".".join(map(str, place)))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from agentloop.api.requests import ImagePart, read_parts
+from agentloop.api.requests import ImagePart
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
 from agentloop.chat.call import ChatCall, ChatModel, ToolChoice
@@ -19,18 +19,18 @@ from agentloop.chat.dialect import (
     check_tool_choice,
     check_tool_names,
     function_definition,
-    joined_text,
     read_call,
+    read_content,
     schema_constraint,
     with_tool_names,
 )
-from agentloop.chat.fields import RefusalPart, TextPart, checked, read_json
+from agentloop.chat.fields import checked, read_json
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, ChoiceFields
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece, arguments_text
-from agentloop.images import Image, ImageRef, each_once, shown
+from agentloop.images import each_once
 from agentloop.parsers.base import Parser
 from agentloop.rendering.port import NAMED_ROLES
 from agentloop.trajectory.message_key import tools_key
@@ -53,6 +53,13 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     """Read a chat request; new messages and tools are added to the cache. Raises as `read_body`."""
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    last = given[-1] if isinstance(given, list) and given and isinstance(given[-1], dict) else {}
+    if last.get("role") == "assistant" and last.get("prefix") is True:
+        # An echoed `prefix` describes an earlier call; on the last message it asks for a continuation now.
+        message = (
+            "`prefix` is not supported: send `continue_final_message`: true and `add_generation_prompt`: false"
+        )
+        raise UnsupportedParameter(message, param=f"messages.{len(value['messages']) - 1}.prefix")
     found = cache.messages.find(given) if isinstance(given, list) else []
     if isinstance(given, list):
         value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]
@@ -171,7 +178,7 @@ def _wanted(body: ChatBody) -> Constraint | None:
     if wanted is None or wanted.type == "text":
         return None
     if isinstance(wanted, bodies.JsonSchemaFormat):
-        return schema_constraint(wanted.json_schema.schema_)
+        return schema_constraint(wanted.json_schema.schema_, "response_format.json_schema.schema")
     return Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -184,7 +191,7 @@ def _structured(wanted: bodies.StructuredOutputs) -> Constraint | None:
     if wanted.structural_tag is not None:
         return Constraint(ConstraintKind.STRUCTURAL_TAG, wanted.structural_tag)
     if wanted.json_ is not None:
-        return schema_constraint(wanted.json_)
+        return schema_constraint(wanted.json_, "structured_outputs.json")
     return Constraint(ConstraintKind.JSON_OBJECT) if wanted.json_object else None
 
 
@@ -226,32 +233,22 @@ def _cached(message: bodies.AnyMessage, param: str, shown_names: Collection[str]
     if isinstance(message, bodies.UserMessage | bodies.ToolMessage):
         return _shown(message, param)
     if isinstance(message, bodies.AssistantMessage):
-        return CachedMessage(_assistant(message))
-    return CachedMessage(Message("system", _text(message.content, "system"), name=message.name))
+        return CachedMessage(_assistant(message, param))
+    return CachedMessage(Message("system", read_content(message.content, "system", param)[0], name=message.name))
 
 
 def _shown(body: bodies.UserMessage | bodies.ToolMessage, param: str) -> CachedMessage:
-    """Read a message that may show images. With one, texts stand beside it as they are; else each is a line."""
-    text, refs, images = "", tuple[ImageRef, ...](), tuple[Image, ...]()
-    first_image = None
-    if isinstance(body.content, str):
-        text = body.content
-    else:
-        places = (place for place, part in enumerate(body.content) if isinstance(part, ImagePart))
-        first_image = next(places, None)
-        parts = read_parts(body.content, (), param)
-        if first_image is None:
-            text = joined_text((part for part in parts if isinstance(part, str)), body.role)
-        else:
-            text, refs = shown(parts)
-            images = tuple(part for part in parts if isinstance(part, Image))
+    """Read a message that may show images."""
+    text, images, refs = read_content(body.content, body.role, param)
+    parts = body.content if images and body.content is not None else ()
+    first_image = next((place for place, part in enumerate(parts) if isinstance(part, ImagePart)), 0)
     call_id = body.tool_call_id if isinstance(body, bodies.ToolMessage) else None
-    message = Message(body.role, text, tool_call_id=call_id, name=body.name, images=refs)
-    return CachedMessage(message, images, first_image or 0)
+    message = Message(body.role, text, tool_call_id=call_id, name=body.name, images=tuple(refs))
+    return CachedMessage(message, tuple(images), first_image)
 
 
-def _assistant(body: bodies.AssistantMessage) -> Message:
-    content = _text(body.content, "assistant") if body.content is not None else ""
+def _assistant(body: bodies.AssistantMessage, param: str) -> Message:
+    content, _, _ = read_content(body.content, "assistant", param)
     calls = tuple(read_call(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ())
     return Message(
         "assistant",
@@ -260,13 +257,6 @@ def _assistant(body: bodies.AssistantMessage) -> Message:
         name=body.name,
         reasoning=body.reasoning_content or body.reasoning or "",
     )
-
-
-def _text(content: str | Sequence[TextPart | RefusalPart], role: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = [part.text if isinstance(part, TextPart) else part.refusal for part in content]
-    return joined_text(parts, role)
 
 
 # --- answers ----------------------------------------------------------------------------------------------

@@ -7,17 +7,18 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, InstanceOf, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import to_json
 
-from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_STOPS, Body, ImagePart, Json, TokenId
+from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_STOPS, Body, ImagePart, ImageUrl, Json, TokenId
 from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.fields import (
     MAX_CHAT_CONTENT_CHARS,
     MAX_CHAT_TOOLS,
     UNSUPPORTED,
+    Arguments,
     CalledName,
     CallId,
     Description,
+    Echo,
     Ignored,
     Listed,
     Model,
@@ -35,7 +36,7 @@ from agentloop.chat.fields import (
     refused,
     type_tag,
 )
-from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody, Whole
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody
 from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
@@ -58,18 +59,30 @@ def _role(value: Any) -> str | None:
 
 # --- messages ---------------------------------------------------------------------------------------------
 
+
+class ShownImageUrl(ImageUrl, Echo):
+    """The place of an image in a history."""
+
+
+class ShownImage(ImagePart, Echo):
+    """An image in a history."""
+
+    image_url: ShownImageUrl
+
+
 _BY_TYPE = Discriminator(
     lambda part: type_tag(part) or "~text",
     custom_error_type=UNSUPPORTED,
-    custom_error_message="content parts of this type are not supported here",
+    custom_error_message="content parts of this type are not supported here: send 'text', 'refusal' from an"
+    " assistant, and images as 'image_url' in user and tool messages",
 )
 Part = Annotated[Annotated[TextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")], _BY_TYPE]
-ShownPart = Annotated[Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")], _BY_TYPE]
+ShownPart = Annotated[Annotated[TextPart, Tag("~text")] | Annotated[ShownImage, Tag("~image_url")], _BY_TYPE]
 Content = TextOr[Listed[Part]]
 ShownContent = TextOr[Listed[ShownPart]]
 
 
-class SystemMessage(Body):
+class SystemMessage(Echo):
     """Instructions; `developer` is another name of `system`."""
 
     role: Literal["system", "developer"]
@@ -77,36 +90,31 @@ class SystemMessage(Body):
     name: ShortText | None = None
 
 
-class UserMessage(Body):
-    """The words of a person, or another program, and what they show."""
+class UserMessage(Echo):
+    """A message of a person or of another program, with text and images."""
 
     role: Literal["user"]
     content: ShownContent
     name: ShortText | None = None
 
 
-def _as_text(value: Any) -> Any:
-    return to_json(value).decode() if isinstance(value, dict) else value
-
-
-class CalledFunction(Body):
-    """A call in the history; `arguments` are a JSON object as text, and other text is kept as it is."""
+class CalledFunction(Echo):
+    """The function of a call in the history."""
 
     name: CalledName
-    arguments: Annotated[Text, BeforeValidator(_as_text)]
+    arguments: Arguments = ""
 
 
-class CallBody(Body):
+class CallBody(Echo):
     """One tool call of an assistant's message."""
 
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int, Whole] | None = None  # streams have it, and some clients echo it
 
 
-class AssistantMessage(Body):
-    """An earlier answer, echoed. Reasoning may come back under either of its two names."""
+class AssistantMessage(Echo):
+    """An earlier answer, echoed. Reasoning may have either of its two names."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -115,17 +123,15 @@ class AssistantMessage(Body):
     refusal: Text | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
-    annotations: Ignored = None
-    provider_specific_fields: Ignored = None
-    audio: None = None
-    function_call: None = None
+    audio: Annotated[Json, refused(hint=": send its transcript as `content`")] = None
+    function_call: Annotated[Json, refused(hint=": use `tool_calls`, and `tool` messages for the results")] = None
 
 
-class ToolMessage(Body):
+class ToolMessage(Echo):
     """The answer of a tool."""
 
     role: Literal["tool"]
-    content: ShownContent
+    content: ShownContent | None = None
     tool_call_id: CallId
     name: ShortText | None = None
 
@@ -140,7 +146,7 @@ Message = Annotated[
     Discriminator(
         _role,
         custom_error_type="unknown_role",
-        custom_error_message="a message has one of the roles system, developer, user, assistant and tool",
+        custom_error_message="a message is an object of role system, developer, user, assistant or tool",
     ),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)]
@@ -230,7 +236,7 @@ class JsonSchemaBody(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
     description: Description | None = None
-    schema_: SchemaObject = Field(alias="schema")
+    schema_: SchemaObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -292,7 +298,7 @@ class StreamOptions(Body):
 class ChoiceFields(SamplingFields):
     """Fields that chat completions, completions and vLLM's token route share: the choices, and what ends them."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag("~text")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("~list")],
@@ -324,7 +330,7 @@ class CallBase(SampledBody, ChoiceFields):
 
     model: Model
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-MAX_CALL_PRIORITY, le=MAX_CALL_PRIORITY), Whole] | None = None
+    priority: Annotated[int, Field(ge=-MAX_CALL_PRIORITY, le=MAX_CALL_PRIORITY)] | None = None
     stream_options: StreamOptions | None = None
     user: ShortText | None = None
     metadata: Ignored = None
@@ -352,7 +358,7 @@ class ChatBody(CallBase, TemplateBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     strict_history: bool | None = None
     store: bool | None = None
     service_tier: ShortText | None = None
@@ -411,8 +417,8 @@ class CompletionBody(CallBase):
         | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag("~batch")],
         Discriminator(_by_depth),
     ]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
     echo: bool | None = None
     best_of: Annotated[Json, refused(unless=1)] = None
     suffix: Refused = None

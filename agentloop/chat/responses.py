@@ -1,16 +1,17 @@
 """The Responses dialect: its body as a `ChatCall`, and results and pieces as response objects and events.
 
 Pure. The items of one assistant turn (reasoning, message, calls) are one Message, whether its results came after
-all of them or in between. A response is not kept under its id: `previous_response_id` is refused, and history comes
-with every request. Events: https://platform.openai.com/docs/api-reference/responses-streaming.
+all of them or in between. The id of a response, and of each of its items, names its call and its session: no table
+of ids is kept, and any process of the endpoint resolves an id as long as the session has the turn. Events:
+https://platform.openai.com/docs/api-reference/responses-streaming.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from agentloop.chat.blocks import Block, BlockKind, BlockWriter
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
@@ -24,15 +25,18 @@ from agentloop.chat.dialect import (
     function_definition,
     joined_text,
     read_call,
+    read_content,
     schema_constraint,
+    shown_images,
     with_tool_names,
 )
-from agentloop.chat.fields import HostedSearch, RefusalPart
+from agentloop.chat.fields import HostedSearch
+from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.responses_bodies import (
     CallItem,
     Content,
     Item,
-    MessageItem,
+    ItemReference,
     NamespaceTool,
     OutputItem,
     ReasoningItem,
@@ -43,19 +47,62 @@ from agentloop.chat.responses_bodies import (
     ResponsesTextFormat,
 )
 from agentloop.chat.sampling import sampling_params, template_kwargs
-from agentloop.errors import AgentLoopError, InvalidRequest
-from agentloop.generation.turn_piece import TurnFinish, finish_of
+from agentloop.errors import AgentLoopError, InvalidRequest, NotFound, ResponseNotFound, UnsupportedParameter
+from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
+from agentloop.images import Image
+from agentloop.trajectory.node import Reply
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
-_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
+_RESPONSE_ID = re.compile(
+    r"resp_(?P<call>[0-9a-f]{32})_(?P<has_instructions>[01])_(?P<session>[A-Za-z0-9._\-]{1,128})"
+)
+_ITEM_ID = re.compile(
+    r"(?P<kind>rs|msg|fc)_(?P<call>[0-9a-f]{32})_(?P<number>\d{1,6})(?:_(?P<session>[A-Za-z0-9._\-]{1,128}))?"
+)
+
+Turns: TypeAlias = Callable[[str], Sequence[Message]]
+"""Returns a session's conversation up to the reply to a call, by the call's id. Raises NotFound."""
 
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def to_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
-    """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
-    answer."""
+def referenced_session(body: ResponsesBody) -> tuple[str, str] | None:
+    """Return the session of the responses that a body refers to, and the first field that does; None without one.
+
+    Raises ResponseNotFound for an id that this service did not make, and InvalidRequest for ids of two sessions.
+    """
+    references = [] if body.previous_response_id is None else [("previous_response_id", body.previous_response_id)]
+    if not isinstance(body.input, str):
+        items = enumerate(body.input)
+        references += [(f"input.{index}.id", item.id) for index, item in items if isinstance(item, ItemReference)]
+    sessions: dict[str, str] = {}
+    for param, given in references:
+        match = (_RESPONSE_ID if param == "previous_response_id" else _ITEM_ID).fullmatch(given)
+        if match is None or match["session"] is None:
+            raise not_found(given, param)
+        sessions.setdefault(match["session"], param)
+    if len(sessions) > 1:
+        raise InvalidRequest(
+            f"the ids are of two sessions, {' and '.join(map(repr, list(sessions)[:2]))}", param=param
+        )
+    return next(iter(sessions.items()), None)
+
+
+def not_found(given: str, param: str) -> ResponseNotFound:
+    """Return the error for an id that no response or item of the caller has."""
+    return ResponseNotFound(
+        f"{given[:200]!r} is not found: no completed response of this user and session has it, or it was deleted or"
+        " has expired with its session; send the whole history as `input`",
+        param=param,
+    )
+
+
+def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -> ChatCall:
+    """Return a body's `ChatCall`. `turns` are those of the session that the body refers to, if it does.
+
+    Raises InvalidRequest, UnsupportedParameter for what would change the answer, and ResponseNotFound.
+    """
     tools = _tools(body)
     choice, forced = _tool_choice(body)
     check_tool_choice(choice, forced, tools)
@@ -63,9 +110,12 @@ def to_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
     wanted = _wanted(body.text.format if body.text is not None else None)
     constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
     effort = body.reasoning.effort if body.reasoning is not None else None
+    history = _history(body, turns)
+    sampling = sampling_params(body, body.max_output_tokens, model.vocab_size, constraint)
     return ChatCall(
-        messages=_messages(body),
-        sampling=sampling_params(body, body.max_output_tokens, model.vocab_size, constraint),
+        messages=with_tool_names(history.messages()),
+        images=shown_images(history.images, model, "input"),
+        sampling=replace(sampling, num_top_logprobs=body.top_logprobs or 0),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -118,28 +168,28 @@ def _wanted(wanted: ResponsesTextFormat | None) -> Constraint | None:
         return None
     if wanted.type == "json_object":
         return Constraint(ConstraintKind.JSON_OBJECT)
-    if wanted.schema_ is None:
-        raise InvalidRequest("a format of type json_schema needs a schema", param="text.format.schema")
-    return schema_constraint(wanted.schema_)
+    return schema_constraint(wanted.schema_, "text.format.schema")
 
 
-def _messages(body: ResponsesBody) -> tuple[Message, ...]:
-    history = _History()
+def _history(body: ResponsesBody, turns: Turns | None) -> _History:
+    history = _History(turns)
     if body.instructions:
         history.add_message(Message("system", body.instructions))
+    if body.previous_response_id is not None:
+        history.add_response(body.previous_response_id)
     if isinstance(body.input, str):
         history.add_message(Message("user", body.input))
     else:
-        for item in body.input:
-            history.add(item)
-    return with_tool_names(history.messages())
+        for index, item in enumerate(body.input):
+            history.add(item, f"input.{index}")
+    return history
 
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """An assistant turn that is being put together from items."""
+    """An assistant turn that is collected from items."""
 
-    source: str | None  # the response it came from, if its ids tell
+    source: str | None  # the call that sampled it, if the items' ids name one
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -150,26 +200,75 @@ class _AssistantTurn:
 
 
 class _History:
-    """Items as messages. What one assistant turn said is one message."""
+    """Items as messages. The items of one assistant turn are one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None) -> None:
+        self.images: list[Image] = []
+        self._turns = turns
         self._entries: list[Message | _AssistantTurn] = []
         self._turn: _AssistantTurn | None = None  # the last one, as long as only tool results came after it
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Item, param: str) -> None:
+        """Add an item, which is the field `param`."""
         if isinstance(item, OutputItem):
-            text = _text(item.output, "tool")
-            self._entries.append(Message("tool", text, tool_call_id=item.call_id))
+            message = self._shown("tool", item.output, f"{param}.output")
+            self._entries.append(replace(message, tool_call_id=item.call_id))
         elif isinstance(item, ReasoningItem):
-            parts = item.content if item.content else item.summary
-            self._assistant(item.id, is_opening=True).thoughts.append(_text(parts, "assistant"))
+            text, _, _ = read_content(item.content or item.summary, "assistant", param)
+            self._assistant(item.id, is_opening=True).thoughts.append(text)
         elif isinstance(item, CallItem):
             name = _full_name(item.namespace, item.name)
             self._assistant(item.id).calls.append(read_call(item.call_id, name, item.arguments))
+        elif isinstance(item, ItemReference):
+            self._add_reference(item.id, f"{param}.id")
         elif item.role == "assistant":
-            self._assistant(item.id).texts.append(_text(item.content, "assistant"))
+            message = self._shown("assistant", item.content, f"{param}.content")
+            self._assistant(item.id).texts.append(message.content)
         else:
-            self.add_message(_observed(item))
+            role = "system" if item.role == "developer" else item.role
+            self.add_message(self._shown(role, item.content, f"{param}.content"))
+
+    def add_response(self, response_id: str) -> None:
+        """Add the conversation up to a response, without the instructions of that call: they are not inherited."""
+        param = "previous_response_id"
+        match = _matched(_RESPONSE_ID, response_id, param)
+        messages = self._conversation(match["call"], response_id, param)
+        if any(message.images for message in messages):  # the session has their tokens, not their files
+            raise UnsupportedParameter(
+                "a conversation with images is not continued by id: send the whole history as `input`", param=param
+            )
+        for message in messages[int(match["has_instructions"]) :]:
+            self.add_message(message)
+
+    def _add_reference(self, item_id: str, param: str) -> None:
+        match = _matched(_ITEM_ID, item_id, param)
+        reply, number = self._conversation(match["call"], item_id, param)[-1], int(match["number"])
+        turn = self._assistant(item_id, is_opening=match["kind"] == _PREFIXES[BlockKind.REASONING])
+        if match["kind"] == _PREFIXES[BlockKind.CALL]:
+            if number >= len(reply.tool_calls):
+                raise not_found(item_id, param)
+            turn.calls.append(reply.tool_calls[number])
+        # A streamed reply may have several text items; a reference to the first one gives the text of all.
+        elif number == 0 and match["kind"] == _PREFIXES[BlockKind.TEXT]:
+            turn.texts.append(reply.content)
+        elif number == 0:
+            turn.thoughts.append(reply.reasoning)
+
+    def _conversation(self, call_id: str, given: str, param: str) -> Sequence[Message]:
+        try:
+            messages = self._turns(call_id) if self._turns is not None else ()
+        except NotFound:
+            messages = ()
+        if not messages:
+            raise not_found(given, param)
+        return messages
+
+    def _shown(self, role: str, content: Content | None, param: str) -> Message:
+        text, images, refs = read_content(content, role, param)
+        if images and role not in ("user", "tool"):
+            raise UnsupportedParameter(f"a message of role {role!r} shows no images", param=param)
+        self.images += images
+        return Message(role, text, images=tuple(refs))
 
     def add_message(self, message: Message) -> None:
         self._entries.append(message)
@@ -179,9 +278,9 @@ class _History:
         return [entry.message() if isinstance(entry, _AssistantTurn) else entry for entry in self._entries]
 
     def _assistant(self, item_id: str | None, *, is_opening: bool = False) -> _AssistantTurn:
-        """The turn that an item belongs to; where ids do not tell, the one that it directly follows."""
+        """Return the turn that an item belongs to; if its id names none, the turn that it directly follows."""
         match = _ITEM_ID.fullmatch(item_id) if item_id is not None else None
-        source = match[1] if match else None
+        source = match["call"] if match else None
         turn = self._turn
         if turn is not None:
             if source is not None and turn.source is not None:
@@ -196,45 +295,63 @@ class _History:
         return self._turn
 
 
-def _observed(item: MessageItem) -> Message:
-    role = "system" if item.role == "developer" else item.role
-    return Message(role, _text(item.content, role))
-
-
-def _text(content: Content, role: str) -> str:
-    if isinstance(content, str):
-        return content
-    return joined_text((part.refusal if isinstance(part, RefusalPart) else part.text for part in content), role)
+def _matched(pattern: re.Pattern[str], given: str, param: str) -> re.Match[str]:
+    match = pattern.fullmatch(given)
+    if match is None:
+        raise not_found(given, param)
+    return match
 
 
 # --- the answer -------------------------------------------------------------------------------------------
 
 
 class ResponseWriter(BlockWriter):
-    """Writes one response, whole or as events; `response_key` is 32 hex digits, new for each response."""
+    """Writes one response, whole or as events; `begin` comes before the first event."""
 
-    def __init__(self, body: ResponsesBody, response_key: str, created_at: int) -> None:
+    def __init__(self, body: ResponsesBody, texts: TokenTexts, created_at: int) -> None:
         super().__init__()
         self._body = body
-        self._key = response_key
+        self._texts = texts
         self._created_at = created_at
+        self._session_id = self._call_id = ""
         self._num_events = 0
+        self._piece: TurnPiece | None = None  # the last one, until a block has its tokens
+        self._logprobs: dict[int, list[Answer]] = {}  # entries for the tokens of text blocks, by the block's index
         self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
+    def begin(self, session_id: str, call_id: str) -> None:
+        """Name the response after its call. A retry that joins a call gets the same ids."""
+        self._session_id, self._call_id = session_id, call_id
+
     def error_event(self, error: AgentLoopError) -> Answer:
-        """Return the event of a failure amid a stream; its nested envelope makes the client library raise."""
+        """Return the event of a failure within a stream; its nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
     def _begun(self) -> Iterator[Answer]:
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
 
+    def _added(self, piece: TurnPiece) -> Iterator[Answer]:
+        self._piece = piece
+        if not (piece.content or piece.reasoning or piece.calls) and self._blocks:
+            self._take_logprobs(self._blocks[-1])  # such as the stop token: the finished text has it
+        yield from super()._added(piece)
+
+    def _take_logprobs(self, block: Block) -> list[Answer]:
+        """Return the logprobs of the next tokens of a text block, and keep them for the finished text."""
+        piece, self._piece = self._piece, None
+        if piece is None or block.kind is not BlockKind.TEXT or not self._body.shows_logprobs:
+            return []
+        entries = self._texts.entries(piece.token_ids, piece.logprobs, piece.top_logprobs)
+        self._logprobs.setdefault(block.index, []).extend(entries)
+        return entries
+
     def _opened(self, block: Block) -> Iterator[Answer]:
         place: Answer = {"output_index": block.index}
         yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
         if block.kind is not BlockKind.CALL:
             place |= {"item_id": self._item_id(block), "content_index": 0}
-            yield self._event("response.content_part.added", **place, part=_part(block))
+            yield self._event("response.content_part.added", **place, part=self._part(block))
 
     def _grown(self, block: Block, text: str) -> Iterator[Answer]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
@@ -243,7 +360,8 @@ class ResponseWriter(BlockWriter):
         elif block.kind is BlockKind.REASONING:
             yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
         else:
-            yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+            logprobs = self._take_logprobs(block)
+            yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
 
     def _closed(self, block: Block, finish: TurnFinish | None) -> Iterator[Answer]:
         yield from self._done(block)
@@ -264,8 +382,9 @@ class ResponseWriter(BlockWriter):
         if block.kind is BlockKind.REASONING:
             yield self._event("response.reasoning_text.done", **place, text=block.text)
         else:
-            yield self._event("response.output_text.done", **place, text=block.text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(block))
+            logprobs = self._logprobs.get(block.index, [])
+            yield self._event("response.output_text.done", **place, text=block.text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **place, part=self._part(block))
 
     def _event(self, kind: str, **fields: Any) -> Answer:
         event = {"type": kind, "sequence_number": self._num_events, **fields}
@@ -274,6 +393,12 @@ class ResponseWriter(BlockWriter):
 
     def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
         reply = result.choices[0].reply
+        self.begin(result.session_id, result.call_id)
+        if (
+            self._body.shows_logprobs
+        ):  # a piece of a stream may hold tokens of reasoning, text and calls: these do not
+            texts = [block.index for block in blocks if block.kind is BlockKind.TEXT]
+            self._logprobs = {index: self._text_logprobs(reply) for index in texts[:1]}
         finish = finish_of(reply)
         is_cut = finish is TurnFinish.LENGTH
         items = [
@@ -288,7 +413,7 @@ class ResponseWriter(BlockWriter):
     def _response(self, status: str, items: list[Answer]) -> Answer:
         body = self._body
         return {
-            "id": f"resp_{self._key}",
+            "id": f"resp_{self._call_id}_{int(bool(body.instructions))}_{self._session_id}",
             "object": "response",
             "created_at": self._created_at,
             "status": status,
@@ -301,13 +426,14 @@ class ResponseWriter(BlockWriter):
             "model": body.model,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "store": False,
+            "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": _echo(body.text.format if body.text is not None else None),
             "tool_choice": _echoed_choice(body),
             "tools": [_echoed_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedSearch)],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -315,12 +441,25 @@ class ResponseWriter(BlockWriter):
         }
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._key}_{block.index}"
+        return f"{_PREFIXES[block.kind]}_{self._call_id}_{block.number}_{self._session_id}"
+
+    def _text_logprobs(self, reply: Reply) -> list[Answer]:
+        """Return the logprobs of the tokens between the reasoning and the first call."""
+        start = reply.num_reasoning_tokens
+        end = min((call.token_start for call in reply.message.tool_calls), default=len(reply.token_ids))
+        token_ids, logprobs = reply.token_ids[start:end].tolist(), reply.logprobs[start:end].tolist()
+        return self._texts.entries(token_ids, logprobs, reply.top_logprobs[start:end])
+
+    def _part(self, block: Block) -> Answer:
+        if block.kind is BlockKind.REASONING:
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = self._logprobs.get(block.index, [])
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, block: Block, status: str) -> Answer:
-        """The output item of a block; one that is in progress has no content yet."""
+        """Return the output item of a block; one that is in progress has no content yet."""
         item: Answer = {"id": self._item_id(block), "status": status}
-        parts = [] if status == "in_progress" else [_part(block)]
+        parts = [] if status == "in_progress" else [self._part(block)]
         if block.kind is BlockKind.CALL:
             namespace, name = self._places.get(block.name, (None, block.name))
             place = {} if namespace is None else {"namespace": namespace}
@@ -333,12 +472,6 @@ class ResponseWriter(BlockWriter):
 
 def _item_status(finish: TurnFinish | None) -> str:
     return "incomplete" if finish is TurnFinish.LENGTH else "completed"
-
-
-def _part(block: Block) -> dict[str, JSON]:
-    if block.kind is BlockKind.REASONING:
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
 def _echo(wanted: ResponsesTextFormat | None) -> dict[str, JSON]:

@@ -1,19 +1,19 @@
-"""The table of `POST /v1/responses`, every list bounded.
+"""The body model of `POST /v1/responses`. Every list is bounded.
 
-Items of the input are echoes of earlier answers, of this service or another: their further fields say nothing that
-the prompt could show, and are let through.
+Items of the input are echoes of earlier answers, of this service or another one: undeclared fields are ignored.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from agentloop.api.requests import Body, Json
+from agentloop.api.requests import Body, ImagePart, Json
 from agentloop.chat.fields import (
     MAX_CHAT_TOOLS,
     MAX_TOOL_NAME_CHARS,
+    Arguments,
     CalledName,
     CallId,
     Description,
@@ -24,7 +24,6 @@ from agentloop.chat.fields import (
     Listed,
     Model,
     RefusalPart,
-    Refused,
     SchemaObject,
     ShortText,
     Text,
@@ -35,16 +34,17 @@ from agentloop.chat.fields import (
     unsupported,
 )
 from agentloop.chat.openai_bodies import MAX_MESSAGE_CALLS, StreamOptions
-from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody
+from agentloop.checks import MAX_TOP_LOGPROBS
 
 MAX_ITEMS = 16_384
 
 _TEXTS = ("~input_text", "~output_text", "~text", "~summary_text", "~reasoning_text")
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class ResponsesTextPart(Echo):
-    """A part of a content list; the others (images, files, audio) cannot be shown to the policy."""
+    """A text of a content list. Files and audio cannot be shown to the policy."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
@@ -55,13 +55,41 @@ def _part_tag(value: Any) -> str | None:
     return "~text" if kind in _TEXTS else kind
 
 
+_IMAGE_SCHEMA = WithJsonSchema(
+    {
+        "type": "object",
+        "properties": {"type": {"const": "input_image"}, "image_url": {"type": "string"}},
+        "required": ["type", "image_url"],
+    }
+)
+
+
+def _image_part(value: Any) -> Any:
+    """Return an `input_image` as a chat completion writes it."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("image_url") is None or value.get("file_id") is not None:
+        raise unsupported(
+            "an image is sent as a data URL in `image_url`; uploaded files (`file_id`) are not supported"
+        )
+    return {"type": "image_url", "image_url": {"url": value["image_url"]}}
+
+
 Parts = Listed[
     Annotated[
         Annotated[ResponsesTextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")],
         Discriminator(_part_tag),
     ]
 ]
-Content: TypeAlias = TextOr[Parts]
+ShownParts = Listed[
+    Annotated[
+        Annotated[ResponsesTextPart, Tag("~text")]
+        | Annotated[RefusalPart, Tag("~refusal")]
+        | Annotated[ImagePart, BeforeValidator(_image_part), _IMAGE_SCHEMA, Tag("~input_image")],
+        Discriminator(_part_tag),
+    ]
+]
+Content: TypeAlias = TextOr[ShownParts]
 
 
 class MessageItem(Echo):
@@ -69,7 +97,7 @@ class MessageItem(Echo):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Content | None = None
     id: ShortText | None = None
 
 
@@ -80,7 +108,7 @@ class CallItem(Echo):
     call_id: CallId
     name: CalledName
     namespace: CalledName | None = None
-    arguments: Text
+    arguments: Arguments = ""
     id: ShortText | None = None
 
 
@@ -89,28 +117,38 @@ class OutputItem(Echo):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Content
+    output: Content | None = None
 
 
 class ReasoningItem(Echo):
-    """The thoughts of an assistant. Encrypted content is another service's."""
+    """The reasoning of an assistant. Encrypted content is another service's and ignored."""
 
     type: Literal["reasoning"]
     id: ShortText | None = None
-    summary: Parts = Field(default_factory=list)
+    summary: Parts | None = None
     content: Parts | None = None
 
 
+class ItemReference(Echo):
+    """An item of an earlier response of this service, by its id alone."""
+
+    type: Literal["item_reference"] | None = None
+    id: ShortText
+
+
 def _item_tag(value: Any) -> str | None:
-    is_easy = isinstance(value, dict) and value.get("type") is None
-    return "~message" if is_easy else type_tag(value)
+    if not isinstance(value, dict) or value.get("type") is not None:
+        return type_tag(value)
+    # The easy message and the reference may both omit their `type`.
+    return "~item_reference" if "id" in value and not {"role", "content"} & value.keys() else "~message"
 
 
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("~message")]
     | Annotated[CallItem, Tag("~function_call")]
     | Annotated[OutputItem, Tag("~function_call_output")]
-    | Annotated[ReasoningItem, Tag("~reasoning")],
+    | Annotated[ReasoningItem, Tag("~reasoning")]
+    | Annotated[ItemReference, Tag("~item_reference")],
     Discriminator(_item_tag),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -210,12 +248,6 @@ class ReasoningConfig(Body):
     mode: Ignored = None
 
 
-def _without_logprobs(include: list[str]) -> list[str]:
-    if _LOGPROBS in include:
-        raise unsupported(f"`{_LOGPROBS}` is not supported")
-    return include
-
-
 class ResponsesBody(SampledBody, TemplateBody):
     """The body of `POST /v1/responses`."""
 
@@ -229,14 +261,16 @@ class ResponsesBody(SampledBody, TemplateBody):
     text: TextConfig | None = None
     stream_options: StreamOptions | None = None
     metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
-    include: Annotated[list[ShortText], Field(max_length=64), AfterValidator(_without_logprobs)] | None = None
-    max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS), Whole] | None = None  # of OpenAI's own tools
+    include: Annotated[list[ShortText], Field(max_length=64)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    previous_response_id: ShortText | None = None
+    max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS)] | None = None  # of OpenAI's own tools
 
     reasoning: ReasoningConfig | None = None
     user: ShortText | None = None
     strict_history: bool | None = None  # beyond OpenAI
 
-    store: Ignored = None
+    store: bool | None = None  # every response is kept as long as its session, whatever this says
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -247,10 +281,16 @@ class ResponsesBody(SampledBody, TemplateBody):
     access_programs: Ignored = None
     image: Ignored = None  # of images that are answered: none here
 
-    background: Refused = None
-    context_management: Refused = None
-    conversation: Refused = None
-    previous_response_id: Annotated[Json, refused(hint=": send the whole history as `input`")] = None
-    prompt: Refused = None
-    top_logprobs: Annotated[Json, refused(unless=0)] = None
-    truncation: Annotated[Json, refused(unless="disabled")] = None
+    background: Annotated[Json, refused(hint=": wait for the answer, or read it with `stream`")] = None
+    background_options: Annotated[Json, refused(hint=": no response runs in the background")] = None
+    context_management: Annotated[Json, refused(hint=": shorten `input` yourself")] = None
+    conversation: Annotated[
+        Json, refused(hint=": use `previous_response_id`, or send the whole history as `input`")
+    ] = None
+    prompt: Annotated[Json, refused(hint=": send its text as `instructions` and `input`")] = None
+    truncation: Annotated[Json, refused(unless="disabled", hint=": shorten `input` yourself")] = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if texts of the answer have the logprobs of their tokens."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())

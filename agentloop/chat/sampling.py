@@ -1,16 +1,16 @@
 """Fields that the bodies of all dialects share: how to sample, and the arguments of the chat template.
 
-Integers may be written `1.0`, as JSON Schema has it. An argument that the model's template does not read changes
-nothing, so it is dropped: what an agent wishes for with every call must not split its history.
+An argument that the model's template does not read changes nothing, so it is dropped: an argument that an agent
+sends with every call must not split its history.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Self, TypeAlias
+from typing import Annotated, Final, Self, TypeAlias
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from agentloop.api.requests import (
     MAX_PROMPT_TOKENS,
@@ -47,10 +47,6 @@ _EFFORT: Final = "reasoning_effort"
 _NO_EFFORT: Final = "none"
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
 def _template_arguments(value: Mapping[str, JSON]) -> Mapping[str, JSON]:
     if reserved := _RESERVED & value.keys():
         raise ValueError(f"{min(reserved)!r} is not the client's to set")
@@ -59,10 +55,7 @@ def _template_arguments(value: Mapping[str, JSON]) -> Mapping[str, JSON]:
     return value
 
 
-Whole = BeforeValidator(_whole)
-"""Annotates an integer that may be written as a float without a fraction."""
-
-MaxTokens: TypeAlias = Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS), Whole]
+MaxTokens: TypeAlias = Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)]
 Effort: TypeAlias = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
 
 
@@ -94,11 +87,11 @@ class SamplingFields(Body):
 
     temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K), Whole] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED), Whole] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     weight_version: VersionDemandBody | None = None
@@ -153,18 +146,23 @@ def sampling_params(
 
 
 def template_kwargs(
-    body: TemplateBody, reads: Collection[str], effort: str | None = None, *, is_thinking: bool | None = None
+    body: TemplateBody,
+    reads: Collection[str],
+    effort: str | None = None,
+    *,
+    is_thinking: bool | None = None,
+    own: Mapping[str, JSON] | None = None,
 ) -> dict[str, JSON]:
-    """Return a body's template arguments, of those whose names are in `reads`.
+    """Return a body's template arguments whose names are in `reads`.
 
-    `effort` and `is_thinking` are the dialect's own words for how much to think; arguments that the body names
-    itself come before them. An effort of `none` switches thinking off.
+    `effort`, `is_thinking` and the arguments `own` come from fields of the dialect; arguments that the body names
+    itself take precedence. An effort of `none` switches thinking off.
     """
     if body.enable_thinking is not None:
         is_thinking = body.enable_thinking
     elif effort == _NO_EFFORT:
         is_thinking = False
-    wished: dict[str, JSON] = {}
+    wished: dict[str, JSON] = dict(own or {})
     if is_thinking is not None:
         wished |= dict.fromkeys(_THINKING_SWITCHES, is_thinking)
     if effort is not None:

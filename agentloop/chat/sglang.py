@@ -34,7 +34,6 @@ from agentloop.chat.fields import Ignored, Model, Refused, by_shape, refused, un
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields, PromptIds, PromptText
-from agentloop.chat.sampling import Whole
 from agentloop.chat.scores import score_call
 from agentloop.checks import MAX_SEED, MAX_TOP_LOGPROBS
 from agentloop.engine import Delta
@@ -68,15 +67,13 @@ _Shared = BeforeValidator(_one_for_all)
 class SglangSampling(ChoiceFields):
     """SGLang's `SamplingParams`, with its names and defaults."""
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = Field(
         default=_DEFAULT_NEW_TOKENS, alias="max_new_tokens"
     )
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = Field(
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = Field(
         default=None, alias="min_new_tokens"
     )
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED), Whole] | None = Field(
-        default=None, alias="sampling_seed"
-    )
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = Field(default=None, alias="sampling_seed")
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: Ignored = None

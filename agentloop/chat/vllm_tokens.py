@@ -21,7 +21,6 @@ from agentloop.chat.fields import Ignored, Model, Refused, refused
 from agentloop.chat.logprobs import token_id_name
 from agentloop.chat.openai import sampling_of, stops_of
 from agentloop.chat.openai_bodies import ChoiceFields
-from agentloop.chat.sampling import Whole
 from agentloop.chat.scores import score_call
 from agentloop.checks import MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest
@@ -42,8 +41,8 @@ class VllmSamplingBody(ChoiceFields):
     alternatives; with 0 and 1 there is the sampled token alone. `prompt_logprobs` scores the prompt's tokens too.
     """
 
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     detokenize: Ignored = None
     flat_logprobs: Ignored = None
     include_stop_str_in_output: Ignored = None

@@ -173,9 +173,9 @@ async def make_prompt(
         prompt = await _bridged(match.parent, match, chat_call, graph, parts, asker)
         if isinstance(prompt, Prompt):
             return prompt
-        cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
+        cause, messages = prompt, (*own_messages(graph, match.parent), *match.appended)
     elif match.echoed is not None:
-        echoed = _own_messages(graph, match.echoed)
+        echoed = own_messages(graph, match.echoed)
         messages = (*echoed, *messages[len(echoed) :])
     shown = (*messages, *begun)
     written = await _rendered(
@@ -202,7 +202,7 @@ async def _bridged(
     appended, renderer, template_kwargs = match.appended, parts.renderer, chat_call.template_kwargs
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
-    end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
+    end = parts.reader.end_of(parent.reply, own_messages(graph, parent)[:-1])
     num_messages = len(chat_call.messages) - chat_call.continues
     shown = (*appended, *chat_call.messages[num_messages:])
     try:
@@ -220,7 +220,7 @@ async def _bridged(
     return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split, images)
 
 
-def _own_messages(graph: TurnGraph, node: Node) -> list[Message]:
+def own_messages(graph: TurnGraph, node: Node) -> list[Message]:
     """Return the conversation up to the node's reply as the session has it."""
     path = graph.path_of(node.node_id)
     return [message for turn in path for message in turn.messages]

@@ -34,6 +34,7 @@ from agentloop.errors import (
     Forbidden,
     InvalidRequest,
     InvariantBroken,
+    NotFound,
     Overloaded,
     RewardError,
     ServiceUnavailable,
@@ -52,6 +53,7 @@ from agentloop.sessions.prompts import (
     Prompt,
     SessionParts,
     make_prompt,
+    own_messages,
     prepare_call,
     with_client_param,
 )
@@ -202,13 +204,18 @@ class Session:
         finally:
             entered.leave()
 
-    async def stream(self, chat_call: ChatCall, key: CallKey) -> AsyncGenerator[TurnPiece | ChatResult, None]:
+    async def stream(
+        self, chat_call: ChatCall, key: CallKey, begin: Callable[[str, str], None] | None = None
+    ) -> AsyncGenerator[TurnPiece | ChatResult, None]:
         """Yield the answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
 
         Closing it leaves the call. A choice's last piece comes only when the answer is durable. A retry gets all
-        pieces from the first on; an answer that was not streamed comes as one piece a choice.
+        pieces from the first on; an answer that was not streamed comes as one piece a choice. `begin` gets the
+        ids of the session and of the call before the first piece.
         """
         entered = self._enter(chat_call, key, is_streamed=True)
+        if begin is not None:
+            begin(self.shown_id, entered.call_id)
         if isinstance(entered, ChatResult):
             for piece in whole_pieces(entered.choices):
                 yield piece
@@ -220,6 +227,13 @@ class Session:
                     yield item
         finally:
             entered.leave()
+
+    def conversation_to(self, call_id: str) -> list[Message]:
+        """Return the conversation up to the reply to a call. Raises NotFound for a call without a turn."""
+        turn_id = f"{call_id}.0"
+        if not self.graph.has_turn(turn_id):
+            raise NotFound(f"session {self.shown_id} has no turn {turn_id[:128]!r}")
+        return own_messages(self.graph, self.graph.node(turn_id))
 
     async def preview(self, chat_call: ChatCall) -> Prompt:
         """Return the prompt that a call would have, and how it extends the session. Changes nothing."""

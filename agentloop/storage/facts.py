@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ from agentloop.storage.home import Database
 from agentloop.types import Trajectory
 
 MAX_FRESH = 4096
+_Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # of the database
+
 _INDEX_ROWS = 256  # of an older store, in one transaction
 _MAX_SEARCHED = 5_000  # indexed rows that one page of a search, and the histograms, look at
 _COUNTED = ("reward", "total_s", "num_sampled_tokens")
@@ -214,7 +216,7 @@ def _read_row(row: tuple[Any, ...]) -> RecordFacts:
 
 def _read_cursor(cursor: str) -> tuple[int | float, int]:
     try:
-        return msgspec.json.decode(cursor, type=tuple[int | float, int])
+        return msgspec.json.decode(cursor, type=tuple[_Integer | float, _Integer])
     except msgspec.DecodeError as error:
         raise InvalidRequest("a cursor is what the page before said", param="cursor") from error
 

@@ -18,6 +18,7 @@ from agentloop.api.requests import (
     SleepBody,
     SubmitBody,
     TaskBody,
+    ToolCallBody,
     WakeBody,
     WeightsBody,
     check_body,
@@ -229,7 +230,7 @@ def pushed(**changes: Any) -> dict[str, Any]:
         (GenerateBody, changed(GENERATE, token_ids=[-1]), "token_ids.0"),
         (GenerateBody, changed(GENERATE, token_ids=[1, True]), "token_ids.1"),
         (GenerateBody, changed(GENERATE, token_ids=["1"]), "token_ids.0"),
-        (GenerateBody, changed(GENERATE, token_ids=[1.0]), "token_ids.0"),
+        (GenerateBody, changed(GENERATE, token_ids=[1.5]), "token_ids.0"),
         (GenerateBody, changed(GENERATE, token_ids=[1 << 70]), "token_ids.0"),
         (GenerateBody, changed(GENERATE, sampling={}), "sampling.max_tokens"),
         (GenerateBody, changed(GENERATE, sampling={"max_tokens": 0}), "sampling.max_tokens"),
@@ -367,3 +368,14 @@ def test_a_missing_or_empty_task_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(InvalidRequest, match="holds no task"):
         load_tasks(tmp_path / "empty")
+
+
+def test_an_integer_may_be_written_as_a_whole_float() -> None:
+    body = changed(
+        GENERATE, token_ids=[1.0, 2], sampling={"max_tokens": 4.0, "seed": 7.0, "logit_bias": [[3.0, 1]]}
+    )
+    read = check_body(body, GenerateBody)
+    found = [*read.token_ids, read.sampling.max_tokens, read.sampling.seed, read.sampling.logit_bias[0][0]]
+    assert [(type(value), value) for value in found] == [(int, 1), (int, 2), (int, 4), (int, 7), (int, 3)]
+    free = check_body({"id": "a", "name": "f", "arguments": {"x": 1.0}}, ToolCallBody)
+    assert repr(free.arguments["x"]) == "1.0"  # a value without a schema stays as it was written

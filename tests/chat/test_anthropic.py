@@ -101,7 +101,7 @@ def test_a_conversation():
     assert assistant.tool_calls[0] == ToolCall("c1", "lookup", {"q": "a"})
     assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (ToolCallStatus.MALFORMED, "{oops")
     assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
-    assert (second.content, second.tool_call_id) == ("B", "c2")
+    assert (second.content, second.tool_call_id) == ("Error: B", "c2")
     assert last == Message("user", "go on")
 
 
@@ -197,11 +197,19 @@ def test_a_search_that_nobody_runs_is_left_out_beside_other_tools():
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "document"}]}]}
+                ]
+            },
             "messages.0.content.0.content.0.type",
         ),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 64}}}, "output_config.task_budget"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"messages": [HI, {"role": "assistant", "content": "The answer is"}]}, "messages"),
     ],
 )
@@ -241,7 +249,7 @@ def test_bad_bodies(fields: dict[str, Any], param: str):
 
 def test_a_count_needs_no_max_tokens():
     given = {"model": "default", "messages": [HI], "system": "x", "tools": [LOOKUP]}
-    messages, tools = prompt(read_body(json.dumps(given).encode(), CountTokensBody))
+    messages, tools, _ = prompt(read_body(json.dumps(given).encode(), CountTokensBody))
     assert [message.role for message in messages] == ["system", "user"]
     assert len(tools) == 1
 

@@ -84,7 +84,6 @@ def deep(num_levels: int) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
-        ({"messages": [{**USER, "mood": "good"}]}, "messages.0.mood"),
         ({"guided_json": {}}, "guided_json"),
         ({"session": "a/b"}, "session"),
         (schema(deep(40)), "response_format.json_schema.schema"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai import omit
@@ -14,11 +14,13 @@ from pydantic import TypeAdapter
 
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.fields import read_body
+from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.responses import ResponseWriter, to_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.port import Renderer
 from agentloop.trajectory.message_key import message_key
 from agentloop.types import (
     ConstraintKind,
@@ -39,6 +41,15 @@ from tests.support.records.chat_answers import (
     written,
 )
 
+
+class Letters:
+    """A vocabulary of single letters."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([97 + token_id])
+
+
+TEXTS = TokenTexts(cast(Renderer, Letters()))
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
 ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
@@ -60,11 +71,13 @@ def asked(**fields: Any) -> ChatCall:
 
 
 def written_for(asked_body: ResponsesBody, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
-    return written(ResponseWriter(asked_body, KEY, 1_700_000_000).events, items)
+    writer = ResponseWriter(asked_body, TEXTS, 1_700_000_000)
+    writer.begin("s1", "c1")
+    return written(writer.events, items)
 
 
 def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
-    written_answer = ResponseWriter(body(**fields), KEY, 1_700_000_000).whole(answer)
+    written_answer = ResponseWriter(body(**fields), TEXTS, 1_700_000_000).whole(answer)
     json.dumps(written_answer)
     return written_answer
 
@@ -232,17 +245,15 @@ def test_formats_of_the_answer():
     ("fields", "param"),
     [
         ({"background": True}, "background"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background_options": {"prewarm": True}}, "background_options"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": [{"type": "computer_call_output"}]}, "input.0.type"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input.0.content.0.type",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]},
+            "input.0.content.0",
         ),
     ],
 )
@@ -387,7 +398,7 @@ def test_a_cut_stream_is_incomplete():
 
 
 def test_an_error_event_is_numbered_and_has_the_envelope():
-    writer = ResponseWriter(body(), KEY, 0)
+    writer = ResponseWriter(body(), TEXTS, 0)
     event = writer.error_event(EngineLost("gone", param="x"))
     adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     assert adapter.validate_python(event).type == "error"

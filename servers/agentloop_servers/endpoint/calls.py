@@ -19,10 +19,10 @@ from fastapi import Request
 from starlette.responses import Response
 
 from agentloop.aio import side_by_side
-from agentloop.api.owners import own_id
+from agentloop.api.owners import own_id, shown_id
 from agentloop.api.requests import VersionDemandBody, check_body
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.errors import AgentLoopError, InvalidRequest, ModelNotFound
+from agentloop.errors import AgentLoopError, Gone, InvalidRequest, ModelNotFound, SessionNotFound
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.sessions.session import Session
 from agentloop.trajectory.node import Reply
@@ -104,8 +104,10 @@ async def stream_call(
     error_event: Callable[[AgentLoopError], bytes],
     *,
     are_named: bool,
+    begin: Callable[[str, str], None] | None = None,
 ) -> Response:
     """Answer a call with server-sent events, `are_named` by their types or ended by a mark, and with keep-alives.
+    `begin` is as in `Session.stream`.
 
     A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
     """
@@ -116,7 +118,7 @@ async def stream_call(
         # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
         ready = b""
         with endpoint.hold_call_place(session.record.owner):
-            async with aclosing(session.stream(call, key)) as pieces:
+            async with aclosing(session.stream(call, key, begin)) as pieces:
                 async for piece in pieces:
                     ready += b"".join(sse(event, event["type"] if are_named else None) for event in write(piece))
                     if isinstance(piece, ChatResult):
@@ -208,6 +210,23 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
     request.scope["state"]["session_id"] = found.shown_id
     return found
+
+
+async def find_referenced_session(
+    request: Request, endpoint: Endpoint, body_session_id: str | None, referenced_id: str
+) -> Session | None:
+    """Find the caller's session that an id of an earlier answer names; None if it is gone, or if the request names
+    another session. Raises as `find_or_create_session`."""
+    named, _ = session_name(request, body_session_id)
+    if named is not None and shown_id(named) != referenced_id:
+        return None
+    session_id, user_names = named or referenced_id, caller_of(request).user_names
+    try:
+        endpoint.check_is_here(session_id)
+        finding = endpoint.sessions.find(session_id, user_names)
+        return await in_time(finding, endpoint.limits.registry_timeout_s, "the session was not found in time")
+    except (SessionNotFound, Gone):
+        return None
 
 
 async def off_loop_if_long(to_call: Callable[[], ChatCall], num_messages: int) -> ChatCall:

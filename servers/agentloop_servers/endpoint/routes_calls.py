@@ -30,6 +30,7 @@ from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall
 from agentloop.chat.choices import ChoiceWriter
+from agentloop.chat.dialect import shown_images
 from agentloop.chat.fields import read_body
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -50,6 +51,7 @@ from agentloop_servers.endpoint.calls import (
     call_adapter,
     check_model,
     find_or_create_session,
+    find_referenced_session,
     json_of_replies,
     off_loop_if_long,
     stream_call,
@@ -71,6 +73,8 @@ Counted = Annotated[CountTokensBody, Depends(json_body(CountTokensBody, read_bod
 Tokens = Annotated[TokensBody, Depends(json_body(TokensBody, read_body))]
 Scored = Annotated[TokenScoreBody, Depends(json_body(TokenScoreBody))]
 AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)]
+
+_ANTHROPIC_HEADER = "anthropic-version"
 
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -163,6 +167,11 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         "messages": APIRouter(
             dependencies=[Depends(_speak), is_authenticated], responses=errors(_MESSAGES_ERROR), tags=["messages"]
         ),
+        "models": APIRouter(
+            dependencies=[Depends(_speak_if_asked), is_authenticated],
+            responses=errors(_MESSAGES_ERROR),
+            tags=["openai"],
+        ),
         "vllm": APIRouter(dependencies=[is_authenticated], responses={**errors(), **OBJECT}, tags=["vllm"]),
         "scores": APIRouter(dependencies=[is_authenticated], responses=errors(), tags=["scores"]),
     }
@@ -181,8 +190,10 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         ("POST", "/v1/detokenize", routes.detokenize, DetokenizeBody, Detokenized),
         ("POST", "/tokenize", routes.tokenize, TokenizeBody, Tokenized),
         ("POST", "/detokenize", routes.detokenize, DetokenizeBody, Detokenized),
-        ("GET", "/v1/models", routes.models, None, Models),
-        ("GET", "/v1/models/{model:path}", routes.model, None, Model),
+    ]
+    models: list[tuple[str, Any, Any]] = [
+        ("/v1/models", routes.models, Models | dict[str, Any]),
+        ("/v1/models/{model:path}", routes.model, Model | dict[str, Any]),
     ]
     for prefix in ("", "/sessions/{session_id}"):
         for tag, path, handler, body, kind, shown in calls:
@@ -190,6 +201,10 @@ def router(endpoint: Endpoint, keys: Keys, token_calls: TokenCalls) -> APIRouter
         for method, path, handler, taken, kind in others:
             needed = own if prefix else None
             add_route(tags["openai"], method, f"{prefix}{path}", handler, taken, kind, dependencies=needed)
+        for path, handler, shown in models:
+            add_route(
+                tags["models"], "GET", f"{prefix}{path}", handler, None, shown, dependencies=own if prefix else None
+            )
     add_route(tags["vllm"], "POST", "/finish_session", routes.finish_affinity)
     add_route(tags["scores"], "POST", "/score", routes.score, TokenScoreBody, responses=answered(list[TokenScores]))
     whole = APIRouter()
@@ -340,16 +355,27 @@ class CallRoutes:
         """One turn of the policy as a response object, or with `stream` as its events."""
         endpoint, name = self._endpoint, body.named_session
         await check_model(request, endpoint, body.model, name)
+        turns = None
+        if (referenced := responses.referenced_session(body)) is not None:
+            session_id, param = referenced
+            session = await find_referenced_session(request, endpoint, name, session_id)
+            if session is None:
+                raise responses.not_found(session_id, param)
+            turns = session.conversation_to
+            if not names_session(request):
+                name = session_id  # without another name, the id of the earlier response names the session
         num_items = 1 if isinstance(body.input, str) else len(body.input)
-        call = await off_loop_if_long(partial(responses.to_call, body, endpoint.chat_model), num_items)
-        writer = responses.ResponseWriter(body, uuid.uuid4().hex, int(endpoint.unix_time()))
+        call = await off_loop_if_long(partial(responses.to_call, body, endpoint.chat_model, turns), num_items)
+        writer = responses.ResponseWriter(body, self._texts, int(endpoint.unix_time()))
         if not body.stream:
             return await answer_call(request, endpoint, call, name, writer.whole)
 
         def failed(error: AgentLoopError) -> bytes:
             return sse(writer.error_event(error), "error")
 
-        return await stream_call(request, endpoint, call, name, writer.events, failed, are_named=True)
+        return await stream_call(
+            request, endpoint, call, name, writer.events, failed, are_named=True, begin=writer.begin
+        )
 
     async def create_message(self, request: Request, body: AskedMessage) -> Response:
         """One turn of the policy as a message, or with `stream` as its events."""
@@ -368,13 +394,16 @@ class CallRoutes:
     async def count_tokens(self, request: Request, body: Counted) -> Response:
         """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
         await check_model(request, self._endpoint, body.model)
-        messages, tools = anthropic.prompt(body)
+        messages, tools, images = anthropic.prompt(body)
+        shown = shown_images(images, self._endpoint.chat_model, "messages")
         arguments = anthropic.template_arguments(body, self._endpoint.chat_model)
         if names_session(request):
             session = await find_or_create_session(request, self._endpoint, None)
-            counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments)
+            counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments, images=shown)
             num_tokens = len((await session.preview(counted)).ids)
         else:
+            if shown:
+                raise UnsupportedParameter("the tokens of images are counted in a session only", param="messages")
             render = self._endpoint.renderer.render
             num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))
         return json_response(TokenCount(num_tokens))
@@ -425,7 +454,10 @@ class CallRoutes:
     # --- models and tokens ---
 
     async def models(self, request: Request) -> Response:
-        """The models that are served: the policy under its name and those of adapters, and the others."""
+        """The models that are served: the policy under its name and those of adapters, and the others.
+
+        With the header `anthropic-version` one page in Anthropic's form.
+        """
         shown = []
         for endpoint in (self._endpoint, *self._endpoint.others.values()):
             version = await endpoint.weight_version()
@@ -434,6 +466,8 @@ class CallRoutes:
                 _shown_model(endpoint, one.name, one.version, endpoint.model_name)
                 for one in seen_adapters(await endpoint.served_adapters(), self._keys.sees_as(caller_of(request)))
             ]
+        if _ANTHROPIC_HEADER in request.headers:
+            return json_response(anthropic.models_page(shown))
         return json_response({"object": "list", "data": shown})
 
     async def model(self, request: Request, model: str) -> Response:
@@ -442,8 +476,10 @@ class CallRoutes:
         await check_model(request, endpoint, model)
         if adapter := adapter_of(request):
             version = next((one.version for one in await endpoint.served_adapters() if one.name == adapter), None)
-            return json_response(_shown_model(endpoint, model, version, endpoint.model_name))
-        return json_response(_shown_model(endpoint, model, await endpoint.weight_version()))
+            shown = _shown_model(endpoint, model, version, endpoint.model_name)
+        else:
+            shown = _shown_model(endpoint, model, await endpoint.weight_version())
+        return json_response(anthropic.model_info(shown) if _ANTHROPIC_HEADER in request.headers else shown)
 
     async def tokenize(self, request: Request, body: Tokenize) -> Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
@@ -494,6 +530,12 @@ def error_event(error: AgentLoopError) -> bytes:
 async def _speak(request: Request) -> None:
     """Route dependency, the first: errors are written, and requests named, as Anthropic's clients read them."""
     await speaks(partial(anthropic.error_body, request_id=_request_id(request)), "request-id")(request)
+
+
+async def _speak_if_asked(request: Request) -> None:
+    """Route dependency, the first: as `_speak` for a client of Anthropic's API."""
+    if _ANTHROPIC_HEADER in request.headers:
+        await _speak(request)
 
 
 def _request_id(request: Request) -> str:

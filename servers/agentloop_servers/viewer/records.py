@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Path as PathParameter
 from starlette.responses import Response
 from tokenizers import Tokenizer
 
@@ -43,6 +44,7 @@ from agentloop_servers.http.openapi import add_route, answered, errors
 from agentloop_servers.http.responses import in_time, json_response
 
 _STORE_TIMEOUT_S = 30.0
+_MAX_SEQ = (1 << 63) - 1  # a larger integer is none of the database
 
 T = TypeVar("T")
 
@@ -162,7 +164,9 @@ class RecordRoutes:
         page = await in_time(self._records.metrics(), _STORE_TIMEOUT_S, "the store does not answer")
         return json_response(phase_seconds(page))
 
-    async def record(self, request: Request, seq: int) -> Response:
+    async def record(
+        self, request: Request, seq: Annotated[int, PathParameter(ge=-_MAX_SEQ - 1, le=_MAX_SEQ)]
+    ) -> Response:
         """One record whole, by the `seq` of its facts, with the texts of its tokens and its annotations."""
         names = self._sees(request)
         asked = self._records.record_at(seq, names)

@@ -300,9 +300,7 @@ CASES: dict[str, Case] = {
         with_(COMPLETIONS, max_tokens=0, echo=True), "echo", code=UNSUPPORTED, path=COMPLETIONS
     ),
     "46 suffix": Case(with_(COMPLETIONS, suffix="x"), "suffix", code=UNSUPPORTED, path=COMPLETIONS),
-    "46 previous_response_id": Case(
-        with_(RESPONSES, previous_response_id="r"), "previous_response_id", code=UNSUPPORTED, path=RESPONSES
-    ),
+    "46 conversation": Case(with_(RESPONSES, conversation="r"), "conversation", code=UNSUPPORTED, path=RESPONSES),
     # --- 47: lengths; a max_tokens that fits the bound but not the context is clamped, see below ---
     "47 prompt beyond the context": Case(user("many words " * 5000), None, code="context_length_exceeded"),
     "47 prompt beyond the context, completions": Case(

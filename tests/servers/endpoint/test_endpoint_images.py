@@ -48,6 +48,37 @@ async def test_a_client_shows_images(renderer: TemplateRenderer, tmp_path: Path)
         assert (tmp_path / IMAGES_FOLDER / RED.sha256).read_bytes() == RED.data
 
 
+async def test_responses_and_messages_show_images_too(renderer: TemplateRenderer, tmp_path: Path):
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(RED).partition(",")[2]}
+    block, part = {"type": "image", "source": source}, {"type": "input_image", "image_url": data_url(RED)}
+    text, called = {"type": "text", "text": "What is "}, {"id": "c", "name": "f"}
+    turns = [
+        {"role": "user", "content": [text, block]},
+        {"role": "assistant", "content": [{"type": "tool_use", "input": {}, **called}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block]}]},
+    ]
+    items = [
+        {"role": "user", "content": [{**text, "type": "input_text"}, part]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}},
+        {"type": "function_call_output", "call_id": "c", "output": [part]},
+    ]
+    engine = SeeingEngine(renderer, spec=SPEC)
+    async with chat_service(tmp_path, spec=SPEC, renderer=renderer, seeing=engine) as service:
+        for session, path, body in (
+            ("a", "responses", {"input": items, "max_output_tokens": 4}),
+            ("b", "messages", {"messages": turns, "max_tokens": 4}),
+        ):
+            given = {"model": "tiny", "session": session, **body}
+            status, answer, _ = await service.call("POST", f"/v1/{path}", json=given)
+            assert status == 200, answer
+            [shown] = (await service.sessions.find(session, None)).trajectory().paths
+            assert [span.sha256 for span in shown.images] == [RED.sha256] * 2
+            follow = {"model": "tiny", "input": "And now?", "previous_response_id": answer["id"]}
+            if path == "responses":
+                status, refused, _ = await service.call("POST", "/v1/responses", json=follow)
+                assert (status, refused["error"]["param"]) == (400, "previous_response_id")
+
+
 async def test_what_cannot_be_shown_is_a_400_that_names_the_part(tmp_path: Path):
     async with chat_service(tmp_path) as service:
         status, answer, _ = await service.call(

@@ -149,6 +149,19 @@ async def test_a_one_off_stays_where_it_was_asked_and_can_go_on_anywhere(site, h
         assert [(await facts(http, url, name))["num_turns"] for name in names] == [1] * NUM
 
 
+async def test_the_id_of_a_response_finds_its_session_through_any_process(site, http):
+    previous, turns = None, []
+    for url in (*site.urls, site.urls[0]):
+        asked = {"model": "default", "input": "Hi", "max_output_tokens": 8, "previous_response_id": previous}
+        async with http.post(f"{url}/v1/responses", json=asked) as answer:
+            assert answer.status == 200, await answer.text()
+            response = await answer.json()
+        previous = response["id"]
+        turns.append(response["session"])
+    assert len({turn["session_id"] for turn in turns}) == 1
+    assert (await facts(http, site.urls[1], turns[0]["session_id"]))["num_turns"] == len(turns)
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_repeat_through_another_process_is_the_same_answer_byte_for_byte(site, http, is_streamed):
     session_id = id_of(1, f"bytes-{is_streamed}")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -182,3 +183,18 @@ async def test_keys_of_both_forms(tmp_path: Path):
                 await client.messages.create(**asked)
         assert refused.value.body["error"]["type"] == "authentication_error"
         assert refused.value.request_id == refused.value.body["request_id"]
+
+
+async def test_models_in_the_form_of_the_client_that_asks(service: DialectService):
+    service.endpoint.name_adapter("first")
+    service.endpoint.name_adapter("second")
+    async with client_of(service.url, _strict_response_validation=True) as client:
+        names = [one.id async for one in client.models.list(limit=1)]
+        assert names == [MODEL, "first", "second"]
+        one = await client.models.retrieve(MODEL)
+        assert (one.display_name, one.max_input_tokens, one.created_at.year) == (MODEL, 8192, 1970)
+        with pytest.raises(sdk().NotFoundError) as unknown:
+            await client.models.retrieve("nobody")
+        assert unknown.value.body["type"] == "error"
+    async with aiohttp.ClientSession() as http, http.get(f"{service.url}/v1/models") as answer:
+        assert (await answer.json())["object"] == "list"

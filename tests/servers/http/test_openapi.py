@@ -49,7 +49,7 @@ RULES = {
     r"exactly one|must be|without tools|there is no (tool|turn)|two tools|holds no |is empty|twice|"
     r"exclude each other|kept for sessions|something else to score|not the client's to set|"
     r"the arguments have at most|give a rid|an update is a|for \d+ names|workers follow",
-    "strict: 1.0 is no integer": r"Input should be a valid integer",
+    "what no schema says of an image or of a 32-bit float": r"data URL|an image is a|takes no images|is not finite",
     "the model's bounds": r"leaves no room|outside \[0|context",
     "what is not implemented": r"not supported|images are not fetched|only text is answered|"
     r"one prompt a request in|cannot be continued|not edited|engine cannot",

@@ -77,6 +77,9 @@ async def test_each_lists_and_opens_its_own_and_the_admin_all(owners: Owners) ->
     assert {one["seq"] for user in ("alice", "bob") for one in seen[user]["records"]} == {
         one["seq"] for one in seen["root"]["records"]
     }
+    for seq, found in ((1 << 62, 404), (1 << 63, 400), (-(1 << 63) - 1, 400), (10**40, 400)):
+        assert (await owners.ask("root", f"/trajectories/{seq}"))[0] == found
+    assert (await owners.ask("root", f"/trajectories?cursor=[{10**40},1]"))[0] == 400
     for user, other in (("alice", "bob"), ("bob", "alice")):
         own = {one["rollout_id"] for one in seen[user]["records"]}
         assert own == {record.rollout_id for record in owners.records[user]}

@@ -61,7 +61,9 @@ class FakeSession:
         finally:
             self.num_open_calls -= 1
 
-    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncIterator[TurnPiece | ChatResult]:
+    async def stream(
+        self, chat: ChatCall, key: CallKey, begin: Callable[[str, str], None] | None = None
+    ) -> AsyncIterator[TurnPiece | ChatResult]:
         self._enter(chat, key)
         try:
             for index, char in enumerate(self.registry.text):
