@@ -40,6 +40,7 @@ from agentloop.chat.dialect import (
     read_content,
     schema_constraint,
     shown_images,
+    strict_report,
     with_tool_names,
 )
 from agentloop.chat.fields import TextPart
@@ -89,7 +90,7 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     """Return a body's `ChatCall`. Raises InvalidRequest, and UnsupportedParameter for what would change the
     answer."""
     messages, tools, images = prompt(body)
-    choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
+    choice = _choice(body)
     forced = _forced_tool(body)
     check_tool_choice(choice, forced, tools)
     is_parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
@@ -158,6 +159,10 @@ def _description(tool: CustomTool) -> str | None:
         return tool.description
     examples = [orjson.dumps(example).decode() for example in tool.input_examples]
     return "\n".join([*([tool.description] if tool.description else []), "Examples of the input:", *examples])
+
+
+def _choice(body: MessagesBody) -> ToolChoice:
+    return ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
 
 
 def _forced_tool(body: MessagesBody) -> str | None:
@@ -290,7 +295,11 @@ class MessageWriter(BlockWriter):
         yield {"type": "message_stop"}
 
     def _extras(self, result: ChatResult) -> Answer:
-        return capture_extras(result, with_token_ids=self._body.return_token_ids is True)
+        strict_tools = (
+            tool.name for tool in self._body.tools or () if isinstance(tool, CustomTool) and tool.strict
+        )
+        extras = capture_extras(result, with_token_ids=self._body.return_token_ids is True)
+        return extras | strict_report(strict_tools, _choice(self._body))
 
     def _message(self, content: list[dict[str, Any]]) -> Answer:
         return {

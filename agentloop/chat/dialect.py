@@ -16,6 +16,7 @@ from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.images import Image, ImageRef, each_once, shown
 from agentloop.parsers.base import Parser
 from agentloop.parsers.grammar import constraint_of, format_of, loads
+from agentloop.parsers.json_schema import loosened
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import (
     JSON,
@@ -173,16 +174,23 @@ def _answer_or_calls(
     answer: Constraint, parser: Parser, tools: Sequence[Mapping[str, JSON]], *, is_parallel: bool
 ) -> Constraint:
     """Allow an answer of a constrained form, or else calls of tools and nothing beside them."""
-    calls = parser.call_constraint(tools, forced=None, is_parallel=is_parallel)
-    if answer.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
-        schema = orjson.loads(answer.text) if answer.kind is ConstraintKind.JSON_SCHEMA else {"type": "object"}
-        form: JSON = {"type": "json_schema", "json_schema": schema}
-    else:
-        form = format_of(answer)
-    return constraint_of(form, format_of(calls))
+    # The model may choose whether it calls: a tool's schema never refuses the request, so none is enforced here.
+    functions = [tool["function"] for tool in tools]
+    loose = [{**function, "parameters": loosened(function.get("parameters") or {})} for function in functions]
+    calls = parser.call_constraint(loose, forced=None, is_parallel=is_parallel)
+    return constraint_of(format_of(answer), format_of(calls))
 
 
 # --- answers ----------------------------------------------------------------------------------------------
+
+
+def strict_report(strict_tools: Iterable[str], choice: ToolChoice) -> Answer:
+    """Return the answer's field that names the tools of `strict: true` whose schemas were not enforced.
+
+    A grammar enforces the schemas of forced calls, `strict` or not, and of no others.
+    """
+    names = list(strict_tools)
+    return {"strict_not_enforced": names} if names and choice is not ToolChoice.REQUIRED else {}
 
 
 def versions_of(node: Node) -> list[Answer]:

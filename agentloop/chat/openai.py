@@ -10,7 +10,7 @@ from typing import ClassVar
 from agentloop.api.requests import ImagePart
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
-from agentloop.chat.call import ChatCall, ChatModel, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.choices import ChoiceWriter
 from agentloop.chat.dialect import (
     Answer,
@@ -22,6 +22,7 @@ from agentloop.chat.dialect import (
     read_call,
     read_content,
     schema_constraint,
+    strict_report,
     with_tool_names,
 )
 from agentloop.chat.fields import checked, read_json
@@ -199,19 +200,24 @@ def _tools(
     body: ChatBody, tools: tuple[dict[str, JSON], ...]
 ) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
     """The tools that the policy sees, whether it must call one, and which."""
-    wanted, forced = body.tool_choice, None
-    choice = ToolChoice.AUTO
+    wanted, forced, choice = body.tool_choice, None, _choice(body)
     if isinstance(wanted, bodies.AllowedToolsChoice):
-        choice = ToolChoice(wanted.allowed_tools.mode)
         names = {tool.function.name for tool in wanted.allowed_tools.tools}
         tools = allowed_tools(tools, names, "tool_choice.allowed_tools.tools")
     elif isinstance(wanted, bodies.NamedTool):
-        choice, forced = ToolChoice.REQUIRED, wanted.function.name
-    elif wanted is not None:
-        choice = ToolChoice(wanted)
+        forced = wanted.function.name
     check_tool_names(tools)
     check_tool_choice(choice, forced, tools)
     return tools, choice, forced
+
+
+def _choice(body: ChatBody) -> ToolChoice:
+    wanted = body.tool_choice
+    if isinstance(wanted, bodies.NamedTool):
+        return ToolChoice.REQUIRED
+    return ToolChoice(
+        wanted.allowed_tools.mode if isinstance(wanted, bodies.AllowedToolsChoice) else wanted or "auto"
+    )
 
 
 def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSON], ...]:
@@ -273,6 +279,12 @@ class ChatWriter(ChoiceWriter):
 
     def __init__(self, body: ChatBody, texts: TokenTexts, created_at: int) -> None:
         super().__init__(body, texts, created_at, shows_logprobs=body.logprobs is True)
+        self._chat = body
+
+    def _extras(self, result: ChatResult) -> Answer:
+        functions = (tool.function for tool in self._chat.tools or ())
+        report = strict_report((one.name for one in functions if one.strict), _choice(self._chat))
+        return super()._extras(result) | report
 
     def parts(self, piece: TurnPiece) -> list[Answer]:
         """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.

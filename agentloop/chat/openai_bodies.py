@@ -158,7 +158,10 @@ AnyMessage: TypeAlias = NewMessage | CachedMessage
 
 
 class FunctionBody(Body):
-    """A function that the policy may call. `strict` changes nothing: a forced call always fits its schema."""
+    """A function that the policy may call.
+
+    A forced call always fits its schema. Other answers name the tools of `strict: true` in `strict_not_enforced`.
+    """
 
     name: ToolName
     description: Description | None = None

@@ -432,7 +432,7 @@ class ResponseWriter(BlockWriter):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": _echo(body.text.format if body.text is not None else None),
             "tool_choice": _echoed_choice(body),
-            "tools": [_echoed_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedSearch)],
+            "tools": [_echoed_tool(tool, body) for tool in body.tools or () if not isinstance(tool, HostedSearch)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -487,11 +487,14 @@ def _echoed_choice(body: ResponsesBody) -> JSON:
     )
 
 
-def _echoed_tool(tool: ResponsesFunctionTool | NamespaceTool) -> dict[str, JSON]:
+def _echoed_tool(tool: ResponsesFunctionTool | NamespaceTool, body: ResponsesBody) -> dict[str, JSON]:
     if isinstance(tool, NamespaceTool):
-        tools = [_echoed_tool(one) for one in tool.tools]
+        tools = [_echoed_tool(one, body) for one in tool.tools]
         return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": tools}
-    return tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
+    echoed = tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
+    # A grammar enforces the schemas of forced calls only, and the answer reports that.
+    is_enforced = _tool_choice(body)[0] is ToolChoice.REQUIRED
+    return echoed | {"strict": False} if tool.strict and not is_enforced else echoed
 
 
 def _usage(result: ChatResult) -> dict[str, JSON]:

@@ -155,7 +155,8 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fas
 
 
 class ResponsesFunctionTool(Body):
-    """A function. `strict` changes nothing: a forced call always fits its schema. None is loaded later."""
+    """A function. A forced call always fits its schema; otherwise the answer says `strict: false`. None is loaded
+    later."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 

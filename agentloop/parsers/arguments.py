@@ -14,8 +14,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import MAX_NAME_CHARS, MalformedCall, Tools
 from agentloop.parsers.grammar import JSON_TOKEN, call_json, either, literal, loads, matching, sequence, tagged
+from agentloop.parsers.json_schema import (
+    ALL_TYPES,
+    RULES,
+    allowed_types,
+    branches,
+    first_allowed,
+    listed_values,
+    properties,
+    property_schema,
+)
 from agentloop.types import JSON
 
 ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
@@ -132,91 +143,113 @@ class Literals:
             raise MalformedCall("the arguments have no end", name, inner)
         values = read_arguments(inner + "}", name)
         if self.quotes_all:
-            schemas = parameter_schemas(tools, name)
+            parameters = tool_parameters(tools, name)
             try:
                 for key, value in values.items():
                     if isinstance(value, str):
-                        values[key] = typed_value(value, schemas.get(key))
+                        values[key] = typed_value(value, property_schema(parameters, key), parameters)
             except ValueError as error:
                 raise MalformedCall(str(error), name) from error
         return values, end - 1
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces = [
-            (sequence(literal(key + self.assign), self._value(schema)), is_required)
-            for key, schema, is_required in _properties(parameters)
+            (sequence(literal(key + self.assign), self._value(schema, parameters)), is_required)
+            for key, schema, is_required in _parameters(parameters)
         ]
         return _listed(pieces, self.separator)
 
-    def _value(self, schema: Mapping[str, JSON]) -> JSON:
+    def _value(self, schema: JSON, root: JSON) -> JSON:
         """The grammar of one value; within lists and objects it is written as JSON."""
-        types, values = _types(schema), schema.get("enum")
-        if types == {"string"} and self.quote:
-            return tagged(self.quote, _text_form(schema), self.quote)
-        if self.quotes_all:
-            return tagged(self.quote, call_json(schema), self.quote)
-        if self.quote or types not in ({"string"}, {"boolean"}):
-            return call_json(schema)
-        bounds = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        types = allowed_types(schema, root)
+        if self.quote and (types == {"string"} or self.quotes_all):
+            return tagged(self.quote, _plain_form(schema, root), self.quote)
+        whole, rules = call_json(schema, root), branches(schema, root)
+        if self.quote or types not in ({"string"}, {"boolean"}) or len(rules) != 1:
+            return whole
+        rule = rules[0]
+        if "pattern" in rule or "format" in rule:  # only the JSON form enforces these
+            return whole
+        bounds = f"{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}"
         pattern = "True|False" if types == {"boolean"} else rf"'([^'\\\n]|\\['\\nt]){bounds}'"
-        if values is not None:
+        if (values := listed_values(rule)) is not None:
             pattern = "|".join(re.escape(repr(value)) for value in values)
-        return either(matching(pattern), call_json(schema))
+        return either(matching(pattern), whole)
 
 
 @dataclass(frozen=True, slots=True)
 class TextParameters:
-    """Parameters one by one: `open KEY between VALUE close`."""
+    """Parameters one by one: `open KEY between VALUE close`.
+
+    A value that holds the delimiter of another parameter, or a whole call, makes the call malformed.
+    """
 
     open: str
     between: tuple[str, ...]  # before a string, and before any other value if that differs
     close: str
-    tail: str = ""  # what ends the call; a value that holds all of it was never closed
-    quote: tuple[str, str] = ("", "")  # around strings that hold marks
+    begin: str = ""  # what begins the call
+    tail: str = ""  # what ends the call
+    quote: tuple[str, str] = ("", "")  # around strings that hold delimiters
 
     def read(self, text: str, position: int, limit: int, name: str, tools: Tools) -> tuple[dict[str, JSON], int]:
-        close, schemas = self.close.strip(), parameter_schemas(tools, name)
+        close, parameters = self.close.strip(), tool_parameters(tools, name)
         between = "|".join(map(loose, self.between))
         opening = re.compile(rf"\s*+{loose(self.open)}([^<>\n]{{1,256}}?)(?:{between})")
-        tail = re.compile(loose(self.tail)) if len(marks_of(self.tail)) > 1 else None
+        tail = re.compile(loose(self.tail) or "(?!)")
         values: dict[str, JSON] = {}
         while (found := opening.match(text, position)) is not None:
             key, start = found[1].strip(), found.end()
             opened, closed = self.quote if text.startswith(self.quote[0], start) else ("", "")
             end = text.find(closed + close, start)
-            cut = None
-            if tail is not None and not (opened and end >= 0):
-                cut = tail.search(text, start, end if end >= 0 else len(text))
-            if cut is not None or end < 0:
-                until = cut.start() if cut is not None else len(text)
+            until = end if end >= 0 else len(text)
+            schema, inner, cut = property_schema(parameters, key), -1, None
+            if not opened or end < 0:
+                inner = self._inner(text, start, until)
+                if inner >= 0 or len(marks_of(self.tail)) > 1:  # a value may hold one delimiter, not all of them
+                    cut = tail.search(text, start, inner if inner >= 0 else until)
+            if inner >= 0 or cut is not None or end < 0:
+                until = cut.start() if cut is not None else until
                 value = text[start:until].removeprefix("\n")
-                is_text = "string" in _types(schemas.get(key, {"type": "string"}))
+                is_text = schema is None or "string" in allowed_types(schema, parameters)
                 shown = begun_json(value) if is_text else value.strip()
                 partial = f"{begun_json(values)}{', ' if values else ''}{json.dumps(key)}: {shown}"
-                at = start if tail is None else until
-                raise MalformedCall(f"parameter {key!r} has no {close}", name, partial, at)
+                at = until if cut is not None or inner >= 0 or len(marks_of(self.tail)) > 1 else start
+                is_inner = cut is None and inner >= 0
+                error = f"another parameter or call before its {close}" if is_inner else f"no {close}"
+                raise MalformedCall(f"parameter {key!r} has {error}", name, partial, at)
             value, position = text[start + len(opened) : end], end + len(closed + close)
             if not opened and self.between[0].endswith("\n"):
                 value = value.removeprefix("\n").removesuffix("\n")
             try:
                 if key in values:
                     raise ValueError("twice in one call")
-                values[key] = typed_value(value, schemas.get(key))
+                values[key] = typed_value(value, schema, parameters)
             except ValueError as error:
                 raise MalformedCall(f"parameter {key!r}: {error}", name, begun_json(values), position) from error
         return values, position
 
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces, ends = [], marks_of(self.tail)
-        excluded = ends[:1] if len(ends) > 1 else []
-        for key, schema, is_required in _properties(parameters):
-            is_text = "string" in (types := _types(schema))
-            shown = "string" if is_text else _SHOWN_TYPES.get(kind := min(types, default="string"), kind)
-            content = _text_form(schema, excluded) if is_text else call_json(schema)
+        excluded = [*(ends[:1] if len(ends) > 1 else []), marks_of(self.open)[0]]
+        for key, schema, is_required in _parameters(parameters):
+            content = _plain_form(schema, parameters, excluded)
+            is_text = content["type"] != "json_schema"
+            types = allowed_types(schema, parameters)
+            shown = "string" if is_text else "number" if "integer" in types else min(types, default="string")
             between = self.between[0 if is_text else -1]
             end = self.close.lstrip() if content["type"] == "any_text" else self.close
             pieces.append((tagged(f"{self.open}{key}{between.replace(TYPE, shown)}", content, end), is_required))
         return _listed(pieces, "")
+
+    def _inner(self, text: str, start: int, end: int) -> int:
+        """Return where another parameter or a whole call begins between these places; -1 if none does."""
+        opening = marks_of(self.open)[0]
+        if opening.startswith("<") and (place := text.find(opening, start, end)) >= 0:
+            return place
+        call = re.compile(loose(self.begin)).search(text, start, end) if self.begin else None
+        if call is None or re.compile(loose(self.tail)).search(text, call.end(), end) is None:
+            return -1
+        return call.start()
 
 
 Notation: TypeAlias = ObjectKeys | JsonArguments | Literals | TextParameters
@@ -227,22 +260,64 @@ to go on. `form` returns the structural tag of the arguments of a tool with thes
 """
 
 
-def _text_form(schema: Mapping[str, JSON], excluded: Sequence[str] = ()) -> dict[str, JSON]:
-    """Return the structural tag of a string that stands as it is."""
-    if values := [value for value in schema.get("enum", ()) if isinstance(value, str)]:
-        return either(*map(literal, values))
-    if "pattern" in schema:
-        return matching(schema["pattern"])
-    if "maxLength" in schema:
-        return matching(f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}")
-    return {"type": "any_text", "excludes": list(excluded)}
+def _plain_form(schema: JSON, root: JSON, excluded: Sequence[str] = ()) -> dict[str, JSON]:
+    """Return the structural tag of a value that `typed_value` reads: strings stand as they are, others are JSON.
+
+    Raises InvalidRequest for a string's format, which only JSON can be held to.
+    """
+    types = allowed_types(schema, root)
+    if "string" not in types or types == ALL_TYPES:
+        return call_json(schema, root)
+    forms: list[JSON] = []
+    others: list[JSON] = []
+    is_listed = True
+    for rule in branches(schema, root):
+        values = listed_values(rule)
+        if "string" not in allowed_types(rule, root):
+            others.append(rule)
+        elif values is not None:
+            forms += [literal(value) for value in values if isinstance(value, str)]
+            if rest := [value for value in values if not isinstance(value, str)]:
+                others.append({"enum": rest})
+        elif "format" in rule:
+            error = (
+                f"the string format {str(rule['format'])[:64]!r} cannot be enforced in this model's format of calls"
+            )
+            raise InvalidRequest(error, param="tools")
+        elif "pattern" in rule:
+            is_listed = False
+            forms.append(matching(rule["pattern"]))
+        elif "minLength" in rule or "maxLength" in rule:
+            is_listed = False
+            forms.append(matching(f"[^<]{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}"))
+        else:
+            return {"type": "any_text", "excludes": list(excluded)}
+    if others and is_listed:
+        forms.append(call_json({"anyOf": others}, root))
+    elif "null" in types:  # another value would be read as a string, which its rules may forbid
+        forms.append(literal("null"))
+    return either(*forms)
 
 
-def _properties(parameters: Mapping[str, JSON]) -> list[tuple[str, Mapping[str, JSON], bool]]:
-    """Return a tool's parameters in their order: key, schema with the definitions it may name, and if required."""
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    found = parameter_schemas([{"name": "", "parameters": parameters}], "")
-    return [(key, {**schema, **shared}, key in parameters.get("required", ())) for key, schema in found.items()]
+def _parameters(parameters: JSON) -> list[tuple[str, JSON, bool]]:
+    """Return a tool's parameters in their order: key, schema, and if required.
+
+    Raises InvalidRequest for a rule on all parameters together: each is written alone.
+    """
+    rules = branches(parameters, parameters)
+    keywords = {key for rule in rules for key in rule} & RULES - _SINGLE_PARAMETER_RULES
+    if len(rules) != 1 or keywords:
+        shown = f"{min(keywords)!r}" if keywords else "several schemas"
+        error = f"{shown} of all parameters together cannot be enforced in this model's format of calls"
+        raise InvalidRequest(error, param="tools")
+    required = rules[0].get("required", ())
+    return [(key, schema, key in required) for key, schema in properties(parameters).items()]
+
+
+_SINGLE_PARAMETER_RULES = {
+    *("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"),
+    "propertyNames",
+}
 
 
 def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
@@ -259,7 +334,6 @@ def _listed(pieces: Sequence[tuple[JSON, bool]], separator: str) -> JSON:
 
 
 _PLACES = {NAME: r"[^\s<>]{1,256}?", NUMBER: r"[0-9]{1,9}", TYPE: r"\w{1,16}"}
-_SHOWN_TYPES = {"integer": "number"}  # as Kimi-K3 names it
 
 # Marks of a literal: tags, Kimi-K3's of three tokens, and the text between them. A tag may lack its end.
 MARK = re.compile(
@@ -359,46 +433,31 @@ def check_name(name: JSON) -> str:
     return name
 
 
-def parameter_schemas(tools: Tools, name: str) -> dict[str, Mapping[str, JSON]]:
-    """Return a tool's parameter schemas, its own `$defs` resolved; none of an unknown tool."""
-    functions = [tool.get("function", tool) for tool in tools]
-    parameters = next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
-    definitions = parameters.get("$defs") or {}
-    return {
-        key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
-        for key, schema in (parameters.get("properties") or {}).items()
-        if isinstance(schema, dict)
-    }
+def tool_parameters(tools: Tools, name: str) -> Mapping[str, JSON]:
+    """Return the schema of a tool's parameters; an empty one for an unknown tool."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return next((one.get("parameters") or {} for one in functions if one.get("name") == name), {})
 
 
-def _types(schema: Mapping[str, JSON]) -> set[str]:
-    """The JSON types a schema allows; empty if it does not say."""
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return {declared}
-    if isinstance(declared, list):
-        return {str(name) for name in declared}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if values and all(isinstance(value, str) for value in values):
-        return {"string"}
-    branches = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    return {name for branch in branches if isinstance(branch, dict) for name in _types(branch)}
+def typed_value(value: str, schema: JSON, root: JSON) -> JSON:
+    """Return the value as its schema types it: null, then text, then JSON; text if `schema` is None.
 
-
-def typed_value(value: str, schema: Mapping[str, JSON] | None) -> JSON:
-    """Return the value as its schema types it; text where the schema is unknown. Raises ValueError."""
-    types = _types(schema) if schema is not None else {"string"}
-    bare = value.strip()
-    if "null" in types and bare in ("null", "None"):
-        return None
-    if "string" in types:
+    Raises ValueError for text that is not JSON where no string is allowed.
+    """
+    if schema is None:
         return value
+    types, bare = allowed_types(schema, root), value.strip()
+    as_text: list[JSON] = [None, value, bare] if bare in ("null", "None") else [value, bare]
+    if types != ALL_TYPES and (index := first_allowed(as_text, schema, root)) is not None:
+        return as_text[index]
     try:
         try:
-            return loads(bare)
+            parsed = loads(bare)
         except ValueError:
-            return loads(literals_as_json(bare))  # some templates print Python's spelling
+            parsed = loads(literals_as_json(bare))  # some templates print Python's spelling
     except ValueError as error:
-        if types:
-            raise ValueError(f"it does not have its schema's type: {error}") from error
-        return value  # any type is allowed, text too
+        if "string" in types:
+            return value  # the tool, not the parser, refuses a string that its schema does not list
+        raise ValueError(f"it does not have its schema's type: {error}") from error
+    is_text = types != ALL_TYPES and "string" in types and first_allowed([parsed], schema, root) is None
+    return value if is_text else parsed

@@ -12,9 +12,9 @@ from agentloop.parsers.call_format import CallFormat, FormatParser
 from agentloop.parsers.harmony import HarmonyParser
 from agentloop.plugins import resolve
 
-_QWEN_END = "</function>\n</tool_call>"
-_QWEN = TextParameters("<parameter=", (">\n",), "\n</parameter>\n", _QWEN_END)
-_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n", "</tool_call>")
+_QWEN_BEGIN, _QWEN_END = "<tool_call>\n<function=", "</function>\n</tool_call>"
+_QWEN = TextParameters("<parameter=", (">\n",), "\n</parameter>\n", _QWEN_BEGIN, _QWEN_END)
+_GLM = TextParameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>\n", "<tool_call>", "</tool_call>")
 _V3 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _V3_CALL, _V3_END, _V3_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -32,7 +32,7 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
     "kimi_k2": (
         CallFormat("<|tool_call_begin|>", "<|tool_call_end|>", _JSON, _KIMI_ARGUMENTS, _KIMI, "", is_numbered=True),
     ),
-    "qwen3_xml": (CallFormat("<tool_call>\n<function=", _QWEN_END, _QWEN, ">\n"),),
+    "qwen3_xml": (CallFormat(_QWEN_BEGIN, _QWEN_END, _QWEN, ">\n"),),
     "llama3_json": (CallFormat("", "", _LLAMA, section=("<|python_tag|>", ""), separator="; ", is_bare=True),),
     "mistral": (
         CallFormat(_CALLS, "", _JSON, f"[CALL_ID]{ID}[ARGS]", separator=""),

@@ -72,7 +72,7 @@ def derive(write: Write) -> CallFormat:
     before, begin, end, separator, behind = _framed(*pieces) if len(pieces) == 3 else alone
     section, end = (before.lstrip(), behind.rstrip()), end if behind.strip() else end.rstrip()
     if isinstance(notation, TextParameters):
-        notation = replace(notation, tail=end)
+        notation = replace(notation, begin=begin, tail=end)
     separator = separator or begin[: len(begin) - len(begin.lstrip())]
     is_named = NAME in next(iter(marks_of(begin)), "")  # by a word, which text may hold too
     is_bare = (is_named or not begin.strip()) and section[0].strip() in ("", "[")

@@ -18,6 +18,7 @@ import orjson
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import ThoughtMarks, Tools
+from agentloop.parsers.json_schema import bundled, unenforced
 from agentloop.types import JSON, Constraint, ConstraintKind
 
 MAX_JSON_WHITESPACE_CHARS = 8
@@ -25,9 +26,6 @@ MAX_JSON_WHITESPACE_CHARS = 8
 
 MAX_CALL_WHITESPACE_CHARS = 1
 """In a row, between the parts of arguments, as templates write them: a policy could fill its turn with more."""
-
-INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
-"""What the parsers read of an integer whose schema sets no bound of its own."""
 
 NO_PARAMETERS: Mapping[str, JSON] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -52,6 +50,10 @@ def calls_of(
     if not callable_ones:
         wanted = "at least one tool" if forced is None else f"a tool named {forced[:64]!r}"
         raise InvalidRequest(f"this tool_choice needs {wanted} among the tools", param="tool_choice")
+    for function in callable_ones:
+        if problem := unenforced(function.get("parameters") or NO_PARAMETERS):
+            name = str(function.get("name"))[:64]
+            raise InvalidRequest(f"a call of {name!r} cannot be forced: in its parameters {problem}", param="tools")
     calls: dict[str, JSON] = {
         "type": "tags_with_separator",
         "tags": [tag(function) for function in callable_ones],
@@ -106,7 +108,10 @@ def format_of(constraint: Constraint) -> JSON:
     """Return the constraint as a part of a structural tag."""
     match constraint.kind:
         case ConstraintKind.STRUCTURAL_TAG:
-            return json.loads(constraint.text)["format"]
+            try:
+                return json.loads(constraint.text)["format"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidRequest("a structural tag must be a JSON object with 'format'", param="constraint") from error
         case ConstraintKind.REGEX:
             return matching(constraint.text)
         case ConstraintKind.JSON_OBJECT:
@@ -115,36 +120,14 @@ def format_of(constraint: Constraint) -> JSON:
             return _json_of(json.loads(constraint.text), MAX_JSON_WHITESPACE_CHARS)
 
 
-def call_json(schema: JSON) -> dict[str, JSON]:
-    """Return the structural tag of a value of JSON within a call."""
-    return _json_of(_bounded(schema), MAX_CALL_WHITESPACE_CHARS)
+def call_json(schema: JSON, root: JSON = None) -> dict[str, JSON]:
+    """Return the structural tag of a JSON value within a call. `root`: the schema that `schema` is part of."""
+    return _json_of(schema, MAX_CALL_WHITESPACE_CHARS, root)
 
 
-def _json_of(schema: JSON, max_whitespace_chars: int) -> dict[str, JSON]:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": max_whitespace_chars}
-
-
-def _bounded(schema: JSON) -> JSON:
-    """The schema with a bound on each unbounded integer in it. Recursion is bounded: bodies limit nesting."""
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict(schema)
-    for key, value in schema.items():
-        if key in _SCHEMA_MAPS and isinstance(value, Mapping):
-            found[key] = {name: _bounded(one) for name, one in value.items()}
-        elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
-            found[key] = [_bounded(one) for one in value]
-        elif key in _SCHEMAS:
-            found[key] = _bounded(value)
-    if found.get("type") == "integer" and not _BOUNDS & found.keys():
-        found |= INT64
-    return found
-
-
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "multipleOf"}
-_SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-_SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
-_SCHEMAS = {"items", "additionalProperties", "unevaluatedProperties", "propertyNames"}
+def _json_of(schema: JSON, max_whitespace_chars: int, root: JSON = None) -> dict[str, JSON]:
+    whole = bundled(schema, schema if root is None else root)
+    return {"type": "json_schema", "json_schema": whole, "max_whitespace_cnt": max_whitespace_chars}
 
 
 def loads(text: str) -> JSON:

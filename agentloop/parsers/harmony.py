@@ -1,12 +1,13 @@
 """Turns as gpt-oss writes them, in the harmony format: messages with a channel, and a recipient where they call.
 
 `<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>final<|message|>answer`; a call is a
-message whose header names its recipient, `to=functions.NAME`, before or behind the channel, and whose body is JSON.
+message whose header names its recipient, `to=functions.NAME`, before or after the channel, and whose body is JSON.
 The prompt ends with `<|start|>assistant`; `<|return|>` and `<|call|>` end a turn. Published at
-https://cookbook.openai.com/articles/openai-harmony. Messages on the channel `analysis` are thoughts, those without
-a recipient on any other are content.
+https://cookbook.openai.com/articles/openai-harmony. Messages on the channel `analysis` are reasoning, those without
+a recipient on any other channel are content. A header with a recipient that is written in another way, such as with
+a repeated token, makes a malformed call.
 
-Linear: one pattern reads a message from its first mark to its last, and never looks back.
+Linear: one pattern reads a header from its first token to its last, and never looks back.
 """
 
 from __future__ import annotations
@@ -24,12 +25,24 @@ _START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
 _CALL_STOP = "<|call|>"
 
-_OPENING = re.compile(r"\A(?=\s*+to=)|<\|start\|>|<\|channel\|>")
-_HEADER = re.compile(
-    r"(?:<\|start\|>assistant)?([^<]*+)(?:<\|channel\|>([^<]*+))?(?:<\|constrain\|>[^<]*+)?(<\|message\|>|\Z)"
+_OPENING = re.compile(
+    r"\A(?=\s*+(?:assistant\s*+)*+to=|\s*+assistant\s*+<\|(?:channel|start)\|>)|<\|(?:start|channel|constrain)\|>"
 )
-_BODY_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>|<\|channel\|>)|\Z")
-_RECIPIENT = re.compile(r"(?:\s|\A)to=(\S++)")
+# The tokens of a header in any order and number. A token that ends messages is one of them before other text.
+_ANY_HEADER = re.compile(
+    r"(?:[^<]|<(?!\|)|<\|start\|>(?=assistant)|<\|(?:channel|constrain)\|>|"
+    r"<\|(?:call|end|return)\|>(?!\s*+(?:<\|(?:start|channel)\|>|\Z)))*+"
+    r"(<\|message\|>)?"
+)
+_CALL_HEADER = re.compile(
+    r"\s*+(?:<\|start\|>assistant)?(?!assistant)[^<]*+(?:<\|channel\|>[^<]*+)?(?:<\|constrain\|>(?!.*to=)[^<]*+)?"
+    r"<\|message\|>"
+)
+_CHANNEL = re.compile(r"<\|channel\|>\s*+(\w*+)")
+_BODY_END = re.compile(
+    r"<\|(?:end|call|return)\|>(?:\s*+<\|(?:end|call|return)\|>)*+|(?=<\|start\|>|<\|channel\|>)|\Z"
+)
+_RECIPIENT = re.compile(r"(?:[\s>]|\A)to=([^\s<]++)")
 
 
 class HarmonyParser:
@@ -40,7 +53,7 @@ class HarmonyParser:
             *("<|channel|>commentary to=functions.", "<|start|>", "<|channel|>", "<|end|>", "<|message|>"),
             *("<|constrain|>", _CALL_STOP, "<|return|>"),
         ),
-        leading=("to=",),
+        leading=("to=", "assistant"),
         headers=(_FINAL, _START + _FINAL, _PREAMBLE, _START + _PREAMBLE),
         thoughts=ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>"),
     )
@@ -53,33 +66,40 @@ class HarmonyParser:
         return constraint_of(calls_of(tools, _tag, forced=forced, is_parallel=False))
 
 
+def _tag_begin(name: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+
+
 def _tag(function: Mapping[str, JSON]) -> JSON:
     if re.fullmatch(r"[^\s<>]{1,256}", name := str(function.get("name"))) is None:
         raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-    begin = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-    return tagged(begin, call_json(function.get("parameters") or NO_PARAMETERS), _CALL_STOP)
+    return tagged(_tag_begin(name), call_json(function.get("parameters") or NO_PARAMETERS), _CALL_STOP)
 
 
 def _read_message(builder: TurnBuilder, found: re.Match[str]) -> int:
-    """Add the message that begins there; return where it ends. A mark that begins none is content."""
+    """Add the message that begins there; return where it ends. A token that begins no message is content."""
     text, start = builder.text, found.start()
-    header = _HEADER.match(text, start)
-    recipient = header and (_RECIPIENT.search(header[1]) or _RECIPIENT.search(header[2] or ""))
-    if header is None or not (header[3] or recipient):
-        end = found.end() if found[0] else len(text)
-        builder.add_content(text[start:end])
+    header = _ANY_HEADER.match(text, start)
+    assert header is not None  # it matches the empty text
+    recipients = _RECIPIENT.findall(header[0])
+    if not recipients and header[1] is None:  # no message: all that was looked at, so that none is looked at twice
+        end = max(header.end(), found.end())
+        for piece in re.split(r"(<\|(?:start|channel|constrain)\|>)", text[start:end]):
+            builder.add_content(piece)
         return end
     ending = next(_BODY_END.finditer(text, header.end()))
     body, end = text[header.end() : ending.start()], ending.end()
-    if recipient is None:
-        is_thought = (header[2] or "").split(maxsplit=1)[:1] == ["analysis"]
-        (builder.add_reasoning if is_thought else builder.add_content)(body)
+    if not recipients:
+        is_reasoning = _CHANNEL.findall(header[0])[-1:] == ["analysis"]
+        (builder.add_reasoning if is_reasoning else builder.add_content)(body)
         return end
-    name = recipient[1].removeprefix("functions.")
+    name = recipients[0].removeprefix("functions.")
     try:
-        if not header[3]:  # the turn's end cut the header, and maybe the name
-            is_whole = not text.endswith(recipient[0])
+        if header[1] is None:  # the turn's end cut the header, and maybe the name
+            is_whole = not text.endswith(f"to={recipients[0]}")
             raise MalformedCall("the tool call has no arguments", name if is_whole else "")
+        if len(recipients) > 1 or _CALL_HEADER.fullmatch(header[0]) is None:
+            raise MalformedCall(f"the header of the tool call is not {_tag_begin('NAME')}", name)
         builder.add_call(start, end, check_name(name), read_arguments(body, name))
     except MalformedCall as malformed:
         builder.add_malformed(start, end, malformed, is_cut=ending.start() == len(text))

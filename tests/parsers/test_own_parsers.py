@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import MAX_CALLS
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.types import ToolCall, ToolCallStatus
-from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE, mistral_list, parse, reads, repeated
+from tests.parsers.writing import (
+    COMMON_FRAGMENTS,
+    FRAGMENTS,
+    WRITE,
+    mistral_list,
+    parse,
+    read_streamed,
+    reads,
+    repeated,
+)
+from tests.support.families.derived import derived_chat
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -103,6 +114,52 @@ def test_gpt_oss_channels_are_told_apart():
     assert parse("harmony", "<|start|>user<|message|>x").content == "<|start|>\nuser<|message|>x"
 
 
+HEADER, BODY = "<|channel|>commentary to=functions.add", '<|message|>{"a": 1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"{HEADER}<|channel|>commentary <|constrain|>json{BODY}",
+        f"{HEADER} <|constrain|>json<|constrain|>json{BODY}",
+        f"<|channel|>commentary <|constrain|>json to=functions.add{BODY}",
+        f"<|constrain|>json{HEADER}{BODY}",
+        f"{HEADER} to=functions.add{BODY}",
+        f"{HEADER}<|call|>",
+        f"{HEADER}<|call|>{BODY}",
+        f"{HEADER} <|constrain|>json<|call|>{{}}<|call|>",
+        f"{HEADER} <|constrain|>json<|end|>{{}}<|call|>",
+        f"{HEADER} <|constrain|>json<|message|>{BODY}",
+        f"<|start|>assistant<|start|>assistant{HEADER}{BODY}",
+        f"<|start|>assistantassistant{HEADER}{BODY}",
+        f"assistant{HEADER}{BODY}",
+        f"assistant to=functions.add<|channel|>commentary json{BODY}",
+    ],
+)
+def test_a_header_with_a_recipient_that_is_written_otherwise_is_one_malformed_call(written: str):
+    reader, reading = TurnReader(derived_chat("seed_oss")[0], get_parser("harmony")), Reading(TOOLS, 0, True, False)
+    before = (
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+    )
+    for lead, content in (("", ""), (f"{before}<|start|>assistant", "I add.")):
+        if not lead or not written.startswith(("assistant", "<|start|>")):
+            text = lead + written
+            message = read_streamed(reader, text, reading, list(text), [text[:40], text[40:]])
+            assert message.content == content
+            assert [(call.name, call.status) for call in message.tool_calls] == [("add", ToolCallStatus.MALFORMED)]
+
+
+def test_what_is_doubled_in_a_header_without_a_recipient_is_no_content():
+    for header in (
+        "assistant",
+        "<|start|>assistant<|start|>assistant",
+        "<|start|>assistantassistant",
+        "<|channel|>final",
+    ):
+        assert parse("harmony", f"{header}<|channel|>final<|message|>Four.").content == "Four."
+    assert parse("harmony", f"{HEADER} <|constrain|>json{BODY}<|call|>").content == ""
+
+
 @pytest.mark.parametrize("name", WRITE)
 def test_a_call_that_the_turns_end_cut_keeps_its_name_and_partial_arguments(name: str):
     whole = WRITE[name]([("look_up", {"text": "one two", "count": 3})])
@@ -154,7 +211,9 @@ def test_the_marks_of_other_families_are_content():
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_arguments_come_back(name: str, data: st.DataObject):
-    values = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda value: "</" not in value)
+    values = st.text(st.characters(exclude_categories=["Cs"])).filter(
+        lambda value: not {"</", "<|"} & {value[at : at + 2] for at in range(len(value))}
+    )
     typed = {"text": values, "count": st.integers(-(2**63), 2**63 - 1), "items": st.lists(values, max_size=3)}
     arguments = data.draw(st.fixed_dictionaries({}, optional=typed))
     (call,) = parse(name, WRITE[name]([("f", arguments)]), TOOLS).calls

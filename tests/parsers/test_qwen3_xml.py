@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import ToolCallStatus
-from tests.parsers.writing import check_linear_time
+from tests.parsers.writing import check_linear_time, read_streamed
+from tests.support.families.derived import derived_chat
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -183,3 +185,48 @@ def test_no_text_raises_and_no_call_vanishes(text: str):
 def test_any_text_value_comes_back(value: str):
     (call,) = parse(call_text(text=value)).calls
     assert dict(call.arguments) == {"text": value}
+
+
+FORMATS: dict[str, tuple[str, str, str, str]] = {  # what begins and ends a call, begins a parameter and ends it
+    "qwen3_xml": (
+        "<tool_call>\n<function=NAME>\n",
+        "</function>\n</tool_call>",
+        "<parameter=KEY>\n",
+        "\n</parameter>\n",
+    ),
+    "glm45": ("<tool_call>NAME\n", "</tool_call>", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="NAME">\n',
+        "</invoke>\n</minimax:tool_call>",
+        '<parameter name="KEY">',
+        "</parameter>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_value_that_was_not_closed_is_never_executed(name: str) -> None:
+    renderer, derived = derived_chat("minimax_m2")
+    reader = TurnReader(renderer, derived if name == "minimax_m2" else get_parser(name))
+    begin, end, key, close = FORMATS[name]
+    path, text, nested = key.replace("KEY", "path"), key.replace("KEY", "text"), key.replace("KEY", "text")
+    save, now = (begin.replace("NAME", one) for one in ("save", "now"))
+    whole = f"{save}{path}x{close}{text}y{close}{end}"
+    broken = [
+        f"{save}{path}x\n{text}y{close}{end}",  # no close
+        f"{save}{path}x\n{text}y{close}",
+        f"{save}{path}x\n{end}",
+        f"{save}{path}x",
+        f"{save}{path}x\n{text.rstrip()[:-1]}\ny{close}{end}",  # nor a complete delimiter of the next one
+        f"{save}{path}{now}{end}{close}{end}",  # a whole call in a value
+        f"{save}{path}{now}{nested}1{close}{end}{close}{end}",
+        f"{save}{path}see {nested}1{close} there{close}{end}",
+    ]
+    for turn in broken:
+        reading = Reading(TOOLS, 0, True, False, False)
+        message = read_streamed(reader, turn, reading, list(turn), [turn[:25], turn[25:]])
+        assert [call.status for call in message.tool_calls] == [ToolCallStatus.MALFORMED], turn
+        assert message.tool_calls[0].name == "save"
+    message = read_streamed(reader, f"{broken[2]}\n{whole}", Reading(TOOLS, 0, True, False, False))
+    assert [call.status for call in message.tool_calls] == [ToolCallStatus.MALFORMED, ToolCallStatus.OK]
+    assert message.tool_calls[1].arguments == {"path": "x", "text": "y"}

@@ -2,11 +2,11 @@
 
 An engine compiles a constraint beside its steps and walks it within them: one that allows no text, or takes long
 for a token, would fail late or hold up every other request. So each is compiled and walked here once, over single
-bytes, in a thread. A thread cannot be stopped: where it misses its deadline, the constraint is refused and the
-thread left to itself; with `MAX_LATE` of those no further constraint is tried. Those that passed are remembered
-by their digests.
+bytes, in a thread. The verdict does not depend on the host's load: a trial that uses more than `MAX_CPU_S` of CPU
+time refuses the constraint, and one that did not get its CPU time yet has no verdict. A thread cannot be stopped:
+it runs on, a later call for the same constraint waits for it, and at most `MAX_TRIALS` run at a time.
 
-Keywords that xgrammar takes and then does not enforce are refused here too: it would only log a warning.
+Keywords that xgrammar accepts and then does not enforce are refused here too, as it only logs a warning.
 """
 
 from __future__ import annotations
@@ -18,122 +18,150 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from agentloop.errors import InvalidRequest, Overloaded
-from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS
+from agentloop.errors import InvalidRequest, ServiceUnavailable
+from agentloop.parsers.grammar import constraint_of, format_of
+from agentloop.parsers.json_schema import unenforced
 from agentloop.types import JSON, Constraint, ConstraintKind
 from agentloop_servers.engines.common.process import one_line
 
-DEADLINE_S = 5.0
+MAX_CPU_S = 5.0  # a trial's; a constraint that takes longer to compile holds up the engine
+PATIENCE_S = 10.0
+MAX_TRIALS = 8
 MAX_TOKEN_S = 0.02  # of a thread's own time, for one byte's mask; a real vocabulary takes longer
-MAX_LATE = 2
 NUM_REMEMBERED = 4096
 
 _MAX_NESTING = 80  # of objects and arrays, a structural tag's own included; deeper ones overflow native stacks
 _MAX_COUNTED_PROPERTIES = 64  # with minProperties or maxProperties; compiling them takes quadratic time and more
 _MAX_PATTERNS = 64
+_LOOK_S = 0.1
+_TOO_SLOW = f"it takes more than {MAX_CPU_S:.0f} s of CPU time to compile"
 _NUM_WALKS = 4
 _NUM_STEPS = 192
 _PLACE = re.compile(r"^(.*: )?\[[0-9:]+\] \S+\.cc:[0-9]+: ")
 _STOP = 256  # the id after those of all bytes
 
-_FORMATS = frozenset(
-    {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"}
-    | {"uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
-)
-
 
 def structural_tag(constraint: Constraint) -> str | None:
-    """Return a constraint as xgrammar's structural tag, in JSON; None for a regex."""
+    """Return a constraint as xgrammar's structural tag, in JSON; None for a regex.
+
+    Raises ValueError for text that is not JSON, or a schema whose references have no target.
+    """
     match constraint.kind:
-        case ConstraintKind.JSON_SCHEMA:
-            return _json_tag(constraint.text)
-        case ConstraintKind.JSON_OBJECT:
-            return _json_tag('{"type": "object"}')
-        case ConstraintKind.STRUCTURAL_TAG:
-            return constraint.text
         case ConstraintKind.REGEX:
             return None
+        case ConstraintKind.STRUCTURAL_TAG:
+            return constraint.text
+        case _:
+            return constraint_of(format_of(constraint)).text
 
 
-def _json_tag(schema: str) -> str:
-    """Return a structural tag for one JSON value with little whitespace.
+class Trial:
+    """The trial of one constraint, in its own thread."""
 
-    Engines' own forms for JSON put no bound on it: a policy may fill its turn with whitespace.
-    """
-    return (
-        '{"type": "structural_tag", "format": {"type": "json_schema", '
-        f'"max_whitespace_cnt": {MAX_JSON_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
-    )
+    def __init__(self, constraint: Constraint) -> None:
+        self.verdict: Future[str] = Future()  # the reason why it cannot be used; empty if it can
+        self._clock: tuple[int, float] | None = None  # the thread's CPU clock, and its time when the trial began
+        # A daemon: the interpreter's end does not wait for it.
+        threading.Thread(target=self._run, args=(constraint,), name="constraint trial", daemon=True).start()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the trial has used, without the import of xgrammar."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock[0]) - self._clock[1]
+        except OSError:  # the thread has ended
+            return 0.0
+
+    def _run(self, constraint: Constraint) -> None:
+        try:
+            import xgrammar
+
+            self._clock = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
+            problem = problem_of(xgrammar, constraint)
+            # The limit holds for a trial that ended before anyone looked at its clock, too.
+            self.verdict.set_result(problem if problem or self.cpu_s() <= MAX_CPU_S else _TOO_SLOW)
+        except Exception as error:
+            # xgrammar begins its reason with a time and a place in its source.
+            self.verdict.set_result(_PLACE.sub("", one_line(error)))
 
 
 class ConstraintTrials:
     """The trials of constraints for one engine, on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[Constraint], Trial] = Trial, patience_s: float = PATIENCE_S) -> None:
+        """`patience_s` is how long a call waits for a trial, in seconds of wall time."""
+        self._start = start
+        self._patience_s = patience_s
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._one_at_a_time = asyncio.Lock()
-        self._late: set[Future[str]] = set()
+        self._trials: dict[bytes, Trial] = {}  # running, or with a verdict that no call has read
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidRequest for a constraint that an engine must not get, Overloaded if no trial can run."""
+        """Raise InvalidRequest for a constraint that an engine must not get.
+
+        Raise ServiceUnavailable if its trial did not get enough CPU time yet, or cannot start.
+        """
         digest = xxhash.xxh3_128_digest(f"{constraint.kind} {constraint.text}".encode("utf-8", "surrogatepass"))
         if digest not in self._passed:
-            async with self._one_at_a_time:
-                reason = "" if digest in self._passed else await self._try(constraint)
-            if reason:
+            if reason := await self._try(digest, constraint):
                 raise InvalidRequest(f"the constraint cannot be used: {reason[:300]}", param="constraint")
             self._passed[digest] = None
             if len(self._passed) > NUM_REMEMBERED:
                 self._passed.popitem(last=False)
         self._passed.move_to_end(digest)
 
-    async def _try(self, constraint: Constraint) -> str:
-        self._late = {trial for trial in self._late if not trial.done()}
-        if len(self._late) >= MAX_LATE:
-            raise Overloaded("earlier constraints are still being tried", param="constraint")
-        trial: Future[str] = Future()
-        # A daemon: the interpreter's end does not wait for it.
-        threading.Thread(target=_run, args=(trial, constraint), name="constraint trial", daemon=True).start()
-        try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(trial)), DEADLINE_S)
-        except TimeoutError:
-            return f"it takes more than {DEADLINE_S:.0f} s to compile"
-        finally:
-            if not trial.done():
-                self._late.add(trial)
+    async def _try(self, digest: bytes, constraint: Constraint) -> str:
+        """Return the verdict of the constraint's trial, which equal constraints share."""
+        trial = self._trials.get(digest)
+        if trial is None:
+            self._trials = {key: one for key, one in self._trials.items() if not one.verdict.done()}
+            if len(self._trials) >= MAX_TRIALS:
+                raise ServiceUnavailable(
+                    f"{len(self._trials)} constraints are being tried, the most at a time: repeat the request",
+                    param="constraint",
+                )
+            trial = self._trials[digest] = self._start(constraint)
+        verdict = asyncio.wrap_future(trial.verdict)
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            done, _ = await asyncio.wait([verdict], timeout=min(_LOOK_S, max(give_up_at - time.monotonic(), 0.0)))
+            if done:
+                self._trials.pop(digest, None)
+                return verdict.result()
+            if trial.cpu_s() > MAX_CPU_S:
+                return _TOO_SLOW
+            if time.monotonic() >= give_up_at:
+                raise ServiceUnavailable(
+                    f"this host is too busy to try the constraint: the trial got {trial.cpu_s():.1f} s of CPU time "
+                    f"in {self._patience_s:.0f} s and continues; repeat the request",
+                    param="constraint",
+                )
 
 
-def _run(trial: Future[str], constraint: Constraint) -> None:
-    try:
-        trial.set_result(problem_of(constraint))
-    except Exception as error:
-        # xgrammar begins its reason with a time and a place in its source.
-        trial.set_result(_PLACE.sub("", one_line(error)))
-
-
-def problem_of(constraint: Constraint) -> str:
+def problem_of(xgrammar: Any, constraint: Constraint) -> str:
     """Return the reason why a constraint cannot be used; empty if it can. Also raises xgrammar's errors."""
-    import xgrammar
-
-    tag, patterns = structural_tag(constraint), [constraint.text]
+    try:
+        tag, patterns = structural_tag(constraint), [constraint.text]
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if tag is not None:
-        nodes = list(_objects(_parsed(tag)))
+        value = _parsed(tag)
+        nodes = list(_objects(value))
         if any(_counts_too_many(node) for node in nodes):
             return f"minProperties and maxProperties go with at most {_MAX_COUNTED_PROPERTIES} properties"
         patterns = list({node["pattern"] for node in nodes if isinstance(node.get("pattern"), str)})
         if len(patterns) > _MAX_PATTERNS:
             return f"more than {_MAX_PATTERNS} patterns"
-        if constraint.kind is ConstraintKind.JSON_SCHEMA and any(
-            _is_not_enforced(node) for node in _objects(json.loads(constraint.text))
-        ):
-            return "the schema uses keywords, or combinations of them, that cannot be enforced"
+        for schema in _schemas(value):
+            if problem := unenforced(schema):
+                return problem
     if any("\0" in str(pattern) for pattern in patterns):
         return "a pattern has a NUL character"
     compiler = _compiler(xgrammar)
@@ -201,42 +229,18 @@ def _objects(value: JSON) -> Iterator[dict[str, JSON]]:
         open_values += _children(found)
 
 
+def _schemas(value: JSON) -> Iterator[JSON]:
+    """Iterate over the JSON Schemas in a structural tag, such as after reasoning or within a call."""
+    open_values = [value]
+    while open_values:
+        found = open_values.pop()
+        if isinstance(found, dict) and "json_schema" in found:
+            yield found["json_schema"]
+        else:
+            open_values += _children(found)
+
+
 def _counts_too_many(node: dict[str, JSON]) -> bool:
     properties = node.get("properties")
     is_counted = "minProperties" in node or "maxProperties" in node
     return is_counted and isinstance(properties, dict) and len(properties) > _MAX_COUNTED_PROPERTIES
-
-
-def _is_not_enforced(node: dict[str, JSON]) -> bool:
-    """True for an object of a JSON Schema with keywords that xgrammar 0.2 ignores, alone or together.
-
-    Its open issues are the source: 937, 958 to 961, 964 to 968, and its own warning for multipleOf.
-    """
-    types = node.get("type")
-    kinds = {kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str)}
-    branches = node.get("allOf")
-    if isinstance(branches, list) and len(branches) > 1:
-        return True
-    if kinds & {"integer", "number"} and "multipleOf" in node:
-        return True
-    if "array" in kinds and node.keys() & {"uniqueItems", "contains", "minContains", "maxContains"}:
-        return True
-    if "string" in kinds and (_has_form_and_length(node) or node.get("format", "date") not in _FORMATS):
-        return True
-    return "object" in kinds and _has_ignored_names(node)
-
-
-def _has_form_and_length(node: dict[str, JSON]) -> bool:
-    return bool(node.keys() & {"pattern", "format"}) and bool(node.keys() & {"minLength", "maxLength"})
-
-
-def _has_ignored_names(node: dict[str, JSON]) -> bool:
-    """True for rules on the names of properties that exclude one another."""
-    names, patterns = node.get("propertyNames"), node.get("patternProperties")
-    if names is not None and (
-        node.keys() & {"patternProperties", "properties"}
-        or node.get("unevaluatedProperties", True) is not True
-        or (isinstance(names, dict) and _has_form_and_length(names))
-    ):
-        return True
-    return isinstance(patterns, dict) and ("properties" in node or len(patterns) > 1)

@@ -1,0 +1,405 @@
+"""JSON Schemas: the only resolver of references, and the only checker of keywords that a grammar enforces.
+
+Parsers type values by these schemas, grammars are built from them, and the trial of a grammar checks them. At most
+`MAX_REFERENCES` references are followed without a step into the value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final
+from urllib.parse import unquote
+
+from agentloop.types import JSON
+
+MAX_REFERENCES: Final = 63
+ALL_TYPES: Final = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
+"""The integers that the parsers read."""
+
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS = ("properties", "patternProperties", "dependentSchemas")
+_BRANCHES = ("allOf", "anyOf", "oneOf")
+_LISTS = (*_BRANCHES, "prefixItems")
+_SINGLE = (
+    *("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"),
+    *("contains", "not", "if", "then", "else"),
+)
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "multipleOf"}
+
+# References
+
+
+def resolve(reference: str, root: JSON) -> JSON:
+    """Return the schema at a JSON pointer such as `#/$defs/Color`. Raises ValueError if no schema is there."""
+    shown = f"$ref {reference[:200]!r}"
+    if reference != "#" and not reference.startswith("#/"):
+        raise ValueError(f"{shown} does not point into the same schema: it must begin with '#/'")
+    target: Any = root
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and re.fullmatch("[0-9]{1,6}", key) and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, Mapping) and key in target:
+            target = target[key]
+        else:
+            raise ValueError(f"{shown} points to nothing in the schema")
+    if not isinstance(target, Mapping | bool):
+        raise ValueError(f"{shown} does not point to a schema")
+    return target
+
+
+def check_references(root: JSON) -> None:
+    """Raise ValueError for a reference without a target, in a circle, or in a chain that is too long."""
+    heights: dict[int, int] = {}  # how many references and branches a schema has before the value's own rules
+
+    def height(schema: JSON, depth: int, reference: JSON) -> int:
+        if not isinstance(schema, Mapping):
+            return 0
+        reference, known = schema.get("$ref", reference), heights.get(id(schema))
+        if known is None and depth <= MAX_REFERENCES:  # bounds the recursion
+            heights[id(schema)] = -1  # being computed
+            below = [1 + height(one, depth + 1, reference) for one in _same_value(schema, root)]
+            known = heights[id(schema)] = max(below, default=0)
+        if known == -1:
+            raise ValueError(f"$ref {str(reference)[:200]!r} leads back to itself and describes nothing")
+        if known is None or depth + known > MAX_REFERENCES:
+            raise ValueError(
+                f"$ref {str(reference)[:200]!r} is in a chain of more than {MAX_REFERENCES} references"
+            )
+        return known
+
+    for _, schema in _reachable(root):
+        height(schema, 0, None)
+
+
+def bundled(schema: JSON, root: JSON) -> JSON:
+    """Return a part of a schema as an independent schema, in the form that xgrammar reads.
+
+    Every reference becomes `#/$defs/NAME`, integers without a bound get 64 bits, and arrays without a rule for
+    items take any. Raises ValueError for a reference without a target.
+    """
+    names: dict[int, str] = {}
+    definitions: dict[str, JSON] = {}
+    pending: list[tuple[str, JSON]] = []
+
+    def copy(node: JSON) -> JSON:
+        if not isinstance(node, Mapping):
+            return node
+        found = {key: value for key, value in node.items() if key not in _DEFINITIONS}
+        for key in (*_MAPS, *_LISTS, *_SINGLE):
+            if key in _MAPS and isinstance(value := found.get(key), Mapping):
+                found[key] = {name: copy(one) for name, one in value.items()}
+            elif isinstance(value := found.get(key), list | tuple) and key in _LISTS:
+                found[key] = [copy(one) for one in value]
+            elif key in _SINGLE and key in found:
+                found[key] = copy(found[key])
+        if isinstance(reference := node.get("$ref"), str):
+            target = resolve(reference, root)
+            if id(target) not in names:
+                name = base = re.sub(r"\W", "_", reference.rpartition("/")[2]).strip("_") or "root"
+                while name in names.values():
+                    name = f"{base}_{len(names)}"
+                names[id(target)] = name
+                pending.append((name, target))
+            found["$ref"] = f"#/$defs/{names[id(target)]}"
+        if node.get("type") == "integer" and not _BOUNDS & node.keys():
+            found |= INT64
+        if "array" in _declared(node) and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
+            found["items"] = True  # xgrammar allows no items next to minItems or maxItems without it
+        return found
+
+    whole = copy(schema)
+    while pending:  # not by recursion: the definitions may be a long chain
+        name, target = pending.pop()
+        definitions[name] = copy(target)
+    return {**whole, "$defs": definitions} if definitions else whole
+
+
+def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
+    """Iterate over a schema, its subschemas and the targets of its references, each once and with its path."""
+    pending, seen = [("", root)], set()
+    while pending:
+        path, schema = pending.pop()
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield path, schema
+        below = [
+            (f"{key}.{name}", one) for key in (*_MAPS, *_DEFINITIONS) for name, one in _map(schema, key).items()
+        ]
+        below += [(f"{key}.{index}", one) for key in _LISTS for index, one in enumerate(_list(schema, key))]
+        below += [(key, schema[key]) for key in _SINGLE if key in schema]
+        pending += [(f"{path}.{step}" if path else step, one) for step, one in below]
+        if isinstance(reference := schema.get("$ref"), str):
+            pending.append((reference, resolve(reference, root)))
+
+
+def _same_value(schema: Mapping[str, JSON], root: JSON) -> Iterator[JSON]:
+    """Iterate over the schemas that describe the same value: the target of a reference, and all branches."""
+    if isinstance(reference := schema.get("$ref"), str):
+        yield resolve(reference, root)
+    for key in _BRANCHES:
+        yield from _list(schema, key)
+
+
+def _map(schema: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
+    return value if isinstance(value := schema.get(key), Mapping) else {}
+
+
+def _list(schema: Mapping[str, JSON], key: str) -> Sequence[JSON]:
+    return value if isinstance(value := schema.get(key), list | tuple) else ()
+
+
+# Values that a schema allows
+
+
+def allowed_types(schema: JSON, root: JSON) -> frozenset[str]:
+    """Return the JSON types that a schema allows: `ALL_TYPES` if it does not say."""
+
+    def own(node: Mapping[str, JSON]) -> frozenset[str]:
+        types = _declared(node) if "type" in node else ALL_TYPES
+        if (values := listed_values(node)) is not None:
+            types &= frozenset(map(_type_of, values))
+        return types
+
+    return _folded(schema, root, own, ALL_TYPES, {}, 0)
+
+
+def first_allowed(values: Sequence[JSON], schema: JSON, root: JSON) -> int | None:
+    """Return the index of the first value that a schema's types, `enum` and `const` allow; None if none is."""
+
+    def own(node: Mapping[str, JSON]) -> frozenset[int]:
+        listed, types = listed_values(node), _declared(node) if "type" in node else ALL_TYPES
+        return frozenset(
+            index
+            for index, value in enumerate(values)
+            if _type_of(value) in types and (listed is None or any(_is_same(value, one) for one in listed))
+        )
+
+    return min(_folded(schema, root, own, frozenset(range(len(values))), {}, 0), default=None)
+
+
+def property_schema(parameters: JSON, key: str) -> JSON:
+    """Return the schema of one key of an object; None if nothing describes it."""
+    levels = list(_levels(parameters, parameters))
+    found = [_map(node, "properties")[key] for node in levels if key in _map(node, "properties")]
+    if not found:
+        patterns = (pair for node in levels for pair in _map(node, "patternProperties").items())
+        found = [one for pattern, one in patterns if _may_match(pattern, key)]
+    if not found:
+        found = [node["additionalProperties"] for node in levels if _map(node, "additionalProperties")]
+    return {"anyOf": found} if len(found) > 1 else found[0] if found else None
+
+
+def properties(parameters: JSON) -> dict[str, JSON]:
+    """Return the keys that an object's schema names, in their order, with their schemas."""
+    levels = _levels(parameters, parameters)
+    return {key: property_schema(parameters, key) for node in levels for key in _map(node, "properties")}
+
+
+def branches(schema: JSON, root: JSON) -> list[Mapping[str, JSON]]:
+    """Return the schemas at the ends of references, `allOf`, `anyOf` and `oneOf`."""
+    return [node for node in _levels(schema, root) if not node.keys() & {"$ref", *_BRANCHES}]
+
+
+def listed_values(node: Mapping[str, JSON]) -> Sequence[JSON] | None:
+    """Return the values of `const` or `enum`; None if the schema lists none."""
+    return [node["const"]] if "const" in node else _list(node, "enum") or None
+
+
+def loosened(parameters: JSON) -> JSON:
+    """Return the schema of an object with the same keys and types, and no other rule."""
+    types = {key: allowed_types(schema, parameters) for key, schema in properties(parameters).items()}
+    loose = {key: {"type": sorted(one)} if one and one != ALL_TYPES else {} for key, one in types.items()}
+    return {"type": "object", "properties": loose, "additionalProperties": True}
+
+
+def _folded(
+    schema: JSON,
+    root: JSON,
+    own: Callable[[Mapping[str, JSON]], frozenset[Any]],
+    everything: frozenset[Any],
+    known: dict[int, frozenset[Any]],
+    depth: int,
+) -> frozenset[Any]:
+    """Return the members of `everything` that a schema allows. `own` returns them for a schema's own keywords.
+
+    `known` makes it linear; a reference that leads nowhere, round or too far allows everything.
+    """
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return everything if schema is not False else frozenset()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = everything
+    found = own(schema)
+
+    def of(one: JSON) -> frozenset[Any]:
+        return _folded(one, root, own, everything, known, depth + 1)
+
+    if isinstance(reference := schema.get("$ref"), str):
+        found &= of(_target(reference, root))
+    for key in _BRANCHES:
+        if parts := [of(one) for one in _list(schema, key)]:
+            found &= frozenset.intersection(*parts) if key == "allOf" else frozenset.union(*parts)
+    known[id(schema)] = found
+    return found
+
+
+def _levels(schema: JSON, root: JSON) -> Iterator[Mapping[str, JSON]]:
+    """Iterate over a schema and all that describe the same value, in their order, each once."""
+    open_ones, seen = [schema], set()
+    while open_ones:
+        node = open_ones.pop()
+        if isinstance(node, Mapping) and id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            members = [one for key in _BRANCHES for one in _list(node, key)]
+            if isinstance(reference := node.get("$ref"), str):
+                members.append(_target(reference, root))
+            open_ones += reversed(members)
+
+
+def _target(reference: str, root: JSON) -> JSON:
+    try:
+        return resolve(reference, root)
+    except ValueError:
+        return True
+
+
+def _declared(node: Mapping[str, JSON]) -> frozenset[str]:
+    names = {str(name) for name in ([node["type"]] if isinstance(node.get("type"), str) else _list(node, "type"))}
+    names |= {"null"} if node.get("nullable") is True else set()  # as OpenAPI writes it
+    return frozenset(names | {"integer"} if "number" in names else names)
+
+
+def _type_of(value: JSON) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _is_same(one: JSON, other: JSON) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _may_match(pattern: str, key: str) -> bool:
+    """True if a pattern matches, and for one that could take long to find out."""
+    if sum(map(pattern.count, "*+?{")) > (0 if "(" in pattern else 2):
+        return True
+    try:
+        return re.search(pattern, key) is not None
+    except (re.error, RecursionError):
+        return True
+
+
+# Keywords that a grammar enforces
+
+_NEVER = frozenset(
+    {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "additionalItems"}
+    | {"contains", "minContains", "maxContains", "multipleOf", "$dynamicRef", "$recursiveRef"}
+)
+_OF_TYPE = {
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "object": (
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+        *("patternProperties", "propertyNames", "unevaluatedProperties"),
+    ),
+}
+RULES = _NEVER.union(("type", "enum", "const", "$ref", *_BRANCHES), *_OF_TYPE.values()) - {"format"}
+_FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_FORMATS = frozenset(
+    {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"}
+    | {"uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
+)
+
+
+def unenforced(root: JSON) -> str:
+    """Return the first keyword that xgrammar 0.2 accepts and does not enforce, and its path; empty if none.
+
+    Also returns why a reference cannot be followed. The lists come from xgrammar's behavior, which
+    `tests/parsers/test_json_schema.py` compares with them.
+    """
+    try:
+        check_references(root)
+        for path, node in _reachable(root):
+            if not path.endswith("propertyNames") and (problem := _unenforced_here(node, root)):
+                return f"{problem}{f' at {path[:200]!r}' if path else ''} cannot be enforced"
+    except ValueError as error:
+        return str(error)
+    except TypeError:  # such as an object where a keyword's value is a name
+        return "the schema is not valid: a keyword has a value of another type"
+    return ""
+
+
+def _unenforced_here(node: Mapping[str, JSON], root: JSON) -> str:
+    used = RULES & node.keys()
+    if node.get("uniqueItems", False) is not False:
+        return "'uniqueItems'"
+    if unknown := used & _NEVER:
+        return f"'{min(unknown)}'"
+    form = next((key for key in _FORMS if key in used), None)
+    if form is not None:  # xgrammar reads this keyword and ignores what stands next to it
+        others = used - {form}
+        if "type" in others and allowed_types({form: node[form]}, root) <= _declared(node):
+            others -= {"type"}
+        if others:
+            return f"'{min(others)}' next to '{form}'"
+        if form == "allOf" and len(_list(node, form)) != 1:
+            return "'allOf' of several schemas"
+        if form == "oneOf" and not all(_are_disjoint(*pair, root) for pair in combinations(_list(node, form), 2)):
+            return "'oneOf' of schemas that overlap (use 'anyOf')"
+        return ""
+    types = _declared(node)
+    if "type" not in node and used:  # xgrammar infers two of the types
+        inferred = {"object": {"properties", "additionalProperties"}, "array": {"items", "prefixItems"}}
+        types = frozenset(name for name, keys in inferred.items() if used & keys)
+    if used and not types:
+        return f"'{min(used)}' without a 'type'"
+    return ("string" in types and _unenforced_text(node)) or ("object" in types and _unenforced_keys(node)) or ""
+
+
+def _unenforced_text(node: Mapping[str, JSON]) -> str:
+    """What of a string's rules is not enforced: only one kind of rule is."""
+    lengths = [key for key in ("minLength", "maxLength") if key in node]
+    rules = [key for key in ("pattern", "format") if key in node] + lengths[:1]
+    if len(rules) > 1:
+        return f"'{rules[1]}' next to '{rules[0]}'"
+    if str(node.get("format", "date")) not in _FORMATS:
+        return f"'format' {str(node['format'])[:64]!r}"
+    return ""
+
+
+def _unenforced_keys(node: Mapping[str, JSON]) -> str:
+    """What of an object's rules for its keys is not enforced: those that overlap with others."""
+    named, patterns, names = _map(node, "properties"), _map(node, "patternProperties"), node.get("propertyNames")
+    if missing := [key for key in _list(node, "required") if key not in named]:
+        return f"'required' of {str(missing[0])[:64]!r}, which 'properties' does not describe,"
+    if len(patterns) > 1 or (patterns and named):
+        return "'patternProperties' next to 'properties' or another pattern"
+    if names is not None:
+        if patterns or named or node.get("unevaluatedProperties", True) is not True:
+            return "'propertyNames' next to other rules for keys"
+        rules = (RULES & names.keys() if isinstance(names, Mapping) else {"propertyNames"}) - {"type"}
+        one_of = ({"enum"}, {"const"}, {"pattern"}, {"minLength", "maxLength"})
+        if not any(rules <= simple for simple in one_of):
+            return "'propertyNames' with more than one rule"
+    return ""
+
+
+def _are_disjoint(one: JSON, other: JSON, root: JSON, depth: int = 0) -> bool:
+    """Return True if no value fits both, by their types, their values, or those of a property that both require."""
+    if not allowed_types(one, root) & allowed_types(other, root):
+        return True
+    (first, *more), (second, *others) = branches(one, root) or [{}], branches(other, root) or [{}]
+    if more or others or depth > MAX_REFERENCES:
+        return False
+    for left, right in [(first, second), (second, first)]:
+        if (values := listed_values(left)) is not None and first_allowed(values, right, root) is None:
+            return True
+    required = {*_list(first, "required")} & {*_list(second, "required")}
+    pairs = ((_map(first, "properties").get(key), _map(second, "properties").get(key)) for key in required)
+    return any(_are_disjoint(*pair, root, depth + 1) for pair in pairs)
