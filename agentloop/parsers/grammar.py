@@ -111,7 +111,9 @@ def format_of(constraint: Constraint) -> JSON:
             try:
                 return json.loads(constraint.text)["format"]
             except (KeyError, TypeError, ValueError) as error:
-                raise InvalidRequest("a structural tag must be a JSON object with 'format'", param="constraint") from error
+                raise InvalidRequest(
+                    "a structural tag must be a JSON object with 'format'", param="constraint"
+                ) from error
         case ConstraintKind.REGEX:
             return matching(constraint.text)
         case ConstraintKind.JSON_OBJECT:

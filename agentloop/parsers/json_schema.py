@@ -212,7 +212,7 @@ def listed_values(node: Mapping[str, JSON]) -> Sequence[JSON] | None:
 
 def loosened(parameters: JSON) -> JSON:
     """Return the schema of an object with the same keys and types, and no other rule."""
-    types = {key: allowed_types(schema, parameters) for key, schema in properties(parameters).items()}
+    types = {key: allowed_types(one, parameters) & ALL_TYPES for key, one in properties(parameters).items()}
     loose = {key: {"type": sorted(one)} if one and one != ALL_TYPES else {} for key, one in types.items()}
     return {"type": "object", "properties": loose, "additionalProperties": True}
 

@@ -343,3 +343,10 @@ def test_errors(error: Any, kind: str):
     written_error = error_body(error, "r1")
     assert (written_error["type"], written_error["request_id"]) == ("error", "r1")
     assert (written_error["error"]["type"], written_error["error"]["code"]) == (kind, error.code)
+
+
+def test_the_answer_reports_that_strict_was_not_enforced() -> None:
+    tool = {"name": "lookup", "strict": True, "input_schema": {"type": "object"}}
+    for choice, names in (("auto", ["lookup"]), ("any", None)):
+        fields = {"tools": [tool, tool | {"name": "b", "strict": False}], "tool_choice": {"type": choice}}
+        assert whole(result(MESSAGES["text"]), **fields).get("strict_not_enforced") == names

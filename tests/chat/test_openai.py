@@ -496,3 +496,21 @@ def test_completions_streamed_and_whole(texts: TokenTexts) -> None:
             assert [value for one in columns for value in one[name]] == choice["logprobs"][name]
         assert mine[-1]["finish_reason"] == choice["finish_reason"] == "stop"
     assert chunks[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("auto", ["look"]),
+        (None, ["look"]),
+        ("required", None),
+        ({"type": "function", "function": {"name": "look"}}, None),
+    ],
+)
+def test_the_answer_reports_that_strict_was_not_enforced(
+    texts: TokenTexts, choice: Any, names: list[str] | None
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "strict": True}}, LOOK | {"function": {"name": "b"}}]
+    asked_body, answer = body(tools=tools, tool_choice=choice), result(PLAIN)
+    assert ChatWriter(asked_body, texts, 0).whole(answer).get("strict_not_enforced") == names
+    assert chunks_of(asked_body, answer, texts)[-1].get("strict_not_enforced") == names

@@ -411,3 +411,9 @@ def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
     typed = Response.model_validate(whole(answer))
     echo = [item.model_dump(exclude_unset=True) for item in typed.output]
     check_echo(answer, asked(input=[{"role": "user", "content": "hi"}, *echo, {"role": "user", "content": "and?"}]))
+
+
+def test_the_answer_reports_that_strict_was_not_enforced() -> None:
+    for choice, is_enforced in (("auto", False), (None, False), ("required", True)):
+        (tool,) = whole(result(MESSAGES["text"]), tools=[LOOKUP], tool_choice=choice)["tools"]
+        assert tool["strict"] is is_enforced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -13,15 +14,17 @@ from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS
 from agentloop.types import Constraint, ConstraintKind
+from tests.parsers.test_call_constraint import allows
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def asked(**fields: Any) -> ChatCall:
+def asked(parser: str = "hermes", **fields: Any) -> ChatCall:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
-    model = ChatModel(get_parser("hermes"), 1000)
+    model = ChatModel(get_parser(parser), 1000)
     return openai_chat.to_call(openai_chat.read_chat(orjson.dumps(body), BodyCache()), model)
 
 
@@ -63,11 +66,43 @@ def test_beside_tools_it_is_the_answer_or_a_call() -> None:
 
 
 @pytest.mark.parametrize(
+    "wanted",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+)
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "glm45", "lfm2", "mistral", "harmony"])
+def test_next_to_tools_whitespace_is_bounded_and_no_tools_schema_refuses_the_request(
+    parser: str, wanted: dict[str, Any]
+) -> None:
+    properties = {
+        "a": {"type": "string", "pattern": "(?=a)b", "format": "none", "maxLength": 2},
+        "b": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}},
+        "c": {"not": {"const": 3}},
+        "d": {"type": "nonsense"},
+        "e": False,
+    }
+    parameters = {"properties": properties, "minProperties": 1, "required": ["z"], "anyOf": [{"required": ["a"]}]}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    constraint = asked(parser, tools=[TOOL | {"function": {"name": "g"}}, tool], **wanted).sampling.constraint
+    assert constraint is not None
+    answer, calls = orjson.loads(constraint.text)["format"]["elements"]
+    assert answer["max_whitespace_cnt"] == MAX_JSON_WHITESPACE_CHARS
+    for keyword in ("maxLength", "uniqueItems", "contains", "minProperties", "nonsense", "not"):
+        assert f'"{keyword}"' not in json.dumps(calls)
+    assert allows(constraint, "{" + "\n" * 8 + "}")
+    assert not allows(constraint, "{" + "\n" * 9 + "}")
+
+
+@pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
         ({"structured_outputs": {"grammar": "x"}}, UnsupportedParameter, "structured_outputs.grammar"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, InvalidRequest, "structured_outputs"),
         ({"structured_outputs": {"json": "[1"}}, InvalidRequest, None),
+        ({"structured_outputs": {"structural_tag": "{}"}, "tools": [TOOL]}, InvalidRequest, "constraint"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
             InvalidRequest,
