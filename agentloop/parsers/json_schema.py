@@ -138,9 +138,9 @@ def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
 
 
 def _same_value(schema: Mapping[str, JSON], root: JSON) -> Iterator[JSON]:
-    """Iterate over the schemas that describe the same value: the target of a reference, and all branches."""
+    """Iterate over the schemas that describe the same value: the target of a reference, if any, and all branches."""
     if isinstance(reference := schema.get("$ref"), str):
-        yield resolve(reference, root)
+        yield _target(reference, root)
     for key in _BRANCHES:
         yield from _list(schema, key)
 
@@ -256,10 +256,7 @@ def _levels(schema: JSON, root: JSON) -> Iterator[Mapping[str, JSON]]:
         if isinstance(node, Mapping) and id(node) not in seen:
             seen.add(id(node))
             yield node
-            members = [one for key in _BRANCHES for one in _list(node, key)]
-            if isinstance(reference := node.get("$ref"), str):
-                members.append(_target(reference, root))
-            open_ones += reversed(members)
+            open_ones += reversed(list(_same_value(node, root)))
 
 
 def _target(reference: str, root: JSON) -> JSON:
@@ -363,7 +360,7 @@ def _unenforced_here(node: Mapping[str, JSON], root: JSON) -> str:
 
 
 def _unenforced_text(node: Mapping[str, JSON]) -> str:
-    """What of a string's rules is not enforced: only one kind of rule is."""
+    """Return the rule of a string that is not enforced: only the first kind of rule is."""
     lengths = [key for key in ("minLength", "maxLength") if key in node]
     rules = [key for key in ("pattern", "format") if key in node] + lengths[:1]
     if len(rules) > 1:
@@ -374,7 +371,7 @@ def _unenforced_text(node: Mapping[str, JSON]) -> str:
 
 
 def _unenforced_keys(node: Mapping[str, JSON]) -> str:
-    """What of an object's rules for its keys is not enforced: those that overlap with others."""
+    """Return the rule for an object's keys that is not enforced, as it overlaps with another rule."""
     named, patterns, names = _map(node, "properties"), _map(node, "patternProperties"), node.get("propertyNames")
     if missing := [key for key in _list(node, "required") if key not in named]:
         return f"'required' of {str(missing[0])[:64]!r}, which 'properties' does not describe,"

@@ -40,7 +40,7 @@ NUM_REMEMBERED = 4096
 _MAX_NESTING = 80  # of objects and arrays, a structural tag's own included; deeper ones overflow native stacks
 _MAX_COUNTED_PROPERTIES = 64  # with minProperties or maxProperties; compiling them takes quadratic time and more
 _MAX_PATTERNS = 64
-_LOOK_S = 0.1
+_POLL_CPU_S = 0.1
 _TOO_SLOW = f"it takes more than {MAX_CPU_S:.0f} s of CPU time to compile"
 _NUM_WALKS = 4
 _NUM_STEPS = 192
@@ -131,7 +131,7 @@ class ConstraintTrials:
         verdict = asyncio.wrap_future(trial.verdict)
         give_up_at = time.monotonic() + self._patience_s
         while True:
-            done, _ = await asyncio.wait([verdict], timeout=min(_LOOK_S, max(give_up_at - time.monotonic(), 0.0)))
+            done, _ = await asyncio.wait([verdict], timeout=min(_POLL_CPU_S, max(give_up_at - time.monotonic(), 0.0)))
             if done:
                 self._trials.pop(digest, None)
                 return verdict.result()
