@@ -138,7 +138,7 @@ def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
 
 
 def _same_value(schema: Mapping[str, JSON], root: JSON) -> Iterator[JSON]:
-    """Iterate over the schemas that describe the same value: the target of a reference, if any, and all branches."""
+    """Iterate over the schemas that describe the same value: a reference's target and all branches."""
     if isinstance(reference := schema.get("$ref"), str):
         yield _target(reference, root)
     for key in _BRANCHES:

@@ -131,7 +131,9 @@ class ConstraintTrials:
         verdict = asyncio.wrap_future(trial.verdict)
         give_up_at = time.monotonic() + self._patience_s
         while True:
-            done, _ = await asyncio.wait([verdict], timeout=min(_POLL_CPU_S, max(give_up_at - time.monotonic(), 0.0)))
+            done, _ = await asyncio.wait(
+                [verdict], timeout=min(_POLL_CPU_S, max(give_up_at - time.monotonic(), 0.0))
+            )
             if done:
                 self._trials.pop(digest, None)
                 return verdict.result()

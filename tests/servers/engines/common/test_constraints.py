@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from concurrent.futures import Future
 
@@ -71,7 +72,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", GOOD)
 async def test_a_good_constraint_passes_and_is_remembered(what: str) -> None:
-    trials = ConstraintTrials()
+    trials = ConstraintTrials(patience_s=math.inf)
     await trials.check(GOOD[what])
     started_s = time.process_time()
     for _ in range(100):
@@ -82,7 +83,7 @@ async def test_a_good_constraint_passes_and_is_remembered(what: str) -> None:
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_constraint_is_refused_with_its_reason(what: str) -> None:
     constraint, reason = BAD[what]
-    trials = ConstraintTrials()
+    trials = ConstraintTrials(patience_s=math.inf)
     with pytest.raises(InvalidRequest, match=reason) as caught:
         await trials.check(constraint)
     assert caught.value.param == "constraint"
@@ -93,7 +94,7 @@ async def test_the_loop_goes_on_during_a_trial() -> None:
     heavy = schema(
         {"properties": {f"p{index}": {"type": "string", "pattern": "^[a-z]{3,40}$"} for index in range(700)}}
     )
-    trial = asyncio.ensure_future(ConstraintTrials().check(heavy))
+    trial = asyncio.ensure_future(ConstraintTrials(patience_s=math.inf).check(heavy))
     num_turns = 0
     while not trial.done():
         await asyncio.sleep(0.001)
@@ -127,7 +128,7 @@ async def test_a_keyword_that_is_not_enforced_is_refused_by_name_everywhere(
     next_to_tools = Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag))
     for constraint in (schema(value), nested, next_to_tools, behind_thought(schema(value), ThoughtMarks())):
         with pytest.raises(InvalidRequest, match=keyword):
-            await ConstraintTrials().check(constraint)
+            await ConstraintTrials(patience_s=math.inf).check(constraint)
     for parser in ("hermes", "qwen3_xml", "glm45", "lfm2", "harmony"):
         with pytest.raises(InvalidRequest, match=keyword):
             forced(parser, value)
