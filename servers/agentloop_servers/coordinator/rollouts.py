@@ -472,7 +472,9 @@ class Rollouts:
             is_same = accepted == groups_digest(encoded) if accepted else known.num_accepted == num_new
             is_same &= shown_id(stored.adapter) == shown_id(terms.adapter)
             if is_same and known.owner == terms.owner:
-                return known  # the same submission again: its answer was lost
+                if not is_live and not known.is_done:
+                    await self._queue_stored(rollout_id)
+                return await self._by_id(rollout_id)  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
         try:
             await self._store.accept(rollout_id, groups, terms, encoded)
@@ -482,6 +484,13 @@ class Rollouts:
         self._changed.notify()
         self._log.info("rollout_accepted", rollout=rollout_id, num_groups=len(groups), num_trajectories=num_new)
         return await self._by_id(rollout_id)
+
+    async def _queue_stored(self, rollout_id: str) -> None:
+        """Queue accepted work that the queue does not have: the database lost the answer of the commit."""
+        work = [one for one in await self._store.unfinished() if one[0].rollout_id == rollout_id]
+        if work:
+            await self._restore(rollout_id, work, self._clock.now())
+            self._changed.notify()
 
     @to_its_end
     async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:

@@ -107,6 +107,22 @@ async def test_a_record_that_could_not_be_stored_gives_its_place_back(
     assert complete(await stored(coordinator)) == [1]
 
 
+@service("a")
+async def test_work_whose_acceptance_was_not_answered_is_queued_by_the_repeated_submission(
+    site: Service, coordinator: Coordinator
+) -> None:
+    work = groups(2, 1)
+    site.store.loses_answers = True
+    with pytest.raises(ServiceUnavailable):
+        await coordinator.rollouts.submit("r", work)
+    site.store.loses_answers = False
+    for _ in range(2):
+        status = await coordinator.rollouts.submit("r", work)
+        assert (status.num_accepted, status.num_queued) == (2, 2)
+    started = (await coordinator.rollouts.take(report("w", 4), 1.0)).start
+    assert len(started) == 2
+
+
 @pytest.mark.parametrize("then", ["resubmitted", "another ends first", "worker lost", "another record", "restart"])
 def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, then: str) -> None:
     clock = VirtualClock()

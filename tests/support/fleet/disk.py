@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from agentloop.api.encoded_record import EncodedRecord
+from agentloop.errors import ServiceUnavailable
+from agentloop.storage.trajectory_store import TrajectoryStore
 
 
 class Disk:
@@ -20,6 +24,16 @@ class Disk:
         self._num_copies = 0
         self.slowness_s = 0.0
         self.is_full = False
+        self.database_returns_at = 0.0  # in loop time
+        self.loses_answers = False
+
+    async def until_database_returns(self) -> None:
+        while (left_s := self.database_returns_at - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(left_s)
+
+    def lose_answer(self) -> None:
+        if self.loses_answers:
+            raise ServiceUnavailable("injected: the answer of a commit was lost")
 
     @property
     def is_good(self) -> bool:
@@ -43,6 +57,25 @@ class Disk:
             elif not one.name.endswith("-shm"):
                 shutil.copy(one, folder / one.name)
         return folder / path.name
+
+
+class FaultyStore(TrajectoryStore):
+    """A run's store in a database that stalls, returns, and loses the answers of commits that took place."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        super().__init__(path, disk.executor)
+        self._disk = disk
+
+    async def accept(self, *arguments: Any) -> None:
+        await self._disk.until_database_returns()
+        await super().accept(*arguments)
+        self._disk.lose_answer()
+
+    async def add_records(self, records: Sequence[EncodedRecord]) -> int:
+        await self._disk.until_database_returns()
+        num_new = await super().add_records(records)
+        self._disk.lose_answer()
+        return num_new
 
 
 class DiskThread(Executor):

@@ -58,6 +58,8 @@ class FlakyStore(TrajectoryStore):
         if self.stalled is not None:
             await self.stalled.wait()
         await super().accept(*arguments)
+        if self.loses_answers:
+            raise ServiceUnavailable("the answer of a commit was lost")
 
     async def add_records(self, records):
         self.num_commits += 1

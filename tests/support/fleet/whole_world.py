@@ -56,7 +56,7 @@ from agentloop.types import (
 from agentloop_servers.coordinator.server import calls_of
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from tests.support.engine.scripted import RENDERER
-from tests.support.fleet.disk import Disk, DiskThread
+from tests.support.fleet.disk import Disk, DiskThread, FaultyStore
 from tests.support.fleet.faulty_link import FaultyPort, Stall
 from tests.support.fleet.poisons import POISONS, NoteTool
 from tests.support.fleet.proving_policy import ProvingPolicy
@@ -175,7 +175,7 @@ class WholeWorld(World):
         if self._num_coordinators > 1:
             self.store_path = self.disk.after_a_kill(self.store_path)
         self.disk.slowness_s, self.disk.is_full = 0.0, False  # it is opened at once
-        self.run_store = TrajectoryStore(self.store_path, self.disk.executor)
+        self.run_store = FaultyStore(self.store_path, self.disk)
         return self.run_store
 
     def start_worker(self) -> None:
@@ -486,11 +486,27 @@ class WholeWorld(World):
             group.create_task(super().befall())
             if self.has_words and self.say.random() < 0.5:
                 group.create_task(self._kill_two())
+            if self.has_words:
+                group.create_task(self._trouble_the_database(Random(f"database {self.seed}")))
             gap_s = self.rng.choice((0.4, 1.0, 3.0))
             while await self._goes_on(gap_s):
                 plague = self.rng.choice(self._plagues)
                 self.history.counts[plague.__name__] += 1
                 await plague(self.rng.choice(tuple(self.processes.values())))
+
+    async def _trouble_the_database(self, rng: Random) -> None:
+        """The database stalls and returns, or loses the answers of its commits for a while."""
+        gap_s = rng.choice((1.0, 3.0, 10.0))
+        while not self.is_healed:
+            await self.clock.sleep(rng.expovariate(1 / gap_s))
+            if rng.random() < 0.3:
+                self.disk.database_returns_at = self.clock.now() + rng.choice((0.5, 3.0, 8.0))
+                self.history.counts["database stalled"] += 1
+            else:
+                self.disk.loses_answers = True
+                await self.clock.sleep(rng.choice((0.1, 0.5, 2.0)))
+                self.disk.loses_answers = False
+                self.history.counts["commit answers lost"] += 1
 
     async def _hang(self, process: Process) -> None:
         process.engine.faults.num_hung += self.rng.randint(1, 3)
@@ -563,6 +579,7 @@ class WholeWorld(World):
     async def heal(self) -> None:
         await super().heal()
         self.disk.slowness_s, self.disk.is_full = 0.0, False
+        self.disk.database_returns_at, self.disk.loses_answers = 0.0, False
         self.stall.until = 0.0
         for process in self.processes.values():
             process.stall.until = 0.0
