@@ -155,6 +155,8 @@ class PromptText:
         stop_start, stop = self._turn_end(text)
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
+        if end.closing is not None:  # the template may write blanks between calls and the end of their turn
+            return end.closing.rstrip() + text[len(text[:stop_start].rstrip()) :]
         return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
 
     def closing_special(self, definitions: Sequence[JSON] = ()) -> str | None:
