@@ -70,10 +70,10 @@ class TurnReader:
 
     def end_of(self, reply: Reply, before: Iterable[Message] = ()) -> TurnEnd:
         """Return the end of a turn for a bridge; `before` is the conversation up to the turn."""
-        calls = (call for message in before for call in message.tool_calls)
+        calls = [call for message in before for call in message.tool_calls]
         num_calls = sum(call.status is ToolCallStatus.OK for call in calls)
         num_ids = len(reply.token_ids)
-        ids = tuple((call.id, call.written_id) for call in reply.message.tool_calls if call.written_id)
+        ids = tuple((call.id, call.written_id) for call in (*calls, *reply.message.tool_calls) if call.written_id)
         if reply.is_closed:
             return TurnEnd(int(reply.token_ids[-1]), written_ids=ids, num_calls=num_calls)
         is_thinking = 0 < num_ids == reply.num_reasoning_tokens
