@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentloop.errors import TemplateError
 from agentloop.images import ImageRef
 from agentloop.rendering.port import TurnEnd
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, model_text
+from agentloop.rendering.template import ChatTemplate
 from agentloop.types import Message, ToolCall
 from tests.support.families.table import FAMILIES, write_family
 from tests.support.records.model_folder import IGNORES_TOOLS, TEMPLATE, TOOLS, write_folder
@@ -121,14 +122,23 @@ def test_a_text_that_the_template_converts_is_shown(tmp_path: Path, change: str)
         renderer.render([SYSTEM, ASKED, TURN, DEVELOPER, AGAIN], [])
 
 
-def test_an_outline_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    renderer = TemplateRenderer.from_directory(write_folder(tmp_path))
-    rendered = itertools.count()
-    render = renderer._template.render
-    monkeypatch.setattr(
-        renderer._template, "render", lambda *args, **kwargs: (next(rendered), render(*args, **kwargs))[1]
+class CountingTemplate(ChatTemplate):
+    """Counts its renderings."""
+
+    num_rendered = 0
+
+    def render(self, *args: Any, **fields: Any) -> str:
+        self.num_rendered += 1
+        return super().render(*args, **fields)
+
+
+def test_an_outline_is_tried_once(tmp_path: Path):
+    text, template = model_text(write_folder(tmp_path)), CountingTemplate(TEMPLATE, {})
+    renderer = TemplateRenderer(
+        template, text.tokens, stop_token_ids=text.stop_token_ids, vocab_size=text.vocab_size
     )
-    for text in ("a", "b", "c"):
-        renderer.bridge([Message("user", text)], [], TurnEnd())
-        renderer.render([Message("system", text), Message("user", text)], [])
-    assert next(rendered) == 6 + 2
+    num_before = template.num_rendered
+    for content in ("a", "b", "c"):
+        renderer.bridge([Message("user", content)], [], TurnEnd())
+        renderer.render([Message("system", content), Message("user", content)], [])
+    assert template.num_rendered - num_before == 6 + 2
