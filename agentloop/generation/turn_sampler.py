@@ -45,7 +45,7 @@ from agentloop.types import (
 _MIN_LOOK_CHARS = 32  # of new text, before the first call of a turn is looked for again
 
 
-class _Part(Enum):
+class _TurnPart(Enum):
     """The part of a turn's text that `AnswerText` is in."""
 
     START = "start"  # the turn may begin with reasoning
@@ -361,13 +361,13 @@ class AnswerText:
     def __init__(self, marks: Marks, *, is_thinking: bool) -> None:
         self._open, self._close = marks.thoughts.open, MarkSet((marks.thoughts.close,))
         self._later = MarkSet((marks.thoughts.open,)) if marks.headers else None
-        self._state = _Part.REASONING if is_thinking else _Part.START
+        self._state = _TurnPart.REASONING if is_thinking else _TurnPart.START
         self._text = ""  # that is in no part yet
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the answer that may begin reasoning."""
-        return len(self._text) if self._state is _Part.ANSWER else 0
+        return len(self._text) if self._state is _TurnPart.ANSWER else 0
 
     def add(self, text: str, *, is_last: bool = False) -> list[tuple[int, str]]:
         """Return the parts that became certain: the number of characters to skip, and the answer after them."""
@@ -377,34 +377,34 @@ class AnswerText:
         while not is_settled:
             text, is_settled = self._text, True
             match self._state:
-                case _Part.START:
+                case _TurnPart.START:
                     bare = text.lstrip()
                     may_open = len(text) - len(bare) <= MAX_BLANKS and self._open.startswith(
                         bare[: len(self._open)]
                     )
                     if may_open and len(bare) >= len(self._open):
                         num_skipped += len(text) - len(bare) + len(self._open)
-                        self._text, self._state, is_settled = bare[len(self._open) :], _Part.REASONING, False
+                        self._text, self._state, is_settled = bare[len(self._open) :], _TurnPart.REASONING, False
                     elif not may_open or is_last:
-                        self._state, is_settled = _Part.ANSWER, False
-                case _Part.REASONING:
+                        self._state, is_settled = _TurnPart.ANSWER, False
+                case _TurnPart.REASONING:
                     _, mark, self._text = self._close.split(text)
                     num_skipped += len(text) - len(self._text)
                     if mark is not None:
-                        self._state, is_settled = _Part.BLANKS, False
-                case _Part.BLANKS:
+                        self._state, is_settled = _TurnPart.BLANKS, False
+                case _TurnPart.BLANKS:
                     self._text = text.lstrip()
                     num_skipped += len(text) - len(self._text)
                     if self._text:
-                        self._state, is_settled = _Part.ANSWER, False
-                case _Part.ANSWER:
+                        self._state, is_settled = _TurnPart.ANSWER, False
+                case _TurnPart.ANSWER:
                     before, mark, self._text = (text, None, "") if self._later is None else self._later.split(text)
                     if is_last and mark is None:
                         before, self._text = text, ""
                     parts.append((num_skipped, before))
                     num_skipped = 0
                     if mark is not None:
-                        num_skipped, self._state, is_settled = len(mark), _Part.REASONING, False
+                        num_skipped, self._state, is_settled = len(mark), _TurnPart.REASONING, False
         return [*parts, (num_skipped, "")]
 
 
