@@ -119,6 +119,7 @@ def to_call(body: MessagesBody, model: ChatModel) -> ChatCall:
         stop=tuple(dict.fromkeys(body.stop_sequences)),
         template_kwargs=template_arguments(body, model),
         is_strict=body.strict_history is True,
+        stop_in_reasoning=body.stop_in_reasoning is True,
         timeout_s=model.timeout_s,
         constraint_param=constraint_param,
     )

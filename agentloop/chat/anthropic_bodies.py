@@ -220,6 +220,7 @@ class MessagesBody(CountTokensBody, SampledBody):
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
     strict_history: bool | None = None  # beyond Anthropic
+    stop_in_reasoning: bool | None = None  # beyond Anthropic
 
     metadata: Ignored = None
     service_tier: Ignored = None

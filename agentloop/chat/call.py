@@ -41,10 +41,11 @@ class ChatCall:
     tools: tuple[Mapping[str, JSON], ...] = ()  # definitions in the OpenAI function format
     tool_choice: ToolChoice = ToolChoice.AUTO
     forced_tool: str | None = None  # with REQUIRED: this one and no other
-    is_parallel: bool = True  # whether one turn may make several calls
+    is_parallel: bool = True  # false: the turn ends after its first complete call
     max_tokens: int | None = None
     num_choices: int = 1
     stop: tuple[str, ...] = ()  # stop strings; the reply's content ends before the first that occurs
+    stop_in_reasoning: bool = True  # false: they count in the answer only
     prompt_ids: tuple[int, ...] | None = None  # of a raw completion
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     is_strict: bool = False  # history must be echoed exactly: call ids and outer whitespace too

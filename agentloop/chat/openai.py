@@ -106,6 +106,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         stop=stops_of(body),
         template_kwargs=template_kwargs(body, model.template_arguments, body.reasoning_effort),
         is_strict=body.strict_history is True,
+        stop_in_reasoning=body.stop_in_reasoning is True,
         timeout_s=model.timeout_s,
         constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,

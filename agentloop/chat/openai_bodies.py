@@ -348,7 +348,7 @@ class ChatBody(CallBase, TemplateBody):
     """The body of `POST /v1/chat/completions`.
 
     `strict_history`: an echoed answer is taken for the sampled one only if call ids and outer whitespace are equal
-    too.
+    too. `stop_in_reasoning`: stop strings count in the reasoning too, not only in the answer.
     """
 
     messages: Messages
@@ -363,6 +363,7 @@ class ChatBody(CallBase, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     strict_history: bool | None = None
+    stop_in_reasoning: bool | None = None
     store: bool | None = None
     service_tier: ShortText | None = None
     safety_identifier: ShortText | None = None

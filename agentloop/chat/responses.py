@@ -123,6 +123,7 @@ def to_call(body: ResponsesBody, model: ChatModel, turns: Turns | None = None) -
         max_tokens=body.max_output_tokens,
         template_kwargs=template_kwargs(body, model.template_arguments, effort),
         is_strict=body.strict_history is True,
+        stop_in_reasoning=body.stop_in_reasoning is True,
         timeout_s=model.timeout_s,
         constraint_param="text.format",
     )

@@ -270,6 +270,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     reasoning: ReasoningConfig | None = None
     user: ShortText | None = None
     strict_history: bool | None = None  # beyond OpenAI
+    stop_in_reasoning: bool | None = None  # beyond OpenAI; this API has no stop strings
 
     store: bool | None = None  # every response is kept as long as its session, whatever this says
     service_tier: Ignored = None

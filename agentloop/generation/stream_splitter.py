@@ -13,8 +13,8 @@ from enum import Enum
 
 from agentloop.errors import InvariantBroken
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
-from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader, by_character
+from agentloop.parsers.base import MAX_CALLS, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 
 _MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end
@@ -33,14 +33,18 @@ class _Phase(Enum):
 class TurnSplitter:
     """A reader of one turn's text from left to right, for a streaming client."""
 
-    def __init__(self, reader: TurnReader, reading: Reading, choice_index: int = 0) -> None:
+    def __init__(
+        self, reader: TurnReader, reading: Reading, choice_index: int = 0, *, gives_calls: bool = True
+    ) -> None:
+        """Without `gives_calls` the calls and all text after the first mark of a call are given out by `finish`."""
+        self._gives_calls = gives_calls
         self._choice_index = choice_index
         self._reader = reader
         self._reading = reading
         self._marks = reader.marks
         headers = self._marks.headers if reading.reads_calls or reading.reads_thoughts else ()
-        self._in_content = _MarkSet((*(self._marks.openings if reading.reads_calls else ()), *headers))
-        self._in_thought = _MarkSet((self._marks.thoughts.close,))
+        self._in_content = MarkSet((*(self._marks.openings if reading.reads_calls else ()), *headers))
+        self._in_thought = MarkSet((self._marks.thoughts.close,))
         self._phase = _Phase.START if reading.reads_thoughts else _Phase.HEAD
         if reading.reads_thoughts and reading.is_thinking:
             self._phase = _Phase.THOUGHT
@@ -58,6 +62,11 @@ class TurnSplitter:
         self._calls: list[CallDelta] = []
         self._given_reasoning: list[str] = []
         self._given_content: list[str] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if further text is given out by `finish` only."""
+        return self._phase is _Phase.WAITING
 
     def add(self, text: str) -> TurnPiece:
         """Add text. Returns the piece that has become certain, without tokens."""
@@ -145,7 +154,7 @@ class TurnSplitter:
         if mark in self._marks.headers:
             self._end_segment()
             return after
-        is_readable = self._marks.closing is not None and self._num_calls < MAX_CALLS
+        is_readable = self._gives_calls and self._marks.closing is not None and self._num_calls < MAX_CALLS
         self._phase = _Phase.CALL if is_readable else _Phase.WAITING
         self._region, self._num_parses = [], 0
         return mark + after
@@ -200,8 +209,8 @@ class TurnSplitter:
         return position, bool(parsed.calls)
 
     def _parse(self, region: str) -> ParsedTurn:
-        """The region read by itself, a token a character, so that its calls tell their characters."""
-        return self._reader.parse(DecodedText(region, tuple(range(1, len(region) + 1))), self._reading)
+        """Parse the region alone. Its calls have character offsets."""
+        return self._reader.parse(by_character(region), self._reading)
 
     def _give_content(self, text: str) -> None:
         if given := self._segment.add(text):
@@ -216,14 +225,14 @@ class TurnSplitter:
         call_id = f"call_{self._reading.turn_index}_{index}"  # as `Parser.parse` numbers them
         self._calls += [CallDelta(index, call_id, call.name), CallDelta(index, arguments=arguments_text(call))]
 
-    def _until_mark(self, text: str, marks: _MarkSet) -> tuple[str, str | None, str]:
+    def _until_mark(self, text: str, marks: MarkSet) -> tuple[str, str | None, str]:
         """The text before the first mark, the mark, and what follows; a mark's possible beginning is held."""
         before, mark, after = marks.split(self._held + text)
         self._held = "" if mark is not None else after
         return before, mark, after
 
 
-class _MarkSet:
+class MarkSet:
     """Marks that are looked for together."""
 
     def __init__(self, marks: Sequence[str]) -> None:

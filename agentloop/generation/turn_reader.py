@@ -7,6 +7,7 @@ Marks of calls inside it are no calls, and marks of thoughts elsewhere are conte
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,20 +70,44 @@ class TurnReader:
 
     def end_of(self, reply: Reply, before: Iterable[Message] = ()) -> TurnEnd:
         """Return the end of a turn for a bridge; `before` is the conversation up to the turn."""
-        calls = (call for message in before for call in message.tool_calls)
+        calls = [call for message in before for call in message.tool_calls]
         num_calls = sum(call.status is ToolCallStatus.OK for call in calls)
         num_ids = len(reply.token_ids)
-        ids = tuple((call.id, call.written_id) for call in reply.message.tool_calls if call.written_id)
+        ids = tuple((call.id, call.written_id) for call in (*calls, *reply.message.tool_calls) if call.written_id)
         if reply.is_closed:
             return TurnEnd(int(reply.token_ids[-1]), written_ids=ids, num_calls=num_calls)
         is_thinking = 0 < num_ids == reply.num_reasoning_tokens
         last = self._renderer.decode(reply.token_ids[-_PROMPT_TAIL:].tolist()) if is_thinking else ""
         is_open = is_thinking and not last.rstrip().endswith(self.marks.thoughts.close)
-        return TurnEnd(None, is_open, ids, num_calls)
+        return TurnEnd(None, is_open, ids, num_calls, reply.closing)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
         """Return content and calls of a text behind the thought."""
         return self._parser.parse(decoded, reading.tools, reading.turn_index)
+
+    def first_call(self, decoded: DecodedText, reading: Reading) -> tuple[DecodedText, str] | None:
+        """Return the turn cut after its first complete call, and the end of its text that no kept token has.
+
+        None if the turn has no complete call, or nothing follows it.
+        """
+        thought = self._thought(decoded.text, reading)
+        text = decoded.text if thought is None else decoded.text[thought[2] :].lstrip()
+        calls = self.parse(by_character(text), reading).calls
+        call = next((call for call in calls if call.status is ToolCallStatus.OK), None)
+        if call is None:
+            return None
+        rest = text[call.token_end :].strip()
+        closing = self.parse(by_character(text[: call.token_end]), reading).closing
+        if closing.strip().startswith(rest):  # the end of a section may come in pieces
+            return None
+        end = len(decoded.text) - len(text) + call.token_end
+        num_kept = bisect_left(decoded.ends, end)
+        if num_kept < len(decoded.ends) and decoded.ends[num_kept] == end:
+            num_kept += 1
+        # A token that ends the call and begins what follows, such as `}},`, is not kept: it cannot be cut.
+        whole = decoded.text[:end] + closing
+        ends = decoded.ends[:num_kept]
+        return DecodedText(whole, (*ends[:-1], len(whole))), whole[ends[-1] if ends else 0 :]
 
     def read(self, decoded: DecodedText, reading: Reading) -> tuple[Message, int]:
         """Return the turn as a message, and the number of tokens of its thought, up to its last mark.
@@ -123,6 +148,11 @@ class TurnReader:
             start += len(marks.open)
         end = text.find(marks.close, start)
         return (start, len(text), len(text)) if end < 0 else (start, end, end + len(marks.close))
+
+
+def by_character(text: str) -> DecodedText:
+    """Return the text with one token per character, so that calls have character offsets."""
+    return DecodedText(text, tuple(range(1, len(text) + 1)))
 
 
 def _text_of(call: ToolCall, decoded: DecodedText) -> str:

@@ -3,7 +3,8 @@
 Invariants: a stream's pieces concatenate exactly to its reply, and the reply is that of the whole turn under the
 same seed; an engine's abort is continued, never shown; no engine request outlives the call that made it.
 
-Stop strings apply to all text that the policy writes, thoughts and tool calls included, but not to the stop token.
+Stop strings apply to all text that the policy writes, tool calls included, but not to the stop token, and to the
+reasoning only with `stop_in_reasoning`. Without it they are looked for from the first character of the answer on.
 The ids end with the token that completes the first of them; what the engine sampled beyond is dropped. The first
 stop string that is complete ends the text; of several complete at the same character the longest, which began
 first. What is found does not depend on how the text is cut.
@@ -11,10 +12,11 @@ first. What is found does not depend on how the text is cut.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 
@@ -22,11 +24,11 @@ from agentloop.clock import Stopwatch
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import AbortRule, AbortSwitch, LeasedEngine, TurnClock, TurnOptions
-from agentloop.generation.stream_splitter import TurnSplitter
+from agentloop.generation.stream_splitter import MarkSet, TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
-from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
 from agentloop.metrics import MetricsTally
-from agentloop.parsers.base import DecodedText
+from agentloop.parsers.base import DecodedText, Marks
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import long_constraint, turn_sampling
 from agentloop.trajectory.node import Reply
@@ -40,6 +42,17 @@ from agentloop.types import (
     TopLogprobs,
 )
 
+_MIN_LOOK_CHARS = 32  # of new text, before the first call of a turn is looked for again
+
+
+class _TurnPart(Enum):
+    """The part of a turn's text that `AnswerText` is in."""
+
+    START = "start"  # the turn may begin with reasoning
+    REASONING = "reasoning"
+    BLANKS = "blanks"  # after reasoning
+    ANSWER = "answer"
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
@@ -52,6 +65,8 @@ class TurnRequest:
     request: GenerateRequest
     reading: Reading
     stop: tuple[str, ...] = ()
+    stop_in_reasoning: bool = True
+    is_parallel: bool = True  # false: the turn ends after its first complete call
     choice_index: int = 0
     deadline: Deadline | None = None
     stopwatch: Stopwatch | None = None  # of the trajectory; None: the reply has no times
@@ -80,7 +95,7 @@ async def sample_turn(
     turn, request = TurnText(reader, wanted, engine.tally), wanted.request
     options: TurnOptions = {"deadline": wanted.deadline, "clock": turn.clock, "switch": wanted.switch}
     options["continues_after_abort"] = continues_after_abort
-    if not wanted.stop:
+    if not wanted.stop and wanted.is_parallel:
         return turn.finish(await engine.generate(request, turn.sampled, **options))
     async with aclosing(engine.stream(request, turn.sampled, is_shown=False, **options)) as items:
         async for item in items:
@@ -133,15 +148,28 @@ class TurnText:
         self._sampling = wanted.request.sampling
         is_thinking = wanted.reading.reads_thoughts and reader.is_thinking(wanted.request.token_ids)
         self._reading = replace(wanted.reading, is_thinking=is_thinking)
-        self._text = _GrowingText(reader, wanted.stop)
-        self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
+        self._reads_one_call = wanted.reading.reads_calls and not wanted.is_parallel
+        self._text = self._new_text()
+        self._splitter = (
+            TurnSplitter(reader, self._reading, wanted.choice_index, gives_calls=not self._reads_one_call)
+            if is_streamed
+            else None
+        )
         self._held = ""  # text that may begin a stop string
         self._num_given = 0  # tokens that pieces had
+        self._next_look = _MIN_LOOK_CHARS  # characters of the text at which its first call is looked for
+        self._has_first_call = False  # and something follows it
 
     @property
     def is_stopped(self) -> bool:
-        """True once a stop string is complete: nothing may be added any more."""
-        return self._text.match is not None
+        """True once a stop string, or the only call of a turn, is complete: no tokens may be added."""
+        return self._text.match is not None or self._has_first_call
+
+    def _new_text(self) -> _GrowingText:
+        wanted, reads_thoughts = self._wanted, self._reading.reads_thoughts
+        skips_reasoning = bool(wanted.stop) and reads_thoughts and not wanted.stop_in_reasoning
+        answer = AnswerText(self._reader.marks, is_thinking=self._reading.is_thinking) if skips_reasoning else None
+        return _GrowingText(self._reader, wanted.stop, answer)
 
     def read(self) -> TurnPiece | None:
         """Read the new tokens. Returns the piece that a client can be shown, if there is one."""
@@ -150,31 +178,41 @@ class TurnText:
         # A stop token is the turn's end and no text, unless something follows it.
         ids = self.sampled.token_ids
         if len(ids) < self._text.num_read:  # it is sampled again
-            self._text = _GrowingText(self._reader, self._wanted.stop)
+            self._text, self._next_look = self._new_text(), _MIN_LOOK_CHARS
         text = self._text.read(ids, len(ids) - 1 if ids and ids[-1] in self._sampling.stop_token_ids else len(ids))
         if self.is_stopped:
             self.sampled.cut(self._text.num_kept)
+        if self._reads_one_call and self._text.num_chars >= self._next_look:
+            self._next_look = self._text.num_chars * 5 // 4 + _MIN_LOOK_CHARS  # all looks take linear time
+            self._has_first_call = self._reader.first_call(self._text.shown, self._reading) is not None
         if self._splitter is None or self.is_stopped:
             return None
         text = self._held + text
         num_free = len(text) - self._text.num_held
         self._held = text[num_free:]
         shown = self._splitter.add(text[:num_free])
-        return None if shown.is_empty else self._piece(shown, len(self._text.ends))
+        # The tokens from the mark of the only call on may be cut.
+        is_uncertain = self._reads_one_call and self._splitter.is_waiting
+        num_tokens = self._num_given if is_uncertain else self._text.num_certain
+        return None if shown.is_empty else self._piece(shown, num_tokens)
 
     def finish(self, last: Generation | None) -> Reply:
         """Read the rest, and return the reply. `last` is the engine's; None if a stop string came first."""
         stopped_at = self._text.match
         reason = FinishReason.STOP if last is None else last.finish_reason
-        has_stop_token = stopped_at is None and reason is FinishReason.STOP
+        has_stop_token = last is not None and stopped_at is None and reason is FinishReason.STOP
         if stopped_at is None:
             num_ids = len(self.sampled)
             self._text.finish(self.sampled.token_ids, num_ids - 1 if has_stop_token else num_ids)
             stopped_at = self._text.match  # the last characters may complete a stop string
             if stopped_at is not None:
                 self.sampled.cut(self._text.num_kept)
+        decoded, closing = self._text.shown, None
+        if self._reads_one_call and (ended := self._reader.first_call(decoded, self._reading)) is not None:
+            (decoded, closing), reason, stopped_at, has_stop_token = ended, FinishReason.STOP, None, False
+            self.sampled.cut(len(decoded.ends))
         has_stop_token = has_stop_token and stopped_at is None
-        message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
+        message, num_reasoning_tokens = self._reader.read(decoded, self._reading)
         if num_malformed := sum(call.status is ToolCallStatus.MALFORMED for call in message.tool_calls):
             self._tally.count("malformed_calls_total", self._reader.parser_name, by=num_malformed)
         unread: tuple[ToolCall, ...] = ()
@@ -201,6 +239,7 @@ class TurnText:
             unread_calls=unread,
             constraint=long_constraint(self._sampling),
             times=None if self.clock is None else self.clock.times(),
+            closing=closing,
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
@@ -248,21 +287,29 @@ def _is_unread(call: ToolCall) -> bool:
 class _GrowingText:
     """A turn's text as its ids come, up to the first stop string."""
 
-    def __init__(self, reader: TurnReader, stops: Sequence[str]) -> None:
+    def __init__(self, reader: TurnReader, stops: Sequence[str], answer: AnswerText | None = None) -> None:
+        """`answer` finds the text in which stop strings count; None: in all of it."""
         self.ends: list[int] = []  # of the tokens whose text is certain, as `DecodedText.ends`
         self.match: StopMatch | None = None
         self.num_kept = 0  # tokens up to the one that completes the match
         self._reader = reader
         self._decoder = reader.decoder()
         self._stops = StopFinder(stops)
+        self._answer = answer
         self._text: list[str] = []
-        self._num_chars = 0
+        self.num_chars = 0
         self.num_read = 0  # tokens that the decoder has
 
     @property
     def num_held(self) -> int:
         """Characters at the end that may begin a stop string."""
-        return self._stops.num_held
+        return self._stops.num_held + (0 if self._answer is None else self._answer.num_held)
+
+    @property
+    def num_certain(self) -> int:
+        """Tokens that no stop string can cut: all whose text was searched."""
+        num_held = 0 if self._answer is None else self._answer.num_held
+        return bisect_right(self.ends, self.num_chars - num_held)
 
     @property
     def shown(self) -> DecodedText:
@@ -282,21 +329,83 @@ class _GrowingText:
     def finish(self, ids: Sequence[int], num_ids: int) -> None:
         """Decode the rest, and what was not certain."""
         if self.num_read == 0:  # nothing was read in pieces
-            self._append(self._reader.decode(ids[:num_ids]))
+            self._append(self._reader.decode(ids[:num_ids]), is_last=True)
             return
         self.read(ids, num_ids)
         if self.match is None:
-            self._append(self._decoder.finish())
+            self._append(self._decoder.finish(), is_last=True)
 
-    def _append(self, decoded: DecodedText) -> str:
-        self.ends.extend(self._num_chars + end for end in decoded.ends)
-        self._num_chars += len(decoded.text)
+    def _append(self, decoded: DecodedText, *, is_last: bool = False) -> str:
+        self.ends.extend(self.num_chars + end for end in decoded.ends)
+        self.num_chars += len(decoded.text)
         self._text.append(decoded.text)
-        self.match = self._stops.add(decoded.text)
+        parts = [(0, decoded.text)] if self._answer is None else self._answer.add(decoded.text, is_last=is_last)
+        for num_skipped, text in parts:
+            self._stops.skip(num_skipped)
+            if (match := self._stops.add(text)) is not None:
+                self.match = match
+                break
         if self.match is not None:
             self.num_kept = bisect_left(self.ends, self.match.end) + 1
             del self.ends[self.num_kept :]
         return decoded.text
+
+
+class AnswerText:
+    """Finds the parts of a turn's text that are no reasoning, as the text arrives.
+
+    Reasoning is at the beginning of the turn, as `TurnReader` reads it. In formats of messages with headers it may
+    also be between other messages. Blanks after reasoning are no part of the answer.
+    """
+
+    def __init__(self, marks: Marks, *, is_thinking: bool) -> None:
+        self._open, self._close = marks.thoughts.open, MarkSet((marks.thoughts.close,))
+        self._later = MarkSet((marks.thoughts.open,)) if marks.headers else None
+        self._state = _TurnPart.REASONING if is_thinking else _TurnPart.START
+        self._text = ""  # that is in no part yet
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the answer that may begin reasoning."""
+        return len(self._text) if self._state is _TurnPart.ANSWER else 0
+
+    def add(self, text: str, *, is_last: bool = False) -> list[tuple[int, str]]:
+        """Return the parts that became certain: the number of characters to skip, and the answer after them."""
+        parts: list[tuple[int, str]] = []
+        self._text += text
+        num_skipped, is_settled = 0, False
+        while not is_settled:
+            text, is_settled = self._text, True
+            match self._state:
+                case _TurnPart.START:
+                    bare = text.lstrip()
+                    may_open = len(text) - len(bare) <= MAX_BLANKS and self._open.startswith(
+                        bare[: len(self._open)]
+                    )
+                    if may_open and len(bare) >= len(self._open):
+                        num_skipped += len(text) - len(bare) + len(self._open)
+                        self._text, self._state, is_settled = bare[len(self._open) :], _TurnPart.REASONING, False
+                    elif not may_open or is_last:
+                        self._state, is_settled = _TurnPart.ANSWER, False
+                case _TurnPart.REASONING:
+                    _, mark, self._text = self._close.split(text)
+                    num_skipped += len(text) - len(self._text)
+                    if mark is not None:
+                        self._state, is_settled = _TurnPart.BLANKS, False
+                case _TurnPart.BLANKS:
+                    self._text = text.lstrip()
+                    num_skipped += len(text) - len(self._text)
+                    if self._text:
+                        self._state, is_settled = _TurnPart.ANSWER, False
+                case _TurnPart.ANSWER:
+                    before, mark, self._text = (text, None, "") if self._later is None else self._later.split(text)
+                    if is_last and mark is None:
+                        before, self._text = text, ""
+                    parts.append((num_skipped, before))
+                    num_skipped = 0
+                    if mark is not None:
+                        num_skipped, self._state, is_settled = len(mark), _TurnPart.REASONING, False
+        return [*parts, (num_skipped, "")]
 
 
 def _rounded(tops: Sequence[tuple[tuple[int, float], ...]]) -> TopLogprobs:
@@ -331,6 +440,12 @@ class StopFinder:
         return max(
             (_num_begun(stop, self._tail[-len(stop) + 1 :]) for stop in self._stops if len(stop) > 1), default=0
         )
+
+    def skip(self, num_chars: int) -> None:
+        """Pass over characters that are not searched: no match includes or spans them."""
+        if num_chars:
+            self._num_read += len(self._tail) + num_chars
+            self._tail = ""
 
     def add(self, text: str) -> StopMatch | None:
         """Return the first match that `text` completes; no text may follow one."""

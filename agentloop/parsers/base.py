@@ -42,12 +42,14 @@ class DecodedText:
 class ParsedTurn:
     """A sampled turn: its text outside calls, stripped, and its calls in the order they were written.
 
-    `reasoning` holds the thoughts of formats that let them stand between other text, behind the first one.
+    `reasoning` holds the reasoning after the first one, of formats that allow it between other text. `closing` is
+    the text that is missing after the last call if the turn ends there: the end of the call, or of its section.
     """
 
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
+    closing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class TurnBuilder:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
+        self.closing = ""  # as in `ParsedTurn`
 
     @property
     def is_full(self) -> bool:
@@ -206,7 +209,7 @@ class TurnBuilder:
         return self.finish()
 
     def finish(self) -> ParsedTurn:
-        return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))
+        return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning), self.closing)
 
     def _add(self, start: int, end: int, call: ToolCall) -> None:
         first, last = self._decoded.token_span(start, end)

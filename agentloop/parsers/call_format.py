@@ -207,6 +207,7 @@ class _CallReader:
             if call is None:
                 return start
             builder.add_call(start, *call)
+            builder.closing = self._missing_end(text[start : call[0]].rstrip())
             if (following := self._next.match(text, end := call[0])) is None:
                 return end
             if builder.is_full:
@@ -248,6 +249,13 @@ class _CallReader:
         if found is None:
             return None
         return end if closed is None else closed.end(), *found[:3], found[3] or self._note
+
+    def _missing_end(self, written: str) -> str:
+        """Return the literal text that is missing after a call that was read, if no other call follows it."""
+        end, section = self.form.end, self.form.section[1]
+        if section.strip() and written.endswith(section.strip()):
+            return ""
+        return section if written.endswith(end.strip()) else end + section
 
     def _ends(self, text: str, start: int) -> tuple[int, int]:
         """Return where what cannot be read from `start` on ends: before a mark, and behind it if it ends a call."""

@@ -26,13 +26,15 @@ class TurnEnd:
 
     `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
     inside a thought. `written_ids` are pairs of the ids of its calls: ours, and the policy's. `num_calls` are those
-    of the conversation before it: some templates number results.
+    of the conversation before it: some templates number results. `closing` is the text that completes a turn which
+    was ended after its first call: the rest of the call, and the end of a section of calls. None for other turns.
     """
 
     stop_id: int | None = None
     is_thinking: bool = False
     written_ids: tuple[tuple[str, str], ...] = ()
     num_calls: int = 0
+    closing: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -71,7 +71,7 @@ class PromptText:
         template: ChatTemplate,
         tokens: Tokens,
         stops: Sequence[str],
-        form: TemplateForm,
+        form: TemplateForm = TemplateForm(),
         kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> None:
         """`kwargs` are a caller's: their strings become no control tokens."""
@@ -155,31 +155,49 @@ class PromptText:
         stop_start, stop = self._turn_end(text)
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
+        if end.closing is not None:  # the template may write blanks between calls and the end of their turn
+            return end.closing.rstrip() + text[len(text[:stop_start].rstrip()) :]
         return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
 
-    def closing_special(self) -> str | None:
-        """Return the last special token of an assistant's turn before the next role's mark; None without specials.
+    def closing_special(self, definitions: Sequence[JSON] = ()) -> str | None:
+        """Return the special token that ends an assistant's turn, with `definitions` a turn that calls a tool.
 
-        Raises TemplateNotPrefixStable where specials follow the turn, and none of them is seen to be its end.
+        None if the rendering shows none. Raises TemplateNotPrefixStable where special tokens follow an answer, and
+        none of them is seen to be its end.
         """
+        call = ToolCall(f"{_CALL_ID}0", "tool", {"text": self._mark})
+        turn, answer = Message("assistant", self._mark), Message("user", "one answer")
+        if definitions:
+            turn = Message("assistant", "", (call,))
+            answer = Message("tool", answer.content, tool_call_id=call.id, name=call.name)
         asked = Message("user", "one question")
-        turn = [asked, Message("assistant", self._mark)]
-        texts = self.text([*turn, asked], ()), self.text(turn, (), adds_generation_prompt=False)
+        try:
+            texts = (
+                self.text([asked, turn, answer], definitions),
+                self.text([asked, turn], definitions, adds_generation_prompt=False),
+            )
+        except TemplateError:
+            return None  # the trial reports the refusal
         following, ending = (text.rpartition(self._mark)[2] if self._mark in text else "" for text in texts)
-        following = following.rpartition(asked.content)[0]
+        following = following.partition(answer.content)[0]
+        # What follows the turn in both renderings is its own; the rest may belong to the next message.
         pairs = zip(following, ending, strict=False)
         num_own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if specials := self._tokens.specials(following[:num_own]):
-            return specials[-1]
-        specials = self._tokens.specials(following)
-        if (declared := next((one for one in specials if one in self._stops), None)) is not None:
-            return declared
-        if specials:
+        own, others = self._tokens.specials(following[:num_own]), self._tokens.specials(f"{following} {ending}")
+        own_declared, declared = (
+            next((one for one in found if one in self._stops), None) for found in (own, others)
+        )
+        last = own[-1] if own else None
+        if definitions:
+            # The last special token may close the call only, and the mark of the next role the turn, as GLM's does.
+            return own_declared or declared or last or next(iter(others), None)
+        closing = own_declared or last or declared  # a declared token after the turn's own may be a pad
+        if closing is None and others:
             raise TemplateNotPrefixStable(
                 f"the chat template writes no declared stop token ({' '.join(self._stops)}), and none of "
-                f"{' '.join(specials)} is seen to end a turn: name it, as chat.stop_tokens"
+                f"{' '.join(dict.fromkeys(others))} is seen to end a turn: name it, as chat.stop_tokens"
             )
-        return None
+        return closing
 
     def _numbered_calls(self, num_calls: int) -> list[Message]:
         """A conversation with so many calls, each in a turn of its own, and their answers."""
@@ -303,6 +321,50 @@ class PromptText:
                 "arguments": masked(tokens, arguments, "messages"),
             },
         }
+
+
+def outline_of(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation of the same roles, calls and images whose texts are probe words.
+
+    Conversations that differ in their texts and names only have equal outlines.
+    """
+    ids: dict[str | None, str] = {}
+    outline = []
+    for index, message in enumerate(messages):
+        for call_id in (*(call.id for call in message.tool_calls), message.tool_call_id):
+            ids.setdefault(call_id, f"call{len(ids):05d}")  # nine letters and digits
+        calls = [ToolCall(ids[c.id], "tool") for c in message.tool_calls if c.status is ToolCallStatus.OK]
+        has_text = bool(message.content.strip()) or len(calls) < len(message.tool_calls)
+        outline.append(
+            Message(
+                message.role,
+                f"probe{index:06d}" if has_text else "",
+                tuple(calls),
+                None if message.tool_call_id is None else ids[message.tool_call_id],
+                None if message.name is None else "tool",
+                "thought" if message.reasoning else "",
+                tuple(ImageRef("") for _ in message.images),
+            )
+        )
+    return outline
+
+
+def first_hidden(outline: Sequence[Message], write: Callable[[Sequence[Message]], str]) -> tuple[int, ...]:
+    """Return the index of the first message with a text or image that `write` does not show, or nothing.
+
+    A message is shown if another text, or one image more, changes the result: a template may trim, convert or
+    encode a text. Assistants' messages may be left out: templates strip them on purpose.
+    """
+    text = write(outline)
+    for index, message in enumerate(outline):
+        if message.role == "assistant":
+            continue
+        others = [replace(message, images=(*message.images, ImageRef("")))] if message.images else []
+        if message.content and message.content not in text:
+            others.append(replace(message, content=f"other{index:06d}"))
+        if any(write([*outline[:index], other, *outline[index + 1 :]]) == text for other in others):
+            return (index,)
+    return ()
 
 
 def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = False) -> JSON:

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.parsers.base import DecodedText
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
-from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, first_hidden, masked_tool, outline_of
 from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
-from agentloop.rendering.trial import BridgeReport, examine
+from agentloop.rendering.trial import TOOLS, BridgeReport, examine
 from agentloop.types import JSON, Message, Thinking
 from agentloop.vocabulary import read_json, tokenizer_json
 
@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 _LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 _MAX_REMEMBERED = 128  # tool sets, and sets of template arguments
+_MAX_OUTLINES = 4096  # outlines of conversations whose messages were checked: about 1 KB each
 
 _log = structlog.get_logger(__name__)
 
@@ -142,10 +143,11 @@ class TemplateRenderer(ModelText):
         self._template = template
         self._thinking = settings.thinking
         self._stops = [text for i in self._stop_token_ids if (text := tokens.literal_of(i))]
-        if not settings.stop_tokens:
-            self._adopt_stop()
         self._definitions_of: _Remembered[list[JSON]] = _Remembered()
+        if not settings.stop_tokens:
+            self._adopt_stops()
         self._tried: _Remembered[tuple[PromptText, BridgeReport]] = _Remembered()
+        self._hidden: _Remembered[tuple[int, ...]] = _Remembered(_MAX_OUTLINES)
         self._report = self._under(NO_KWARGS)[1]
         if self._report.difference is not None and settings.on_unstable is OnUnstable.RAISE:
             difference = tokens.unmask(self._report.difference)
@@ -211,12 +213,23 @@ class TemplateRenderer(ModelText):
         *,
         is_open: bool = False,
     ) -> str:
-        """Return the whole prompt as masked text: content that spells a control token is hidden until `ids`."""
+        """Return the whole prompt as masked text: content that spells a control token is hidden until `ids`.
+
+        Raises TemplateError naming a message that the template does not show.
+        """
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
-        prompts = self._under(template_kwargs)[0]
+        prompts, definitions = self._under(template_kwargs)[0], self._definitions(tools)
         write = prompts.open_text if is_open else prompts.text
-        return write(messages, self._definitions(tools))
+        text = write(messages, definitions)
+        kind = ["whole", is_open, bool(tools), template_kwargs]
+        for index in self._hidden_of(messages, kind, lambda outline: write(outline, definitions)):
+            raise TemplateError(
+                f"the chat template does not show message {index} (role {messages[index].role!r}) of this "
+                "conversation to the model: move its text to a message that the template shows",
+                param=f"messages.{index}",
+            )
+        return text
 
     def bridge(
         self,
@@ -237,7 +250,27 @@ class TemplateRenderer(ModelText):
         answers = appended[:-1] if is_open else appended
         if (problem := self._problem(report, answers, has_tools=bool(tools))) is not None:
             raise TemplateNotPrefixStable(problem, param="messages")
-        return self.tokens.encode(text.bridge(appended, self._definitions(tools), end, is_open=is_open))
+        definitions = self._definitions(tools)
+        bridge = text.bridge(appended, definitions, end, is_open=is_open)
+        kind = ["bridge", is_open, bool(tools), template_kwargs]
+        for index in self._hidden_of(
+            appended, kind, lambda outline: text.bridge(outline, definitions, TurnEnd(), is_open=is_open)
+        ):
+            raise TemplateNotPrefixStable(
+                f"the template does not show a {appended[index].role} message after a turn, but elsewhere",
+                param="messages",
+            )
+        return self.tokens.encode(bridge)
+
+    def _hidden_of(
+        self, messages: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
+    ) -> tuple[int, ...]:
+        """Return the index of the first message that `write` does not show, or nothing.
+
+        What a template shows depends on the outline of a conversation, so each outline is tried once.
+        """
+        outline = outline_of(messages)
+        return self._hidden.get([kind, outline], "messages", lambda: first_hidden(outline, write))
 
     def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
         """Return the template under a call's arguments, and what a trial found of it."""
@@ -274,31 +307,33 @@ class TemplateRenderer(ModelText):
             return "thinking is as the template has it, and it drops thoughts at a user's message"
         return None
 
-    def _adopt_stop(self) -> None:
-        """Take in the token that ends a turn where none of the declared ones ever does, as in base models."""
-        if any(stop in self._template.source for stop in self._stops):
-            return
-        plain = PromptText(self._template, self.tokens, self._stops, TemplateForm("not tried yet"))
-        try:
-            plain.text([Message("user", ""), Message("assistant", ""), Message("user", "")], ())
-        except TemplateError:
-            return  # the trial says what the template refuses
-        closing = plain.closing_special()
-        token_id = None if closing is None or closing in self._stops else self.tokens.id_of(closing)
-        if closing is not None and token_id is not None:
-            _log.info("the template ends turns with a token that the folder does not declare", stop_token=closing)
-            self._stop_token_ids = (*self._stop_token_ids, token_id)
-            self._stops.append(closing)
+    def _adopt_stops(self) -> None:
+        """Add the special tokens that end rendered turns where no declared stop token does.
+
+        Folders of base models declare another token than the template writes, and some folders of gpt-oss declare
+        the end of answers alone, not the end of calls.
+        """
+        for tools in ((), TOOLS):
+            prompts = PromptText(self._template, self.tokens, self._stops)
+            closing = prompts.closing_special(self._definitions(tools))
+            token_id = None if closing is None or closing in self._stops else self.tokens.id_of(closing)
+            if closing is not None and token_id is not None:
+                _log.info(
+                    "the template ends turns with a token that the folder does not declare", stop_token=closing
+                )
+                self._stop_token_ids = (*self._stop_token_ids, token_id)
+                self._stops.append(closing)
 
 
 class _Remembered(Generic[T]):
-    """Values made of JSON, the last ones kept; for several threads."""
+    """A cache of values made from JSON that keeps the `max_values` used last. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_values: int = _MAX_REMEMBERED) -> None:
+        self._max_values = max_values
         self._values: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, value: JSON, param: str, make: Callable[[], T]) -> T:
+    def get(self, value: object, param: str, make: Callable[[], T]) -> T:
         """Return what was made of this value, or make it. Raises InvalidRequest if it is not JSON."""
         try:
             key = orjson.dumps(value)
@@ -314,7 +349,7 @@ class _Remembered(Generic[T]):
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from error
         with self._lock:
             self._values[key] = made
-            if len(self._values) > _MAX_REMEMBERED:
+            if len(self._values) > self._max_values:
                 self._values.popitem(last=False)
         return made
 

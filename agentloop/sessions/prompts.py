@@ -169,14 +169,16 @@ async def make_prompt(
     keys = chat_call.keys[:num_messages]
     match = graph.match(messages, told, is_strict=chat_call.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
-    if match.parent is not None:
-        prompt = await _bridged(match.parent, match, chat_call, graph, parts, asker)
-        if isinstance(prompt, Prompt):
-            return prompt
-        cause, messages = prompt, (*own_messages(graph, match.parent), *match.appended)
-    elif match.echoed is not None:
-        echoed = own_messages(graph, match.echoed)
-        messages = (*echoed, *messages[len(echoed) :])
+    if (known := match.parent or match.echoed) is not None:
+        known_messages = own_messages(graph, known)
+        appended = _with_own_ids(known_messages, messages)
+        messages = (*known_messages, *appended)
+        if match.parent is not None:
+            match = replace(match, appended=appended)
+            prompt = await _bridged(known, match, known_messages, chat_call, graph, parts, asker)
+            if isinstance(prompt, Prompt):
+                return prompt
+            cause = prompt
     shown = (*messages, *begun)
     written = await _rendered(
         shown,
@@ -196,13 +198,19 @@ async def make_prompt(
 
 
 async def _bridged(
-    parent: Node, match: Match, chat_call: ChatCall, graph: TurnGraph, parts: SessionParts, asker: ImageAsker
+    parent: Node,
+    match: Match,
+    known_messages: Sequence[Message],
+    chat_call: ChatCall,
+    graph: TurnGraph,
+    parts: SessionParts,
+    asker: ImageAsker,
 ) -> Prompt | str:
     """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
     appended, renderer, template_kwargs = match.appended, parts.renderer, chat_call.template_kwargs
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
-    end = parts.reader.end_of(parent.reply, own_messages(graph, parent)[:-1])
+    end = parts.reader.end_of(parent.reply, known_messages[:-1])
     num_messages = len(chat_call.messages) - chat_call.continues
     shown = (*appended, *chat_call.messages[num_messages:])
     try:
@@ -224,6 +232,22 @@ def own_messages(graph: TurnGraph, node: Node) -> list[Message]:
     """Return the conversation up to the node's reply as the session has it."""
     path = graph.path_of(node.node_id)
     return [message for turn in path for message in turn.messages]
+
+
+def _with_own_ids(own: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages after the echo of `own`, answers of calls with the session's ids of those calls.
+
+    A client may rewrite ids. The policy sees its call under the id that it wrote, so the answer must have that id.
+    """
+    ids = {
+        echoed.id: call.id
+        for mine, echo in zip(own, messages, strict=False)
+        for call, echoed in zip(mine.tool_calls, echo.tool_calls, strict=False)
+    }
+    return tuple(
+        replace(message, tool_call_id=ids[message.tool_call_id]) if message.tool_call_id in ids else message
+        for message in messages[len(own) :]
+    )
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:

@@ -539,6 +539,8 @@ class Session:
                 shows_unread_calls=not self._record.gives_unread_calls,
             ),
             stop=chat_call.stop,
+            stop_in_reasoning=chat_call.stop_in_reasoning,
+            is_parallel=chat_call.is_parallel,
             choice_index=choice_index,
             deadline=live.deadline,
             stopwatch=self._stopwatch,

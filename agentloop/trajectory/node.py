@@ -66,6 +66,9 @@ class Reply:
     traceparent: str = ""  # the W3C trace context of the call that asked for it; empty: none
     constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
     quantization: str = ""  # as in `Generation`
+    closing: str | None = (
+        None  # of a turn ended after its first call: the rest of its text, which the next prompt has
+    )
 
     @property
     def content(self) -> str:

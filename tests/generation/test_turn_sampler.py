@@ -22,6 +22,7 @@ from agentloop.generation.leased_engine import MAX_ABORTS
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.generation.turn_sampler import (
+    AnswerText,
     TurnRequest,
     sample_turn,
     stream_turn,
@@ -253,6 +254,57 @@ async def test_no_part_of_a_stop_string_is_streamed_and_what_is_none_is():
 async def test_stop_strings_count_in_thoughts_and_calls_too(text: str, reasoning: str, content: str):
     _, reply = await streamed(said(text, sizes=[2] * 99), order(stop=("END",)))
     assert (reply.message.reasoning, reply.message.content, reply.stop_text) == (reasoning, content, "END")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "stop", "reasoning", "content", "stop_text"),
+    [
+        (
+            "<think>A Question: what?</think>\n\n42.\nQuestion: next",
+            "Question:",
+            "A Question: what?",
+            "42.",
+            "Question:",
+        ),
+        ("<think>I END now</think>Hi", "END", "I END now", "Hi", ""),
+        ("<think>a\n\nb</think>\n\nHi\n\nthere", "\n\n", "a\n\nb", "Hi", "\n\n"),
+        ("<think>an EN</think>D of it END", "END", "an EN", "D of it", "END"),  # no match spans the border
+        ("<think>a</think>\nb", "</think>\nb", "a", "b", ""),
+        ("<think>END", "END", "END", "", ""),
+        ("Hi END <think>END</think>", "END", "", "Hi", "END"),  # a turn without reasoning
+        ("<thi END", "END", "", "<thi", "END"),
+        ("<thi", "<thi", "", "", "<thi"),
+        ("\n\n<think>a</think>END", "END", "a", "", "END"),
+        ("\n\nHi", "\n\n", "", "", "\n\n"),
+    ],
+)
+async def test_stop_strings_may_count_in_the_answer_alone(
+    size: int, text: str, stop: str, reasoning: str, content: str, stop_text: str
+):
+    wanted = order(stop=(stop,), stop_in_reasoning=False)
+    _, reply = await streamed(said(text, sizes=[size] * 99), wanted)
+    assert (reply.message.reasoning, reply.message.content, reply.stop_text) == (reasoning, content, stop_text)
+    whole = await whole_turn(said(text, sizes=[size] * 99), wanted)
+    assert (whole.message, whole.token_ids.tolist()) == (reply.message, reply.token_ids.tolist())
+    if stop_text:
+        assert stop not in RENDERER.decode(reply.token_ids.tolist()[:-1]).rpartition("</think>")[2].lstrip()
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_the_answer_of_a_format_with_headers_is_outside_all_its_reasoning(size: int):
+    start, final = "<|start|>assistant", "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>a STOP<|end|>"
+    text = f"{thought}{start}{thought}{start}{final}Hi STOP"
+    answer, shown, place = AnswerText(get_parser("harmony").marks, is_thinking=False), [], 0
+    for at in range(0, len(text), size):
+        for num_skipped, part in answer.add(text[at : at + size], is_last=at + size >= len(text)):
+            place += num_skipped
+            assert text.startswith(part, place)
+            place += len(part)
+            shown.append(part)
+    assert "".join(shown) == f"{start}{start}{final}Hi STOP"
+    assert place == len(text)
 
 
 async def test_the_stop_token_is_no_text():

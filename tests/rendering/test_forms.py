@@ -155,6 +155,47 @@ def test_of_two_special_tokens_behind_a_turn_the_last_ends_it(tmp_path: Path):
     assert renderer.facts.stop_tokens == (BACKUP_STOP, STOP)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{#- pads with <|endoftext|> -#}" + IGNORES_TOOLS,
+        IGNORES_TOOLS.replace("message.content +", "message.content.replace('<|endoftext|>', '') +"),
+        IGNORES_TOOLS.replace("{{- '<|im_start|>'", "{{- ('<|endoftext|>' if loop.first else '') + '<|im_start|>'"),
+        IGNORES_TOOLS.replace("{{- '<|im_start|>' +", "{{- '<|endoftext|><|im_start|>' +", 1),
+        IGNORES_TOOLS + "{%- if not add_generation_prompt %}{{- '<|endoftext|>' }}{%- endif %}",
+        "{{- raise_exception('<|endoftext|>') if not messages else '' }}" + TEMPLATE,
+    ],
+    ids=["comment", "clean-up", "pad before all", "pad between", "pad behind all", "error"],
+)
+def test_a_declared_stop_elsewhere_in_the_template_does_not_hide_the_end_of_turns(tmp_path: Path, template: str):
+    renderer = TemplateRenderer.from_directory(_undeclared(tmp_path, template), FORK)
+    assert renderer.facts.stop_tokens == (BACKUP_STOP, STOP)
+
+
+@pytest.mark.parametrize(
+    ("family", "declared", "adopted"),
+    [
+        ("gpt_oss", "<|return|>", ["<|call|>"]),
+        ("llama3_1", "<|end_of_text|>", ["<|eot_id|>"]),
+        ("qwen3", "<|endoftext|>", ["<|im_end|>"]),
+        ("kimi_k2", "[EOS]", ["<|im_end|>"]),
+        ("gemma3", "<eos>", ["<end_of_turn>"]),
+        ("glm4_5", "<|user|>", ["<|observation|>"]),
+    ],
+)
+def test_what_closes_a_rendered_turn_or_call_is_a_stop_token(
+    tmp_path: Path, family: str, declared: str, adopted: list[str]
+):
+    folder = write_family(tmp_path / family, family)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(declared)}))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": declared}))
+    renderer = TemplateRenderer.from_directory(folder, FORK)
+    assert list(renderer.facts.stop_tokens) == [declared, *adopted]
+
+
 def test_a_template_whose_turns_end_with_the_next_roles_mark_alone_is_refused(tmp_path: Path):
     open_ended = IGNORES_TOOLS.replace("'<|im_end|>\\n'", "'\\n'")
     with pytest.raises(TemplateNotPrefixStable, match=r"none of <\|im_start\|> is seen to end a turn: name it"):

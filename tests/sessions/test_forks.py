@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine
@@ -16,7 +17,7 @@ from agentloop.types import Message, SplitReason, Thinking
 from tests.support.endpoint.sessions import CALCULATOR, ask, key, make_session
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import SPEC, started
-from tests.support.families.table import write_family
+from tests.support.families.table import FAMILY, write_family
 from tests.support.records.model_folder import TEMPLATE, write_folder
 
 THOUGHT = "Seven sixes are forty-two."
@@ -34,7 +35,9 @@ class Talk:
 
 
 @asynccontextmanager
-async def conversing(folder: Path, settings: RenderSettings, reply: str = REPLY) -> AsyncIterator[Talk]:
+async def conversing(
+    folder: Path, settings: RenderSettings, reply: str = REPLY, parser: str = "hermes"
+) -> AsyncIterator[Talk]:
     """A session whose policy always gives this reply."""
     renderer = TemplateRenderer.from_directory(folder, settings)
 
@@ -44,7 +47,7 @@ async def conversing(folder: Path, settings: RenderSettings, reply: str = REPLY)
 
     spec = replace(SPEC, vocab_size=renderer.vocab_size)
     async with started(SimulatedEngine(spec, policy=ScriptedPolicy(script))) as engine:
-        session = make_session(engine, renderer=renderer, vocab_size=renderer.vocab_size)
+        session = make_session(engine, renderer=renderer, parser=get_parser(parser), vocab_size=renderer.vocab_size)
         yield Talk(session, renderer)
 
 
@@ -141,3 +144,44 @@ async def test_a_prompt_extends_turns_under_its_own_template_arguments(tmp_path:
         other = talk.session.graph.nodes[2]
         assert (other.parent_id, other.split.reason) == (None, SplitReason.TOOLS_CHANGED)
         assert other.split.detail == "tools: template arguments removed"
+
+
+# --- ids that a client rewrote -----------------------------------------------------------------------------
+
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions.calculator:{0}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+WRITTEN = {
+    "kimi_k2": (KIMI.format(KIMI_CALL.format(0) + KIMI_CALL.format(1)), "functions.calculator:{}"),
+    "mistral_small_3_1": (
+        '[TOOL_CALLS] [{"name": "calculator", "arguments": {}, "id": "abcdefgh0"}, '
+        '{"name": "calculator", "arguments": {}, "id": "abcdefgh1"}]',
+        "abcdefgh{}",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("family", WRITTEN)
+async def test_an_answer_has_its_calls_id_whatever_a_client_wrote(tmp_path: Path, family: str, is_whole: bool):
+    reply, written_id = WRITTEN[family]
+    folder = write_family(tmp_path / "model", family)
+    async with conversing(folder, RenderSettings(OnUnstable.FORK), reply, FAMILY[family].calls) as talk:
+        tools = (CALCULATOR,)
+        asked = Message("user", "6*7?")
+        first = await talk.session.call(ask(asked, tools=tools, max_tokens=600), key("1"))
+        turn = first.choices[0].reply.message
+        assert [call.written_id for call in turn.tool_calls] == [written_id.format(0), written_id.format(1)]
+        echo = replace(
+            turn, tool_calls=tuple(replace(c, id=f"client-{c.id}", written_id="") for c in turn.tool_calls)
+        )
+        # The answers come in the other order; a change of the tools renders the conversation as a whole.
+        answers = [Message("tool", f"is {c.id[-1]}", tool_call_id=c.id) for c in reversed(echo.tool_calls)]
+        tools = (CALCULATOR, {"type": "function", "function": {"name": "other"}}) if is_whole else tools
+        second = await talk.session.call(ask(asked, echo, *answers, tools=tools, max_tokens=600), key("2"))
+        assert (second.choices[0].parent_id is None) == is_whole
+        text = talk.renderer.decode(second.prompt_ids)
+        assert "client" not in text
+        for number in range(2):
+            assert text.count(written_id.format(number)) == 2
+            # The id is next to the answer, before or after it.
+            assert abs(text.rindex(written_id.format(number)) - text.index(f"is {number}")) < 30

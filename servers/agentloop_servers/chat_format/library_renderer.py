@@ -229,7 +229,7 @@ class LibraryRenderer(ModelText):
         token that the library's own rendering ends it with.
         """
         if end.stop_id is None and (stop_id := self._own_stop(appended, definitions, kwargs)) is not None:
-            closing = [*(self.ids(THINK_CLOSE) if end.is_thinking else []), stop_id]
+            closing = [*self.ids(THINK_CLOSE if end.is_thinking else end.closing or ""), stop_id]
             return closing + self.bridged(appended, definitions, TurnEnd(stop_id), kwargs)
         if not self._has_tools and any(message.role == "tool" for message in appended):
             raise TemplateError(f"renderers:{self.library.family} shows no tools", param="tools")

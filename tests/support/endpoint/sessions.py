@@ -116,7 +116,7 @@ def make_parts(**fields: object) -> SessionParts:
     renderer = fields.pop("renderer", RENDERER)
     given = {
         "renderer": renderer,
-        "reader": TurnReader(renderer, PARSER),
+        "reader": TurnReader(renderer, fields.get("parser", PARSER)),  # type: ignore[arg-type]
         "parser": PARSER,
         "kv_policy": KVPolicy.KEEP,
         "max_context_tokens": SPEC.max_context_tokens,
