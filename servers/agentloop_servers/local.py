@@ -27,7 +27,7 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from agentloop.errors import InvalidRequest, ServiceUnavailable, error_line
 from agentloop_servers.app import APP_NAME, application, check_hosts, check_resources
 from agentloop_servers.cluster import find_coordinator, for_nodes, node_labels, node_resources, run_trust
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.host import NICENESS
 from agentloop_servers.locks import pass_on_signal
@@ -82,6 +82,7 @@ async def running_service(
     is_deployed = False  # until then an application of this name is another service's, where Ray was there before
     url = url_of(config.host, config.port, config.scheme)
     try:
+        model_sizes(config)  # refuses what the coordinator would refuse half a minute later
         app = application(config, run_dir)
         begin()
         hidden = config.hide_keys()  # before anything is started; the application has their digests

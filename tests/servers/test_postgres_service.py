@@ -271,5 +271,5 @@ def test_without_the_driver_the_extra_is_named(run_dir: Path, monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "agentloop.storage.postgres", raising=False)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     config = simulated_config(store=f"postgresql://me:{PASSWORD}@127.0.0.1/x")
-    with pytest.raises(InvalidRequest, match=r"no module named .psycopg.: .*agentloop-rollouts\[postgres\]"):
+    with pytest.raises(InvalidRequest, match=r"no module named .psycopg.: .*'\.\[postgres\]'"):
         begun_run(config, run_dir)
