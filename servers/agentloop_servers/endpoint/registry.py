@@ -389,7 +389,9 @@ class Sessions:
         """Delete a session for good: no record, and its id is never used again. Raises as `find`."""
         own = (await self.find(session_id, user_names)).session_id
         async with self._locks.of(own):
-            await self._delete(await self._found(own, None), SessionState.DELETED, _not_found(own))
+            session = await self._found(own, None)
+            state = None if session.record.is_one_off else SessionState.DELETED
+            await self._delete(session, state, _not_found(own))
 
     # --- inside ---
 
