@@ -181,8 +181,8 @@ class CallTable:
     def continued_by(self, key: CallKey) -> LiveCall | CallRecord | None:
         """Return the call that a retry continues; None if it is a new sample. Scans all calls: retries are few.
 
-        Equal bodies do not prove that there is one client: agents that sample the same prompt several times send them too. So
-        without a unique digest a call is continued only if no other client can be waiting for its answer.
+        Agents that sample a prompt several times send equal bodies. So without a unique digest a call is continued
+        only if no other client can be waiting for its answer.
         """
         equal: list[LiveCall | CallRecord] = [
             self.live.get(record.call_id, record)
