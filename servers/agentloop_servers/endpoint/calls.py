@@ -206,14 +206,15 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
     Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and HeldElsewhere: `ingress/app.py` then
     forwards the request to the process that holds the session."""
     session_id, must_exist = session_name(request, body_session_id)
-    sessions, user_names = endpoint.sessions, caller_of(request).user_names
+    sessions, caller = endpoint.sessions, caller_of(request)
+    user_names = caller.user_names
     found: Session | None = None
     if session_id is not None:
         endpoint.check_is_here(session_id)
         found = sessions.resident(session_id, user_names)
     if found is None:
         if session_id is not None and must_exist:
-            finding = sessions.find(session_id, user_names)
+            finding = sessions.find(session_id, user_names, is_admin=caller.is_admin)
         else:
             assert user_names is not None  # a session's key names its session
             finding = sessions.find_or_create(session_id, user_names, traceparent_of(request), adapter_of(request))

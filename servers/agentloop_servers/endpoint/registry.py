@@ -28,7 +28,7 @@ import structlog
 from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.api.owners import own_id, possible_ids, shown_id
+from agentloop.api.owners import is_own_id, own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.clock import SteadyTime
@@ -319,11 +319,11 @@ class Sessions:
                 return session
         return None
 
-    async def find(self, session_id: str, user_names: Sequence[str] | None) -> Session:
-        """Return a session of the caller's, open or finished.
+    async def find(self, session_id: str, user_names: Sequence[str] | None, *, is_admin: bool = False) -> Session:
+        """Return a session of the caller's, open or finished; for an admin, of any user that has such an id.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired), of which SessionLost
-        says that it may have been on a host that is lost.
+        says that it may have been on a host that is lost. Raises Conflict if several users have the admin's id.
         """
         if (session := self.resident(session_id, user_names)) is not None:
             return session
@@ -333,6 +333,15 @@ class Sessions:
                     return await self._found(name, owner)
                 except SessionNotFound:
                     continue
+        if is_admin:
+            names = [session_id] if is_own_id(session_id) else await self.store.shown_as(session_id)
+            if len(names) > 1:
+                raise Conflict(
+                    f"several users have such a session: name one of {', '.join(names)}", param="session_id"
+                )
+            for name in names:
+                async with self._locks.of(name):
+                    return await self._found(name, None)
         raise self._shards.lost(session_id) if self._shards.is_inherited(session_id) else _not_found(session_id)
 
     async def find_or_create(

@@ -332,6 +332,14 @@ class SessionStore:
         arguments = (self._wall_s(), limit)
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
+    async def shown_as(self, shown_id: str) -> list[str]:
+        """Return the ids of up to 8 live sessions that their owners know by this id. Scans all sessions."""
+        statement = (
+            "SELECT session_id FROM sessions WHERE state IN ('open', 'finished')"
+            f" AND substr(session_id, instr(session_id, '~') + 1) = ?{self._own()} LIMIT 8"
+        )
+        return await self._run(lambda db: [row[0] for row in db.execute(statement, (shown_id,)).fetchall()])
+
     async def num_of_owners(self) -> dict[str, int]:
         """Count the open sessions of each owner."""
         statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own()} GROUP BY owner"
