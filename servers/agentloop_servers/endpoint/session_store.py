@@ -340,9 +340,9 @@ class SessionStore:
         )
         return await self._run(lambda db: [row[0] for row in db.execute(statement, (shown_id,)).fetchall()])
 
-    async def num_of_owners(self) -> dict[str, int]:
-        """Count the open sessions of each owner."""
-        statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own()} GROUP BY owner"
+    async def num_of_owners(self, places: Collection[int] = ()) -> dict[str, int]:
+        """Count the open sessions of each owner. `places` are as in `last_use`."""
+        statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own(places)} GROUP BY owner"
         return await self._run(lambda db: dict(db.execute(statement).fetchall()))
 
     async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
