@@ -42,7 +42,7 @@ from agentloop.errors import (
 )
 from agentloop.metrics import MetricsTally
 from agentloop.strides import FairQueue, Strides
-from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
+from agentloop_servers.http.bodies import LONG_BODY_BYTES, MIN_BYTES_PER_S, SLOW_GRACE_S, LongBodies
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -374,7 +374,8 @@ class HttpGuard:
         begun_at = time.perf_counter()
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, receive, send, state)
+        user = self._user_of(headers)
+        guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, user, receive, send, state)
         state["request_id"] = guarded.request_id
         state["release_body"] = guarded.release_body
         with structlog.contextvars.bound_contextvars(request_id=guarded.request_id):
@@ -386,7 +387,6 @@ class HttpGuard:
             if "content-length" in headers:
                 guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
             self._in_flight[id(scope)] = scope
-            user = self._user_of(headers)
             try:
                 await self._limiter.enter(user)
                 await self._app(scope, guarded.receive, guarded.send)
@@ -444,14 +444,17 @@ class _GuardedRequest:
         request_id: str,
         limits: HttpLimits,
         bodies: LongBodies,
+        user: str,
         receive: Receive,
         send: Send,
         state: dict[str, Any],
     ) -> None:
         self._state = state
         self._bodies = bodies
+        self._user = user
         self.length: int | None = None  # of the body, where it is told
         self._release: Callable[[], None] | None = None
+        self._admitted_at = 0.0
         self.request_id = request_id
         self.is_started = False
         self.status = 499  # the client left before an answer
@@ -467,12 +470,19 @@ class _GuardedRequest:
         expected = self._num_bytes if self.length is None else self.length
         if self._release is None and expected > LONG_BODY_BYTES:
             whole = self._limits.max_body_bytes if self.length is None else self.length
-            self._release = await self._bodies.admit(whole, self._body_deadline_at)
+            self._release = await self._bodies.admit(whole, self._body_deadline_at, self._user)
+            self._admitted_at = asyncio.get_running_loop().time()
+        # Only a long body holds room that others wait for.
+        slow_at = self._admitted_at + SLOW_GRACE_S + self._num_bytes / MIN_BYTES_PER_S
+        deadline_at = self._body_deadline_at if self._release is None else min(self._body_deadline_at, slow_at)
         try:
-            async with asyncio.timeout_at(self._body_deadline_at):
+            async with asyncio.timeout_at(deadline_at):
                 message = await self._receive()
         except TimeoutError as error:
-            raise BodyTimeout(f"the body took longer than {self._limits.body_timeout_s:g} s") from error
+            reason = f"the body took longer than {self._limits.body_timeout_s:g} s"
+            if deadline_at < self._body_deadline_at:
+                reason = f"the body arrived at less than {MIN_BYTES_PER_S} bytes/s: {self._num_bytes} bytes so far"
+            raise BodyTimeout(reason) from error
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             if self._num_bytes > self._limits.max_body_bytes:
