@@ -22,15 +22,20 @@ class Strides:
         self._share = share
         self._passes: dict[str, float] = {}
         self._served = 0.0  # the pass of the last one served
+        self._prune_at = 64  # users
 
     def pass_of(self, user: str) -> float:
         """Return a user's pass: the least of those that wait is next."""
         return max(self._passes.get(user, 0.0), self._served)
 
     def took(self, user: str) -> None:
-        """Note that a user has had a turn."""
+        """Count a turn of a user."""
         self._served = self.pass_of(user)
         self._passes[user] = self._served + 1 / self._share(user)
+        if len(self._passes) > self._prune_at:
+            # A pass that the others have reached says no more than a missing one: idle users cost no memory.
+            self._passes = {name: value for name, value in self._passes.items() if value > self._served}
+            self._prune_at = max(64, 2 * len(self._passes))
 
 
 class FairQueue(Generic[T]):

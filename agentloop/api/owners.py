@@ -106,6 +106,11 @@ def adapter_named(given: str, user_names: Sequence[str] | None, served: Iterable
     raise ModelNotFound(f"no adapter {given[:200]!r} is served; there is {known}", param="model")
 
 
+def is_own_id(given: str) -> bool:
+    """Return True for the service's id of an owner's, `alice~step-1`."""
+    return _MARK in given
+
+
 def shown_id(own: str) -> str:
     """Return an id as its owner knows it."""
     return own.rpartition(_MARK)[2]

@@ -3,8 +3,9 @@
 All methods decide synchronously. A call runs once, however many clients wait for it: the first one and its retries.
 It is given up when the last of them has left, and from that moment no retry joins it.
 
-A retry means the latest call with its digest: it joins one that runs, gets the answer of one that was committed,
-and runs anew after one that failed. A failed call is made good by a later one with its digest.
+A retry continues the latest call with its digest that can only be its client's own (`CallTable.continued_by`): it
+joins a running call, gets the answer of a committed call, and runs again after a failed call. A later call with its
+digest fixes a failed call.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class LiveCall:
     def join(self) -> None:
         """Count one more client that waits."""
         self._num_waiting += 1
+
+    @property
+    def has_clients(self) -> bool:
+        return self._num_waiting > 0
 
     def leave(self) -> None:
         """Count one client less. The call is given up with the last."""
@@ -151,6 +156,8 @@ class CallTable:
         """`records` of an earlier process, in the journal's order. Those it left open are lost."""
         self.live: dict[str, LiveCall] = {}
         self._records: dict[str, CallRecord] = {}
+        self._retry_counts: dict[str, int] = {}  # the latest retry that a call answers; 0 for other calls
+        self._lost: set[str] = set()  # calls whose clients left before the answer
         for record in records:
             if record.state is ModelCallState.OPEN:
                 record = replace(record, state=ModelCallState.FAILED, error="the process that ran it ended")
@@ -171,15 +178,37 @@ class CallTable:
         """Calls that were begun, in that order."""
         return tuple(self._records.values())
 
-    def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
-        """Return the latest call with this digest, which a retry means. Looks at every call: retries are few."""
-        for live in reversed(self.live.values()):
-            if live.digest == digest and not live.is_begun:
-                return live
-        for record in reversed(self._records.values()):
-            if record.digest == digest:
-                return self.live.get(record.call_id, record)
+    def continued_by(self, key: CallKey) -> LiveCall | CallRecord | None:
+        """Return the call that a retry continues; None if it is a new sample. Scans all calls: retries are few.
+
+        Agents that sample a prompt several times send equal bodies. So without a unique digest a call is continued
+        only if no other client can be waiting for its answer.
+        """
+        equal: list[LiveCall | CallRecord] = [
+            self.live.get(record.call_id, record)
+            for record in self._records.values()
+            if record.digest == key.digest
+        ]
+        equal += [live for live in self.live.values() if live.digest == key.digest and not live.is_begun]
+        is_only = len(equal) == 1 and not key.was_refused
+        for call in reversed(equal):
+            # A client counts its retries up: an equal or higher count of the call belongs to another client.
+            is_later = self._retry_counts.get(call.call_id, 0) < key.retry_count
+            if key.is_unique or (is_later and (is_only or call.call_id in self._lost)):
+                return call
         return None
+
+    def note_client(self, call_id: str, key: CallKey) -> None:
+        """Record the client that a call answers from now on."""
+        self._lost.discard(call_id)
+        if key.retry_count > 0:
+            self._retry_counts[call_id] = key.retry_count
+
+    def leave(self, live: LiveCall, *, is_answered: bool) -> None:
+        """Count one client less, which has its answer or left before it."""
+        live.leave()
+        if not (is_answered or live.has_clients):
+            self._lost.add(live.call_id)
 
     def unhealed_failures(self) -> list[CallRecord]:
         """Return the failed calls that no later call with the same digest has healed."""

@@ -199,10 +199,13 @@ class Session:
         entered = self._enter(chat_call, key, is_streamed=False)
         if isinstance(entered, ChatResult):
             return entered
+        is_answered = False
         try:
-            return await entered.answer()
+            result = await entered.answer()
+            is_answered = True
+            return result
         finally:
-            entered.leave()
+            self._table.leave(entered, is_answered=is_answered)
 
     async def stream(
         self, chat_call: ChatCall, key: CallKey, begin: Callable[[str, str], None] | None = None
@@ -221,12 +224,14 @@ class Session:
                 yield piece
             yield entered
             return
+        is_answered = False
         try:
             async with aclosing(entered.read()) as items:
                 async for item in items:
                     yield item
+            is_answered = True
         finally:
-            entered.leave()
+            self._table.leave(entered, is_answered=is_answered)
 
     def conversation_to(self, call_id: str) -> list[Message]:
         """Return the conversation up to the reply to a call. Raises NotFound for a call without a turn."""
@@ -243,18 +248,22 @@ class Session:
         """Decide what the call is, without an await."""
         if self._closed is not None:
             raise self._closed
-        latest = self._table.latest(key.digest) if key.retry_count > 0 else None
-        if latest is not None:
+        earlier = self._table.continued_by(key) if key.retry_count > 0 else None
+        if earlier is not None:
             self._parts.tally.count("calls_repeated_total")
-        if isinstance(latest, LiveCall) and latest.failure is None:
-            latest.join()
-            return latest
+        if isinstance(earlier, LiveCall) and earlier.failure is None:
+            earlier.join()
+            self._table.note_client(earlier.call_id, key)
+            return earlier
         self._require_open("it takes no calls")
         if self._record.is_revoked:
             raise Forbidden(f"session {self.shown_id} was revoked: it takes no calls")
-        if isinstance(latest, CallRecord) and latest.state is ModelCallState.COMMITTED and not latest.error:
-            return self._answer_again(latest)
-        return self._start(chat_call, key, is_streamed=is_streamed)
+        if isinstance(earlier, CallRecord) and earlier.state is ModelCallState.COMMITTED and not earlier.error:
+            self._table.note_client(earlier.call_id, key)
+            return self._answer_again(earlier)
+        live = self._start(chat_call, key, is_streamed=is_streamed)
+        self._table.note_client(live.call_id, key)
+        return live
 
     # --- its end ------------------------------------------------------------------------------------------
 

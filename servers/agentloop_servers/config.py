@@ -218,7 +218,7 @@ class EndpointSettings(_Strict):
     model_name: str | None = None
     """The model's name for clients; left out: its folder's name."""
     max_sessions: Annotated[int, Field(ge=1)] = 20_000
-    """Open sessions of one ingress process; the next one gets 429."""
+    """Open sessions of one user in one ingress process; the next one gets 429."""
     max_resident_mib: Annotated[int, Field(ge=1)] = 512
     """Memory of sessions; beyond it idle ones are on disk alone."""
     session_ttl_s: Annotated[float, Field(gt=0)] = 3600.0

@@ -119,7 +119,9 @@ async def run_endpoint(
         await sessions.start()
         closing.push_async_callback(sessions.close)
         opened = OpenedModel(config, run_dir, coordinator, clients, endpoint, router)
-        server = DirectServer(opened.to_app(Keys()), "127.0.0.1")
+        server = DirectServer(
+            opened.to_app(Keys.from_environment("AGENTLOOP_KEY", "AGENTLOOP_ADMIN_KEY")), "127.0.0.1"
+        )
         closing.push_async_callback(server.close)
         url = await server.start()
         freeze_gc()

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from structlog.testing import capture_logs
 
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.clock import VirtualClock
@@ -19,8 +20,11 @@ from agentloop.scheduling.user_turns import UserTurns
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.endpoint.users import ServedUsers
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.users import load_users, table_of
 from tests.support.engine.scripted import RENDERER
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
 CALL = {"model": "default", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "min_tokens": 200}
@@ -180,3 +184,19 @@ async def test_two_processes_list_a_users_sessions_as_one(users: Users) -> None:
         _, page = await users.ask("b", "GET", "/sessions?after=s-03&limit=5", process=process)
         assert [one["session_id"] for one in page["sessions"]] == names[4:9]
     assert (await users.ask("a1", "GET", "/sessions"))[1] == {"sessions": []}
+
+
+async def test_open_sessions_of_a_removed_user_are_named_in_one_line() -> None:
+    keys = Keys.of(["alice", "bob"], "root")
+    alice, *others = keys.users
+
+    async def count() -> dict[str, int]:
+        return {alice.name: 2, others[0].name: 1, "": 1}
+
+    users = ServedUsers(keys, FakeCoordinator(), lambda: tuple(others), count)
+    with capture_logs() as lines:
+        await users.read_again()
+        await users.read_again()
+    named = [line for line in lines if line["event"] == "open_sessions_without_a_user"]
+    assert [(line["user"], line["num_sessions"]) for line in named[:1]] == [(alice.name, 2)]
+    assert {line["user"] for line in named} == {alice.name}

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from agentloop.chat.call import CallKey
 from agentloop.errors import EngineLost
 from agentloop.generation.turn_piece import joined
 from agentloop.metrics import MetricsTally
@@ -237,3 +238,60 @@ async def test_the_last_leaves_as_the_reply_comes(engine):
     result = await retry
     assert journal.states == [ModelCallState.FAILED, ModelCallState.COMMITTED]
     assert session.graph.nodes == result.choices
+
+
+def counted_key(retry_count, *, was_refused=False):
+    """A call as an SDK sends it, without an `Idempotency-Key`."""
+    return CallKey(b"equal", retry_count, is_unique=False, was_refused=was_refused)
+
+
+@pytest.mark.parametrize(
+    ("first_counts", "was_refused", "retry_counts", "num_turns"),
+    [
+        ([0], False, [1, 2, 5], 1),  # one client that counts its retries up
+        ([0], False, [1, 1], 2),  # the second retry with one count is another client's
+        ([0], False, [2, 1], 2),
+        ([0], True, [1], 2),  # it may be the retry of the refused call
+        ([0, 0], False, [1, 1], 4),
+        ([], False, [1, 1, 1], 3),  # the first tries never arrived
+    ],
+)
+async def test_an_sdks_retry_never_takes_another_clients_answer(
+    engine, first_counts, was_refused, retry_counts, num_turns
+):
+    session = make_session(engine)
+    await asyncio.gather(*(session.call(CHAT, counted_key(count)) for count in first_counts))
+    for count in retry_counts:
+        await session.call(CHAT, counted_key(count, was_refused=was_refused))
+    assert session.num_turns == num_turns
+
+
+async def test_equal_calls_that_all_failed_once_are_as_many_samples(engine):
+    engine.engine.faults.num_lost = 8
+    session = make_session(engine)
+    lost = [session.call(CHAT, counted_key(0)) for _ in range(8)]
+    errors = await asyncio.gather(*lost, return_exceptions=True)
+    assert {type(error) for error in errors} == {EngineLost}
+    results = await asyncio.gather(*(session.call(CHAT, counted_key(1)) for _ in range(8)))
+    assert len({result.call_id for result in results}) == session.num_turns == 8
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_without_a_client_goes_to_one_retry(engine, is_streamed):
+    """Of two equal calls, one loses its client while its answer is written down."""
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    await session.call(CHAT, counted_key(0))
+    begin = streamed if is_streamed else type(session).call
+    first = asyncio.create_task(begin(session, CHAT, counted_key(0)))
+    await until(lambda: is_running(engine))
+    journal.gate = asyncio.Event()
+    await until(lambda: not is_running(engine))
+    await asyncio.sleep(0.01)
+    await leave(first)
+    journal.gate.set()
+    await until(lambda: not session.num_open_calls)
+    retried = await session.call(CHAT, counted_key(1))
+    assert retried.choices == session.graph.nodes[1:]
+    await session.call(CHAT, counted_key(1))
+    assert session.num_turns == 3

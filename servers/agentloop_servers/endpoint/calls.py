@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from agentloop.aio import side_by_side
@@ -72,14 +73,20 @@ async def answer_calls(
     render: Callable[[Sequence[ChatResult]], Any],
 ) -> Response:
     """Answer calls side by side, as `answer_call` does one; several have a session each."""
-    sessions = [await find_or_create_session(request, endpoint, name) for _ in chat_calls]
-    calls, key = [bounded(request, call) for call in chat_calls], await call_key(request)
-    with ExitStack() as places:
-        for session in sessions:
-            places.enter_context(endpoint.hold_call_place(session.record.owner))
-        works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
-        results = await unless_client_leaves(request, side_by_side(works))
-    if results is None:
+    (key, session_id), owner = await call_key(request, endpoint, name), caller_of(request).owner
+    calls = [bounded(request, call) for call in chat_calls]
+    try:
+        async with AsyncExitStack() as places:
+            places.enter_context(endpoint.noting_refusal(owner, session_id, key.digest))
+            # A refused call must not leave a session behind, so the places come first.
+            for _ in calls:
+                places.enter_context(endpoint.hold_call_place(owner))
+            sessions = [await places.enter_async_context(_session_of_call(request, endpoint, name)) for _ in calls]
+            works = [session.call(call, key) for session, call in zip(sessions, calls, strict=True)]
+            results = await unless_client_leaves(request, side_by_side(works))
+            if results is None:
+                raise ClientDisconnect
+    except ClientDisconnect:
         return unread_response()
     replies = [node.reply for result in results for node in result.choices]
     headers = {TURN_HEADER: results[0].choices[0].node_id}
@@ -112,13 +119,16 @@ async def stream_call(
     A failure before the first event is an ordinary error answer; later it is `error_event`, which has the end mark.
     """
     call = demanding(request, chat_call)
-    session, key = await find_or_create_session(request, endpoint, name), await call_key(request)
+    (key, session_id), owner = await call_key(request, endpoint, name), caller_of(request).owner
 
     async def sent() -> AsyncGenerator[bytes, None]:
-        # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
+        # A stream sends keep-alives, so the client's read timeout does not bound the whole answer.
         ready = b""
-        with endpoint.hold_call_place(session.record.owner):
-            async with aclosing(session.stream(call, key, begin)) as pieces:
+        with endpoint.noting_refusal(owner, session_id, key.digest), endpoint.hold_call_place(owner):
+            async with (
+                _session_of_call(request, endpoint, name) as session,
+                aclosing(session.stream(call, key, begin)) as pieces,
+            ):
                 async for piece in pieces:
                     ready += b"".join(sse(event, event["type"] if are_named else None) for event in write(piece))
                     if isinstance(piece, ChatResult):
@@ -196,20 +206,33 @@ async def find_or_create_session(request: Request, endpoint: Endpoint, body_sess
     Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and HeldElsewhere: `ingress/app.py` then
     forwards the request to the process that holds the session."""
     session_id, must_exist = session_name(request, body_session_id)
-    sessions, user_names = endpoint.sessions, caller_of(request).user_names
+    sessions, caller = endpoint.sessions, caller_of(request)
+    user_names = caller.user_names
     found: Session | None = None
     if session_id is not None:
         endpoint.check_is_here(session_id)
         found = sessions.resident(session_id, user_names)
     if found is None:
         if session_id is not None and must_exist:
-            finding = sessions.find(session_id, user_names)
+            finding = sessions.find(session_id, user_names, is_admin=caller.is_admin)
         else:
             assert user_names is not None  # a session's key names its session
             finding = sessions.find_or_create(session_id, user_names, traceparent_of(request), adapter_of(request))
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
     request.scope["state"]["session_id"] = found.shown_id
     return found
+
+
+@asynccontextmanager
+async def _session_of_call(request: Request, endpoint: Endpoint, name: str | None) -> AsyncGenerator[Session, None]:
+    """Find or create the session of a call. A session made for this call alone is deleted if the call fails."""
+    session = await find_or_create_session(request, endpoint, name)
+    try:
+        yield session
+    except AgentLoopError:
+        if session.record.is_one_off and not session.num_turns:
+            await endpoint.sessions.delete(session.session_id, None)
+        raise
 
 
 async def find_referenced_session(
@@ -258,11 +281,17 @@ def adapter_of(request: Request) -> str:
     return adapter
 
 
-async def call_key(request: Request) -> CallKey:
-    """Return the identity of this request: its path, its body and the client's count of tries.
+async def call_key(request: Request, endpoint: Endpoint, body_session_id: str | None) -> tuple[CallKey, str | None]:
+    """Return the identity of this request, and the id of the session that it names, as its owner knows it.
 
-    One with an `Idempotency-Key` is a retry of any with the same key and body, whatever its count.
+    The identity is the path, the body and the client's retry count; a count that is not a number is 0. A request
+    with an `Idempotency-Key` is a retry of any request with the same key and body; its count is ignored. Raises
+    HeldElsewhere, and InvalidRequest for names that disagree.
     """
+    named, _ = session_name(request, body_session_id)
+    if named is not None:
+        endpoint.check_is_here(named)
+    session_id = None if named is None else shown_id(named)
     digest = blake2b(request.scope["path"].encode(), digest_size=_DIGEST_BYTES)
     digest.update(b"\0")
     digest.update(await request.body())
@@ -271,8 +300,11 @@ async def call_key(request: Request) -> CallKey:
     count = int(text[:6]) if text.isascii() and text.isdecimal() else 0
     if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
         digest.update(b"\0" + idempotency_key.encode())
-        count = max(count, 1)
-    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT))
+        return CallKey(digest.digest(), min(max(count, 1), _MAX_RETRY_COUNT)), session_id
+    was_refused = session_id is not None and endpoint.was_refused(
+        caller_of(request).owner, session_id, digest.digest()
+    )
+    return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT), False, was_refused), session_id
 
 
 def _read_timeout_s(request: Request) -> float | None:

@@ -27,6 +27,8 @@ DEFAULT_MODEL = "default"
 
 MAX_ADAPTERS = 64
 
+_MAX_REFUSED = 4096  # calls of one user that are remembered as refused; an SDK's retry follows within a minute
+
 
 class ServedBeside(Exception):
     """The call is for another model of the service, whose app answers it: `ingress/app.py`."""
@@ -74,6 +76,7 @@ class Endpoint:
     """Asks the coordinator for the adapters that are served by name; None: none can be."""
     others: Mapping[str, Endpoint] = field(default_factory=dict)  # of the models beside this one, by name
     num_open_calls: int = field(default=0, init=False)
+    _refused: dict[str, dict[tuple[str, bytes], None]] = field(default_factory=dict, init=False)
 
     @property
     def chat_model(self) -> ChatModel:
@@ -139,6 +142,27 @@ class Endpoint:
         """Raises HeldElsewhere if another process of the endpoint has the session."""
         if self.shards is not None:
             self.shards.check_is_here(session_id)
+
+    def was_refused(self, owner: str, session_id: str, digest: bytes) -> bool:
+        """Return True if an equal call of this user's session failed before."""
+        return (session_id, digest) in self._refused.get(owner, ())
+
+    @contextmanager
+    def noting_refusal(self, owner: str, session_id: str | None, digest: bytes) -> Iterator[None]:
+        """Remember a call whose block fails, in memory: its retry must not take an equal call's answer.
+
+        The session may not exist yet, and what failed before the call began has no record in it.
+        """
+        try:
+            yield
+        except BaseException:
+            if session_id is not None:
+                refused = self._refused.setdefault(owner, {})
+                refused.pop((session_id, digest), None)
+                refused[session_id, digest] = None
+                if len(refused) > _MAX_REFUSED:
+                    del refused[next(iter(refused))]
+            raise
 
     @contextmanager
     def hold_call_place(self, owner: str) -> Iterator[None]:

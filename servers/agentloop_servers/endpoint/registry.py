@@ -16,7 +16,7 @@ import asyncio
 import re
 import sqlite3
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ import structlog
 from agentloop.aio import KeyedLocks, OwnedTasks, run_to_end
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.encoded_record import EncodedRecord
-from agentloop.api.owners import own_id, possible_ids, shown_id
+from agentloop.api.owners import is_own_id, own_id, possible_ids, shown_id
 from agentloop.api.requests import ID_PATTERN
 from agentloop.api.sessions import SESSIONS_ROLLOUT_ID
 from agentloop.clock import SteadyTime
@@ -73,7 +73,7 @@ _log = structlog.stdlib.get_logger(__name__)
 class SessionLimits:
     """Bounds of a process's sessions. All finite."""
 
-    max_sessions: int = 20_000  # open ones; the next gets 429
+    max_sessions: int = 20_000  # open ones of one user; the next gets 429
     max_resident_bytes: int = 512 << 20
     idle_s: float = 60.0  # without use, until a session leaves memory
     ttl_s: float = 3600.0  # without use, until a session expires; also how long a finished one can be read
@@ -190,8 +190,8 @@ class SessionCache:
 class StoreJournal:
     """The journal of the sessions in memory, in their store. A write counts as a use of its session."""
 
-    def __init__(self, store: SessionStore, cache: SessionCache, on_finished: Callable[[], None]) -> None:
-        """`on_finished` is called when an open session was finished."""
+    def __init__(self, store: SessionStore, cache: SessionCache, on_finished: Callable[[str], None]) -> None:
+        """`on_finished` is called with the owner of an open session that was finished."""
         self._store = store
         self._cache = cache
         self._on_finished = on_finished
@@ -210,7 +210,7 @@ class StoreJournal:
     async def save(self, record: SessionRecord) -> None:
         """Keep this record instead of the one before."""
         if await self._store.save(record):
-            self._on_finished()
+            self._on_finished(record.owner)
 
 
 class Sessions:
@@ -253,16 +253,23 @@ class Sessions:
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
-        self.num_open = self.num_restored = 0
+        self._num_open: Counter[str] = Counter()  # by owner
+        self.num_restored = 0
         self.journal = StoreJournal(self.store, self.cache, self._count_finished)
 
-    def _count_finished(self) -> None:
-        self.num_open -= 1
+    def _count_finished(self, owner: str) -> None:
+        self._num_open[owner] -= 1
+
+    @property
+    def num_open(self) -> int:
+        """Open sessions of all users."""
+        return self._num_open.total()
 
     async def start(self) -> None:
         """Open the store, and begin the watch, which expires, evicts and records. Raises InvalidRequest if it is no
         session store."""
-        self.num_open = await self.store.start()
+        await self.store.start()
+        self._num_open = Counter(await self.store.num_of_owners())
         self._time.not_before(await self.store.last_use())
         await self.store.spare(self._limits.restart_grace_s)
         self._watching = asyncio.create_task(self._watch(), name="sessions-watch")
@@ -319,11 +326,11 @@ class Sessions:
                 return session
         return None
 
-    async def find(self, session_id: str, user_names: Sequence[str] | None) -> Session:
-        """Return a session of the caller's, open or finished.
+    async def find(self, session_id: str, user_names: Sequence[str] | None, *, is_admin: bool = False) -> Session:
+        """Return a session of the caller's, open or finished; for an admin, of any user that has such an id.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired), of which SessionLost
-        says that it may have been on a host that is lost.
+        says that it may have been on a host that is lost. Raises Conflict if several users have the admin's id.
         """
         if (session := self.resident(session_id, user_names)) is not None:
             return session
@@ -333,6 +340,15 @@ class Sessions:
                     return await self._found(name, owner)
                 except SessionNotFound:
                     continue
+        if is_admin:
+            names = [session_id] if is_own_id(session_id) else await self.store.shown_as(session_id)
+            if len(names) > 1:
+                raise Conflict(
+                    f"several users have such a session: name one of {', '.join(names)}", param="session_id"
+                )
+            for name in names:
+                async with self._locks.of(name):
+                    return await self._found(name, None)
         raise self._shards.lost(session_id) if self._shards.is_inherited(session_id) else _not_found(session_id)
 
     async def find_or_create(
@@ -389,7 +405,9 @@ class Sessions:
         """Delete a session for good: no record, and its id is never used again. Raises as `find`."""
         own = (await self.find(session_id, user_names)).session_id
         async with self._locks.of(own):
-            await self._delete(await self._found(own, None), SessionState.DELETED, _not_found(own))
+            session = await self._found(own, None)
+            state = None if session.record.is_one_off else SessionState.DELETED
+            await self._delete(session, state, _not_found(own))
 
     # --- inside ---
 
@@ -439,10 +457,12 @@ class Sessions:
 
     async def _create(self, record: SessionRecord) -> Session | None:
         """Create a session, durably; None if its id was used. Raises Overloaded."""
-        if self.num_open >= self._limits.max_sessions:
+        if self._num_open[record.owner] >= self._limits.max_sessions:
             if await self.store.load(record.session_id) is not None:
                 return None
-            raise Overloaded(f"{self._limits.max_sessions} sessions are open")
+            raise Overloaded(
+                f"the user has {self._limits.max_sessions} open sessions, the most allowed: finish one"
+            )
         if self.on_new is not None:
             self.on_new(record.owner)
         self._make_room()
@@ -451,12 +471,12 @@ class Sessions:
     async def _store_new(
         self, record: SessionRecord
     ) -> bool:  # what is stored is counted, also if the caller leaves
-        self.num_open += 1  # its place, before another task runs
+        self._num_open[record.owner] += 1  # its place, before another task runs
         is_new = False
         try:
             is_new = await self.store.create(record)
         finally:
-            self.num_open -= not is_new
+            self._num_open[record.owner] -= not is_new
         return is_new
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
@@ -507,17 +527,17 @@ class Sessions:
         await session.close(error)
         self._leases.end(session_id)
         self.cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
-        await run_to_end(self._delete_stored(session_id, state))
+        await run_to_end(self._delete_stored(session_id, session.record.owner, state))
 
-    async def _delete_stored(self, session_id: str, state: SessionState | None) -> None:
-        self.num_open -= await self.store.delete(session_id, state)
+    async def _delete_stored(self, session_id: str, owner: str, state: SessionState | None) -> None:
+        self._num_open[owner] -= await self.store.delete(session_id, state)
 
     async def _take_in(self, places: Collection[int]) -> None:
         """Go on with the sessions of a process that was lost."""
         num_open = await self.store.take_in(places)
         self._time.not_before(await self.store.last_use(places))
         await self.store.spare(self._limits.restart_grace_s, places)
-        self.num_open += num_open
+        self._num_open.update(await self.store.num_of_owners(places))
         _log.info("sessions_taken_in", num_open=num_open, num_places=len(places))
 
     # --- the watch ---
@@ -544,7 +564,7 @@ class Sessions:
                         if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
                             continue  # another task was faster
                         if stored.record is None:
-                            await self._delete_stored(session_id, SessionState.GONE)
+                            await self._delete_stored(session_id, stored.owner, SessionState.GONE)
                             continue
                         session = self._restored(session_id, stored)
                     await self._expire(session_id, session)

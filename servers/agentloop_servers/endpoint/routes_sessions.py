@@ -192,7 +192,8 @@ class SessionRoutes:
         session_id = session_in_path(request)
         self._endpoint.check_is_here(session_id)
         request.scope["state"]["session_id"] = shown_id(session_id)
-        return await self._in_time(self._endpoint.sessions.find(session_id, caller_of(request).user_names))
+        caller, sessions = caller_of(request), self._endpoint.sessions
+        return await self._in_time(sessions.find(session_id, caller.user_names, is_admin=caller.is_admin))
 
     async def _controlled(self, request: Request) -> Session:
         """Return the session in the path to a caller that may reward and end it. Raises Forbidden."""

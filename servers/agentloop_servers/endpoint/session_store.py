@@ -332,9 +332,17 @@ class SessionStore:
         arguments = (self._wall_s(), limit)
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
-    async def num_of_owners(self) -> dict[str, int]:
-        """Count the open sessions of each owner."""
-        statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own()} GROUP BY owner"
+    async def shown_as(self, shown_id: str) -> list[str]:
+        """Return the ids of up to 8 live sessions that their owners know by this id. Scans all sessions."""
+        statement = (
+            "SELECT session_id FROM sessions WHERE state IN ('open', 'finished')"
+            f" AND substr(session_id, instr(session_id, '~') + 1) = ?{self._own()} LIMIT 8"
+        )
+        return await self._run(lambda db: [row[0] for row in db.execute(statement, (shown_id,)).fetchall()])
+
+    async def num_of_owners(self, places: Collection[int] = ()) -> dict[str, int]:
+        """Count the open sessions of each owner. `places` are as in `last_use`."""
+        statement = f"SELECT owner, COUNT(*) FROM sessions WHERE state = 'open'{self._own(places)} GROUP BY owner"
         return await self._run(lambda db: dict(db.execute(statement).fetchall()))
 
     async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:

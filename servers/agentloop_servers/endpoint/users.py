@@ -112,7 +112,8 @@ class ServedUsers:
 
     async def _report(self, *, reads_again: bool = False) -> None:
         sessions = Counter[str]()
-        for owner, number in (await self._count_sessions()).items():
+        counted = await self._count_sessions()
+        for owner, number in counted.items():
             sessions[self._known(owner)[0]] += number
         self._sessions = sessions
         own = {name: UserUsage(name, self._calls[name], sessions[name]) for name in {*self._calls, *sessions}}
@@ -124,3 +125,6 @@ class ServedUsers:
             except InvalidRequest as error:  # changed since the coordinator read it
                 _log.error("users_not_read", error=str(error))
             self._generation = news.generation
+            for owner, number in counted.items():
+                if owner and self._keys.named(owner) is None:  # their keys are refused; an admin can end them
+                    _log.warning("open_sessions_without_a_user", user=owner, num_sessions=number)

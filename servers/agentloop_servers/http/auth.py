@@ -19,7 +19,7 @@ from typing import Final
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from agentloop.api.owners import NO_LIMITS, UserLimits, owner_of, shown_id
+from agentloop.api.owners import NO_LIMITS, OWN_ID_PATTERN, UserLimits, owner_of, shown_id
 from agentloop.api.requests import ID_PATTERN
 from agentloop.checks import is_loopback
 from agentloop.errors import Forbidden, InvalidRequest, SessionNotFound, Unauthorized
@@ -32,6 +32,7 @@ _SESSION_KEY_PREFIXES = _SESSION_KEY_PREFIX, _CONTROL_KEY_PREFIX
 _SESSION_KEY_PURPOSE = b"agentloop session key\0"  # the run's secret has other uses, whose digests are no keys
 _CONTROL_KEY_PURPOSE = b"agentloop control key\0"
 _SESSION_ID = re.compile(ID_PATTERN)
+_OWN_ID = re.compile(OWN_ID_PATTERN)
 _BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 
 
@@ -125,14 +126,17 @@ class Keys:
         if not is_loopback(host) and (self.is_open or not self.has_admin):
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
 
-    def turn_user(self, headers: Headers) -> str:
-        """Return the user whose turn a request takes, before anything is checked; "" for a wrong key. A session's
-        key takes the turn of the session's owner."""
+    def turn_user(self, headers: Headers, opened_by: Callable[[str], SessionKey | None]) -> str:
+        """Return the user whose turn a request takes; "" for all callers without a valid key. A session's key takes
+        the turn of the session's owner."""
         texts = headers.getlist("authorization")[:1], headers.getlist("x-api-key")[:1]
         for credential in (*(text.removeprefix("Bearer ") for text in texts[0]), *texts[1]):
             if credential.startswith(_SESSION_KEY_PREFIXES):
-                return owner_of(credential.partition("-agentloop-")[2])
-            user = self._by_key.get(key_digest(credential))
+                # A forged key may name any user, so its name counts only with a valid signature.
+                key = opened_by(credential)
+                user = None if key is None else self.named(owner_of(key.session_id))
+            else:
+                user = self._by_key.get(key_digest(credential))
             if user is not None:
                 return user.name
         return ""
@@ -179,13 +183,14 @@ class Keys:
         if self.is_open or not self.user_of(request).pushes_adapters:
             await self.require_admin(request)
 
-    def user_names_of(self, request: Request) -> tuple[str, ...]:
-        """Return all names of the caller's user, ("",) where user routes are open. Raises Unauthorized."""
+    def caller(self, request: Request) -> Caller:
+        """Return the caller as a user, without a name where user routes are open. Raises Unauthorized."""
         if self.is_open:
             if len(_credentials(request)) > 1:  # one may be a session's, whose record would lack the call
                 raise InvalidRequest("the request carries two different keys", param="authorization")
-            return ("",)
-        return self.user_of(request).names
+            return Caller()
+        user = self.user_of(request)
+        return Caller(user.names, is_admin=user.is_admin)
 
     def user_of(self, request: Request) -> User:
         """Return the user whose key a request carries. Raises Unauthorized.
@@ -294,6 +299,7 @@ class Caller:
 
     names: tuple[str, ...] = ("",)
     key: SessionKey | None = None
+    is_admin: bool = False  # it may use the sessions of all users
 
     @property
     def owner(self) -> str:
@@ -325,11 +331,14 @@ def authenticate(
             key = opened_by(credential)
             if key is None:  # where no keys are asked for, too: its calls would land in other sessions
                 raise Unauthorized("this session key is none of this service")
+            owner = owner_of(key.session_id)
+            if owner and keys.named(owner) is None:
+                raise Unauthorized(f"this session key belongs to {owner!r}, which is not a user of this service")
             if not (key.is_control or takes_agents):
                 raise Forbidden("an agent's key is for calls: this needs the session's control key, or its owner's")
             caller = Caller(key=key)
         else:
-            caller = Caller(keys.user_names_of(request))
+            caller = keys.caller(request)
         request.scope["state"]["caller"] = caller
 
     return check
@@ -384,11 +393,13 @@ def session_name(request: Request, body_session_id: str | None) -> tuple[str | N
 def session_in_path(request: Request) -> str:
     """Return the session in the path; with a session's key, its own id in the service.
 
-    Raises SessionNotFound if it is no id, or not the key's.
+    An admin may name another user's session by its whole id, `alice~step-1`. Raises SessionNotFound if it is no
+    id, or not the key's.
     """
     session_id: str = request.path_params["session_id"]
-    of_key = caller_of(request).session_id
-    if _SESSION_ID.fullmatch(session_id) is None or (of_key is not None and shown_id(of_key) != session_id):
+    caller = caller_of(request)
+    of_key, pattern = caller.session_id, _OWN_ID if caller.is_admin else _SESSION_ID
+    if pattern.fullmatch(session_id) is None or (of_key is not None and shown_id(of_key) != session_id):
         raise SessionNotFound(f"there is no session {session_id[:128]!r}", param="session_id")
     return session_id if of_key is None else of_key
 

@@ -10,10 +10,10 @@ Host header.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -42,7 +42,7 @@ from agentloop.errors import (
 )
 from agentloop.metrics import MetricsTally
 from agentloop.strides import FairQueue, Strides
-from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
+from agentloop_servers.http.bodies import LONG_BODY_BYTES, MIN_BYTES_PER_S, SLOW_GRACE_S, LongBodies
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -53,10 +53,10 @@ Envelope: TypeAlias = Callable[[AgentLoopError], Any]
 _BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins at least
 _BEGINNING_S = 0.001  # of the event loop, for the beginning of one
 _BEGINNING_SHARE = 0.5  # of the event loop's time, for beginnings
-_SHARED_LOAD = 0.5  # of a core, while several users call
-_SHARED_FOR_S = 1.0  # after its last request, a user is there
-_COST_SAMPLES = 16  # requests
-_MAX_COST_S = 0.05
+_SHARED_FOR_S = 1.0  # after its last request, a user counts as one that calls
+_LIGHT_SHARE = 0.25  # of an equal share of the open requests; a user with fewer is delayed by the others' crowds
+_SHORT_ROUND_S = 0.0002  # of the event loop: it had little else to do
+_MAX_PAUSE_S = 0.05  # between two admissions of waiting requests
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -244,17 +244,16 @@ def envelope_of(scope: Scope) -> Envelope:
 
 
 class TickLimiter:
-    """Lets tasks through in each round of the event loop; users take turns, and each's come in their order.
+    """Admits requests in rounds of the event loop. Users take turns; the requests of one user are in order.
 
-    Reading a request and making its prompt is a millisecond of work without a pause. A thousand that begin in one
-    round would hold up every stream and every answer for that long; here what is under way goes on in between. But
-    where what is under way makes rounds long, a few in each would hardly ever begin: so as many begin as take their
-    share of the time that the last round took, and at least `width`. Begun ones make the next round longer, and by
-    that share the growth is bounded: with a half, rounds get twice as long at most.
+    Reading a request and making its prompt is a millisecond of work without a pause. A thousand requests that begin
+    in one round would delay every stream and every answer by that long, so a round admits `width` requests, or as
+    many as take their share of the time that the last round took: with a half, rounds get twice as long at most.
 
-    What has begun is served in rounds that are as long as there is work, so a crowd that keeps the loop busy would
-    hold up another user's call at each of its steps. While several users are there, calls begin one at a time, at
-    the pace at which they take `_SHARED_LOAD` of a core; a user that has none under way need not wait.
+    Every step of an admitted request waits for a round, so a crowd of one user that makes rounds long would delay
+    another user's call at each of its steps. While a user has far fewer requests than the others (`_is_paced`), the
+    others are admitted one at a time, whenever the event loop has nothing else to do. It never idles while requests
+    wait, so this costs no throughput.
     """
 
     def __init__(
@@ -263,48 +262,66 @@ class TickLimiter:
         seconds_each: float = _BEGINNING_S,
         share: float = _BEGINNING_SHARE,
         strides: Strides | None = None,
-        cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
         self._width = width
         self._per_second = share / seconds_each
         self._num_left = width  # in this round
         self._round_at: float | None = None  # when this one began; None: none is scheduled after it
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(strides)  # bounded by the connections
-        self._seen: dict[str, float] = {}  # users by their last request, the latest last
-        self._cpu_s = cpu_s
-        self._cost = _CallCost(cpu_s())
+        self._num_open: Counter[str] = Counter()  # requests of known users
+        self._seen: dict[str, float] = {}  # known users by their last request, the latest last
+        self._num_owed = 0  # requests that others may begin, one for each that passed the queue
+        self._admitted_at = 0.0  # when a round last admitted a request
 
     async def enter(self, user: str = "") -> None:
-        """Wait for a place in a round."""
+        """Wait for admission. Call `leave` at the request's end, also if this raises. "" is no known user: it takes
+        turns like one, but nobody is held back for it."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        last_at = self._seen.pop(user, -math.inf)
-        self._seen[user] = now
-        if self._is_shared(now) and user not in self._waiting and now - last_at > self._cost.each_s:
-            self._cost.num_begun += 1
-            return
+        if user:
+            self._num_open[user] += 1
+            self._seen.pop(user, None)
+            self._seen[user] = now
+            if self._is_paced(now) and self._is_light(user) and user not in self._waiting:
+                self._num_owed += bool(self._waiting)
+                return
         if self._round_at is None:
             self._round_at = now
             loop.call_soon(self._begin_round, loop)
         if self._num_left > 0 and not self._waiting:
             self._num_left -= 1
-            self._cost.num_begun += 1
             return
         place = loop.create_future()
         self._waiting.push(user, place)
         await place
 
-    def _is_shared(self, now: float) -> bool:
-        """Tell if several users have called of late."""
+    def leave(self, user: str = "") -> None:
+        """Count a request that ended."""
+        if user:
+            self._num_open[user] -= 1
+            if not self._num_open[user]:
+                del self._num_open[user]
+
+    def _is_paced(self, now: float) -> bool:
+        """Return True if one of several users that called lately has far fewer requests than the others."""
         while self._seen and now - next(iter(self._seen.values())) > _SHARED_FOR_S:
             del self._seen[next(iter(self._seen))]
-        return len(self._seen) > 1
+        return len(self._seen) > 1 and any(map(self._is_light, self._seen))
+
+    def _is_light(self, user: str) -> bool:
+        return self._num_open[user] * len(self._seen) < _LIGHT_SHARE * self._num_open.total()
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         assert self._round_at is not None
-        is_paced = self._is_shared(now)
-        width = 1 if is_paced else max(self._width, int((now - self._round_at) * self._per_second))
+        took_s, is_owed = now - self._round_at, self._num_owed > 0
+        if not self._is_paced(now):
+            width, self._num_owed = max(self._width, int(took_s * self._per_second)), 0
+        else:
+            # A short round shows that the loop had nothing else to do. Long rounds must not starve the crowd: it
+            # has a turn for each turn of a light user, and one every `_MAX_PAUSE_S`.
+            width = int(is_owed or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_PAUSE_S)
+            self._num_owed -= is_owed
         self._num_left = width
         while self._num_left > 0:
             place = self._waiting.pop(lambda place: not place.done())  # a request may have been given up
@@ -312,33 +329,12 @@ class TickLimiter:
                 break
             place.set_result(None)
             self._num_left -= 1
-            self._cost.num_begun += 1
-        if self._num_left == width:
-            self._round_at, self._num_left = None, self._width
+            self._admitted_at = now
+        if not self._waiting and self._num_left == width:
+            self._round_at, self._num_left, self._num_owed = None, self._width, 0
             return
         self._round_at = now
-        if is_paced:
-            self._num_left = 0
-            loop.call_later(self._cost.learned(self._cpu_s()) / _SHARED_LOAD, self._begin_round, loop)
-        else:
-            loop.call_soon(self._begin_round, loop)
-
-
-@dataclass(slots=True)
-class _CallCost:
-    """The process's CPU time for each request, lately: Python's threads share one core."""
-
-    since_s: float
-    num_begun: int = 0
-    each_s: float = _BEGINNING_S
-
-    def learned(self, cpu_s: float) -> float:
-        """Take in the CPU time so far; returns that of a request."""
-        if self.num_begun >= _COST_SAMPLES:
-            found = (cpu_s - self.since_s) / self.num_begun
-            self.each_s = min(max(found, _BEGINNING_S), _MAX_COST_S)
-            self.since_s, self.num_begun = cpu_s, 0
-        return self.each_s
+        loop.call_soon(self._begin_round, loop)
 
 
 class HttpGuard:
@@ -378,7 +374,8 @@ class HttpGuard:
         begun_at = time.perf_counter()
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, receive, send, state)
+        user = self._user_of(headers)
+        guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, user, receive, send, state)
         state["request_id"] = guarded.request_id
         state["release_body"] = guarded.release_body
         with structlog.contextvars.bound_contextvars(request_id=guarded.request_id):
@@ -391,7 +388,7 @@ class HttpGuard:
                 guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
             self._in_flight[id(scope)] = scope
             try:
-                await self._limiter.enter(self._user_of(headers))
+                await self._limiter.enter(user)
                 await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:
                 _log.debug("client_left", path=scope["path"])
@@ -409,6 +406,7 @@ class HttpGuard:
                 await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
             finally:
                 del self._in_flight[id(scope)]
+                self._limiter.leave(user)
                 guarded.release_body()
                 self._count(scope, guarded, begun_at)
 
@@ -446,14 +444,17 @@ class _GuardedRequest:
         request_id: str,
         limits: HttpLimits,
         bodies: LongBodies,
+        user: str,
         receive: Receive,
         send: Send,
         state: dict[str, Any],
     ) -> None:
         self._state = state
         self._bodies = bodies
+        self._user = user
         self.length: int | None = None  # of the body, where it is told
         self._release: Callable[[], None] | None = None
+        self._admitted_at = 0.0
         self.request_id = request_id
         self.is_started = False
         self.status = 499  # the client left before an answer
@@ -469,12 +470,19 @@ class _GuardedRequest:
         expected = self._num_bytes if self.length is None else self.length
         if self._release is None and expected > LONG_BODY_BYTES:
             whole = self._limits.max_body_bytes if self.length is None else self.length
-            self._release = await self._bodies.admit(whole, self._body_deadline_at)
+            self._release = await self._bodies.admit(whole, self._body_deadline_at, self._user)
+            self._admitted_at = asyncio.get_running_loop().time()
+        # Only a long body holds room that others wait for.
+        slow_at = self._admitted_at + SLOW_GRACE_S + self._num_bytes / MIN_BYTES_PER_S
+        deadline_at = self._body_deadline_at if self._release is None else min(self._body_deadline_at, slow_at)
         try:
-            async with asyncio.timeout_at(self._body_deadline_at):
+            async with asyncio.timeout_at(deadline_at):
                 message = await self._receive()
         except TimeoutError as error:
-            raise BodyTimeout(f"the body took longer than {self._limits.body_timeout_s:g} s") from error
+            reason = f"the body took longer than {self._limits.body_timeout_s:g} s"
+            if deadline_at < self._body_deadline_at:
+                reason = f"the body arrived at less than {MIN_BYTES_PER_S} bytes/s: {self._num_bytes} bytes so far"
+            raise BodyTimeout(reason) from error
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             if self._num_bytes > self._limits.max_body_bytes:

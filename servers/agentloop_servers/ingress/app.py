@@ -8,11 +8,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -28,7 +30,7 @@ from agentloop_servers.endpoint.endpoint import Endpoint, ServedBeside
 from agentloop_servers.endpoint.sglang_calls import SglangCalls
 from agentloop_servers.endpoint.shards import HeldElsewhere
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
-from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, caller_of
+from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, SessionKey, caller_of
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
@@ -102,7 +104,9 @@ def create_app(
         if endpoint is None:
             await reporter.close()
 
-    app = _empty_app(keys, limits, tally, lifespan, is_inside=is_inside)
+    opened_by = _no_session_keys if endpoint is None else endpoint.sessions.keys.opened_by
+    turns = partial(keys.turn_user, opened_by=opened_by)
+    app = _empty_app(keys, turns, limits, tally, lifespan, is_inside=is_inside)
     if endpoint is not None and sglang is not None:
         _include_endpoint(app, endpoint, keys, sglang, coordinator, admin, others)
     routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
@@ -112,11 +116,21 @@ def create_app(
     return app
 
 
+def _no_session_keys(key: str) -> SessionKey | None:
+    return None
+
+
 def _empty_app(
-    keys: Keys, limits: HttpLimits, tally: MetricsTally, lifespan: Callable[[FastAPI], Any], *, is_inside: bool
+    keys: Keys,
+    turns: Callable[[Headers], str],
+    limits: HttpLimits,
+    tally: MetricsTally,
+    lifespan: Callable[[FastAPI], Any],
+    *,
+    is_inside: bool,
 ) -> FastAPI:
     """Make an app without routes, behind the guard unless it `is_inside` another one's."""
-    local_only, turns, scopes = keys.is_open, keys.turn_user, dict[int, Scope]()
+    local_only, scopes = keys.is_open, dict[int, Scope]()
     guard = Middleware(
         HttpGuard, limits=limits, is_local_only=local_only, user_of=turns, tally=tally, in_flight=scopes
     )

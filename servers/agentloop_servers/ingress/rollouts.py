@@ -257,7 +257,7 @@ class RolloutRoutes:
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         has_images = any(task.first_image is not None for task in body.tasks)
         tasks = await asyncio.to_thread(self._tasks, body) if has_images else self._tasks(body)
-        names = self._keys.user_names_of(request)
+        names = self._keys.caller(request).names
         staleness = body.staleness
         if staleness is not None and staleness.run_id:
             staleness = replace(staleness, run_id=own_id(names[0], staleness.run_id))
@@ -388,7 +388,7 @@ class RolloutRoutes:
 
     def _user_of(self, request: Request) -> tuple[tuple[str, ...], bool]:
         """Return the names of the caller's user, and whether it may use all rollouts. Raises Unauthorized."""
-        names = self._keys.user_names_of(request)
+        names = self._keys.caller(request).names
         return names, self._keys.is_open or self._keys.user_of(request).is_admin
 
     async def _ask_as_user(

@@ -15,8 +15,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.http.connections import ConnectionLimits
-from tests.support.endpoint.chat_service import ChatService, chat_service, check_answer
+from tests.support.endpoint.chat_service import Bounds, ChatService, chat_service, check_answer
 from tests.support.endpoint.raw_requests import (
     BODY,
     BOUNDS,
@@ -79,6 +80,46 @@ async def test_16_equal_calls_that_are_no_retries_are_siblings(service: ChatServ
     assert one[2]["x-turn-id"] != other[2]["x-turn-id"]
     assert one[1]["choices"][0]["token_ids"] != other[1]["choices"][0]["token_ids"]
     assert await turns_of(service, "siblings") == 2
+
+
+async def test_16_equal_calls_that_are_refused_and_retried_are_siblings(tmp_path: Path) -> None:
+    """The session is made by the first call that finds a slot; the others are refused before it exists."""
+    asked = {**BODY, "max_tokens": 30, "session": "siblings", "return_token_ids": True}
+    refusals = 0
+
+    async def answer(service: ChatService, is_streamed: bool) -> str:
+        nonlocal refusals
+        for count in range(1000):
+            sent = {**asked, "stream": is_streamed}
+            headers = {"x-stainless-retry-count": str(count)}
+            async with service.http.post(service.url + CHAT, json=sent, headers=headers) as reply:
+                text = await reply.text()
+                if reply.status == 200:
+                    return text
+                assert reply.status == 429
+                refusals += 1
+        raise AssertionError("no slot")
+
+    bounds = Bounds(endpoint=EndpointLimits(max_open_calls=1))
+    async with chat_service(tmp_path, decode_s=0.001, bounds=bounds) as service:
+        await asyncio.gather(*(answer(service, index % 2 == 0) for index in range(8)))
+        assert refusals > 7
+        assert await turns_of(service, "siblings") == 8
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_refused_calls_leave_no_session(tmp_path: Path, is_streamed: bool) -> None:
+    asked = {**BODY, "max_tokens": 4, "stream": is_streamed}
+    too_long = {**asked, "messages": [{"role": "user", "content": "word " * 5000}]}
+    full = Bounds(endpoint=EndpointLimits(max_open_calls=0))
+    for name, bounds, body, status in (("full", full, asked, 429), ("long", Bounds(), too_long, 400)):
+        folder = tmp_path / name
+        folder.mkdir()
+        async with chat_service(folder, bounds=bounds) as service:
+            headers = {"x-session-id": "named"} if status == 429 else {}
+            for sent in ({}, headers):
+                assert (await service.call("POST", CHAT, json=body, headers=sent))[0] == status
+            assert service.sessions.num_open == 0
 
 
 async def test_17_two_hundred_calls_at_once_in_one_session(service: ChatService) -> None:

@@ -272,6 +272,19 @@ async def test_a_session_with_a_call_under_way_stays_and_lives(site: SessionSite
     assert (await sessions.find("s", NOBODY)).num_turns == 1
 
 
+@virtually(replace(LIMITS, max_sessions=3))
+async def test_a_user_with_all_its_sessions_leaves_others_theirs(site: SessionSite, sessions: Sessions) -> None:
+    for index in range(3):
+        await sessions.find_or_create(f"s{index}", ["alice"])
+    for session_id in ("s3", None):
+        with pytest.raises(Overloaded, match="3 open sessions"):
+            await sessions.find_or_create(session_id, ["alice"])
+    assert (await sessions.find_or_create("s3", ["bob"])).record.owner == "bob"
+    await sessions.delete("s0", ["alice"])
+    await sessions.find_or_create("s3", ["alice"])
+    assert sessions.num_open == 4
+
+
 @virtually(replace(LIMITS, max_resident_bytes=100_000, max_sessions=1000))
 async def test_over_the_quota_the_longest_unused_go(site: SessionSite, sessions: Sessions) -> None:
     for index in range(100):

@@ -5,12 +5,14 @@ the rows of the fault table that are about who may do what.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 from structlog.testing import capture_logs
 
-from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.auth import Keys, SessionKeys
 from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
 from tests.support.endpoint.raw_requests import (
     BODY,
@@ -344,3 +346,47 @@ async def test_61_keys_are_not_logged(locked: ChatService) -> None:
     assert (status, body["error"]["message"]) == (500, "internal error")
     assert [one["event"] for one in logs] == ["request_failed"]
     assert not any(word in repr(logs) for word in ("user-1", "user-3", "hush"))
+
+
+async def test_a_removed_user_has_no_powers_and_the_admin_reaches_its_sessions(tmp_path: Path) -> None:
+    keys = Keys.of(["user-1", "user-2"], "admin-1")
+    first, second, admin = keys.users
+    async with chat_service(tmp_path, keys=keys, bounds=BOUNDS) as service:
+
+        async def ask(key: str, method: str, path: str, body: Any = None) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await service.call(method, path, json=body, headers=headers))[0]
+
+        made = {}
+        for name, key in (("own", "user-1"), ("shared", "user-1"), ("shared", "user-2")):
+            body = {"session_id": name}
+            _, made[name, key], _ = await service.call("POST", "/sessions", json=body, headers=bearer(key))
+        keys.learn((second, admin))
+        for key in (made["own", "user-1"]["api_key"], made["own", "user-1"]["control_key"], "user-1"):
+            assert await ask(key, "POST", f"/sessions/own{CHAT}", BODY) == 401
+        control_key = made["own", "user-1"]["control_key"]
+        assert await ask(control_key, "POST", "/sessions/own/reward", {"reward": 1.0}) == 401
+        assert await ask("user-2", "GET", f"/sessions/{first.name}~own") == 404
+        for name in ("own", f"{first.name}~own"):
+            assert await ask("admin-1", "GET", f"/sessions/{name}") == 200
+            assert await ask("admin-1", "POST", f"/sessions/{name}{CHAT}", BODY) == 200
+        assert await ask("admin-1", "POST", "/sessions/own/finish", {}) == 200
+        assert await ask("admin-1", "GET", "/sessions/shared") == 409  # of two users
+        assert await ask("admin-1", "DELETE", f"/sessions/{first.name}~shared") == 200
+        assert await ask("admin-1", "GET", "/sessions/shared") == 200
+        assert await ask("user-2", "GET", "/sessions/shared") == 200
+
+
+def test_a_turn_is_a_users_only_by_a_valid_key() -> None:
+    keys, sessions = Keys.of(["user-1"], "admin-1"), SessionKeys("secret")
+    user = keys.users[0].name
+    for key, name in (
+        ("user-1", user),
+        ("wrong", ""),
+        (sessions.agent_key(f"{user}~s"), user),
+        (sessions.control_key(f"{user}~s"), user),
+        (SessionKeys("forged").agent_key(f"{user}~s"), ""),
+        (sessions.agent_key("stranger~s"), ""),
+        (f"sk-agentloop-{user}~s.{'0' * 64}", ""),
+    ):
+        assert keys.turn_user(Headers({"authorization": f"Bearer {key}"}), sessions.opened_by) == name

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
 
 import pytest
 
+from agentloop.strides import Strides
 from agentloop_servers.http.guard import TickLimiter
 
 
@@ -125,40 +128,79 @@ async def test_users_take_turns_whatever_the_crowd_of_one():
     assert max(index for index, user in enumerate(order) if user == "b") < 12
 
 
-@pytest.mark.parametrize("num_alone", [0, 300])
-async def test_a_crowd_leaves_another_user_the_event_loop(num_alone: int):
-    """Each call is ten rounds of the loop, and 2 ms of its time. B's takes 3 times as long as alone, at most."""
+@dataclass
+class Shares:
+    """What the users' calls took, and the part of the time in which the event loop had work."""
+
+    took_s: dict[str, list[float]]
+    wall_s: float
+    busy_s: float
+
+    @property
+    def calls_per_s(self) -> float:
+        return sum(map(len, self.took_s.values())) / self.wall_s
+
+
+async def shares_of(agents: dict[str, int], wall_s: float = 2.0) -> Shares:
+    """Let these agents call for some virtual seconds. A call is ten rounds of the loop, of 0.2 ms each."""
     loop, clock = asyncio.get_running_loop(), Clock()
-    busy_s, took = 0.0, list[float]()
-    limiter = TickLimiter(4, cpu_s=lambda: busy_s)
+    limiter, shares = TickLimiter(4), Shares({user: [] for user in agents}, wall_s, 0.0)
 
     async def call(user: str) -> None:
-        nonlocal busy_s
         began = clock.now
         await limiter.enter(user)
         for _ in range(10):
             await asyncio.sleep(0)
             clock.now += 0.0002
-            busy_s += 0.0002
-        if user == "b":
-            took.append(clock.now - began)
+            shares.busy_s += 0.0002
+        limiter.leave(user)
+        shares.took_s[user].append(clock.now - began)
 
-    async def crowd() -> None:
-        while len(took) < 60:
-            await call("a")
+    async def talk(user: str) -> None:
+        while clock.now < wall_s:
+            await call(user)
             await asyncio.sleep(0)
 
     async def pass_time() -> None:
-        while len(took) < 60:  # the loop would sleep until its next timer
+        while clock.now < wall_s:
             await asyncio.sleep(0)
-            clock.now += 0.00005
+            clock.now += 0.00001  # a round without work
 
     with clock.of(loop):
-        others = [asyncio.create_task(crowd()) for _ in range(num_alone)]
-        others.append(asyncio.create_task(pass_time()))
-        while len(took) < 60:
-            await call("b")
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-    assert sorted(took)[30] <= 3 * (0.002 + 10 * 0.00005)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pass_time())
+            for user, num_agents in agents.items():
+                for _ in range(num_agents):
+                    group.create_task(talk(user))
+    return shares
+
+
+async def test_two_users_reach_the_throughput_of_one():
+    one, two = await shares_of({"a": 100}), await shares_of({"a": 50, "b": 50})
+    assert two.calls_per_s >= 0.95 * one.calls_per_s
+    a, b = (len(two.took_s[user]) for user in "ab")
+    assert abs(a - b) <= 0.1 * (a + b)
+
+
+@pytest.mark.parametrize("num_agents", [1, 3])
+async def test_a_crowd_leaves_another_user_the_event_loop(num_agents: int):
+    """A's crowd triples B's median at most, has half of the turns, and the event loop stays busy."""
+    alone, one = await shares_of({"b": num_agents}), await shares_of({"a": 300})
+    both = await shares_of({"a": 300, "b": num_agents})
+    assert median(both.took_s["b"]) <= 3 * median(alone.took_s["b"])
+    assert len(both.took_s["a"]) >= 0.45 * sum(map(len, both.took_s.values()))
+    assert both.busy_s >= 0.9 * both.wall_s
+    assert both.calls_per_s >= 0.9 * one.calls_per_s
+
+
+async def test_a_probe_without_a_key_holds_nobody_back():
+    one, probed = await shares_of({"a": 100}), await shares_of({"a": 100, "": 1})
+    assert len(probed.took_s["a"]) >= 0.95 * len(one.took_s["a"])
+
+
+def test_users_that_are_idle_cost_no_memory():
+    strides = Strides()
+    for index in range(100_000):
+        strides.took(f"user {index}")
+        strides.took("busy")
+    assert len(strides._passes) <= 64

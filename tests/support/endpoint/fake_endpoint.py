@@ -145,7 +145,9 @@ class FakeRegistry:
     def resident(self, session_id: str, user_names: Sequence[str] | None) -> FakeSession | None:
         return None  # every session is somewhere else, and has to be awaited
 
-    async def find(self, session_id: str, user_names: Sequence[str] | None) -> FakeSession:
+    async def find(
+        self, session_id: str, user_names: Sequence[str] | None, *, is_admin: bool = False
+    ) -> FakeSession:
         for name, owner in possible_ids(session_id, user_names):
             found = self.sessions.get(name)
             if found is not None and owner in (None, found.record.owner):
