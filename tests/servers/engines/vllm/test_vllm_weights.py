@@ -250,7 +250,7 @@ async def test_a_folder_that_changes_after_its_stage_is_not_committed(
     await dummy_engine.stage(WeightUpdate(9, str(tmp_path)))
     (tmp_path / source.name).unlink()
     await dummy_engine.pause(PauseMode.KEEP)
-    with pytest.raises(WeightUpdateFailed, match="changed after it was staged"):
+    with pytest.raises(WeightUpdateFailed, match="changed while the weights were staged"):
         await dummy_engine.commit(9)
     assert not dummy_engine.is_usable
     await update(dummy_engine, 10, untied[0])
@@ -267,7 +267,7 @@ async def test_after_a_failed_commit_all_ranks_take_a_good_one(tmp_path: Path) -
         await engine.stage(WeightUpdate(1, str(tmp_path)))
         weights.unlink()
         await engine.pause(PauseMode.KEEP)
-        with pytest.raises(WeightUpdateFailed, match=r"rank 0: .* has no safetensors file"):
+        with pytest.raises(WeightUpdateFailed, match=r"rank 0: model.safetensors in .* changed while the weights were staged"):
             await engine.commit(1)
         await update(engine, 2, POLICY / "v1")
         await assert_holds(engine, POLICY / "v1", POLICY / "v0")
