@@ -152,6 +152,8 @@ def test_a_header_with_a_recipient_that_is_written_otherwise_is_one_malformed_ca
 def test_what_is_doubled_in_a_header_without_a_recipient_is_no_content():
     for header in (
         "assistant",
+        "assistantassistant",
+        "assistant assistant",
         "<|start|>assistant<|start|>assistant",
         "<|start|>assistantassistant",
         "<|channel|>final",
