@@ -67,8 +67,9 @@ Turns: TypeAlias = Callable[[str], Sequence[Message]]
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def referenced_session(body: ResponsesBody) -> tuple[str, str] | None:
-    """Return the session of the responses that a body refers to, and the first field that does; None without one.
+def referenced_session(body: ResponsesBody) -> tuple[str, str, str] | None:
+    """Return the session of the responses that a body refers to, and the first field that does with its id; None
+    without a reference.
 
     Raises ResponseNotFound for an id that this service did not make, and InvalidRequest for ids of two sessions.
     """
@@ -76,17 +77,17 @@ def referenced_session(body: ResponsesBody) -> tuple[str, str] | None:
     if not isinstance(body.input, str):
         items = enumerate(body.input)
         references += [(f"input.{index}.id", item.id) for index, item in items if isinstance(item, ItemReference)]
-    sessions: dict[str, str] = {}
+    sessions: dict[str, tuple[str, str]] = {}
     for param, given in references:
         match = (_RESPONSE_ID if param == "previous_response_id" else _ITEM_ID).fullmatch(given)
         if match is None or match["session"] is None:
             raise not_found(given, param)
-        sessions.setdefault(match["session"], param)
+        sessions.setdefault(match["session"], (param, given))
     if len(sessions) > 1:
         raise InvalidRequest(
             f"the ids are of two sessions, {' and '.join(map(repr, list(sessions)[:2]))}", param=param
         )
-    return next(iter(sessions.items()), None)
+    return next(((session_id, *reference) for session_id, reference in sessions.items()), None)
 
 
 def not_found(given: str, param: str) -> ResponseNotFound:

@@ -35,6 +35,10 @@ ID, NAME, NUMBER, TYPE = "\0", "\1", "\2", "\3"
 _STRINGS = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
+# Keys as the parsers read them: bare ones of literals, and those between the delimiters of text parameters.
+_BARE_KEY = r"[^\W\d][\w.-]*+"
+_TEXT_KEY = r"(?!\s)[^<>\n]{1,256}(?<!\s)"
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectKeys:
@@ -155,7 +159,7 @@ class Literals:
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces = [
             (sequence(literal(key + self.assign), self._value(schema, parameters)), is_required)
-            for key, schema, is_required in _parameters(parameters)
+            for key, schema, is_required in _parameters(parameters, _BARE_KEY)
         ]
         return _listed(pieces, self.separator)
 
@@ -231,7 +235,7 @@ class TextParameters:
     def form(self, parameters: Mapping[str, JSON]) -> JSON:
         pieces, ends = [], marks_of(self.tail)
         excluded = [*(ends[:1] if len(ends) > 1 else []), marks_of(self.open)[0]]
-        for key, schema, is_required in _parameters(parameters):
+        for key, schema, is_required in _parameters(parameters, _TEXT_KEY):
             content = _plain_form(schema, parameters, excluded)
             is_text = content["type"] != "json_schema"
             types = allowed_types(schema, parameters)
@@ -299,10 +303,11 @@ def _plain_form(schema: JSON, root: JSON, excluded: Sequence[str] = ()) -> dict[
     return either(*forms)
 
 
-def _parameters(parameters: JSON) -> list[tuple[str, JSON, bool]]:
+def _parameters(parameters: JSON, readable_key: str) -> list[tuple[str, JSON, bool]]:
     """Return a tool's parameters in their order: key, schema, and if required.
 
-    Raises InvalidRequest for a rule on all parameters together: each is written alone.
+    Raises InvalidRequest for a rule on all parameters together, as each is written alone, and for a key that the
+    pattern does not match, as the parser would not read it.
     """
     rules = branches(parameters, parameters)
     keywords = {key for rule in rules for key in rule} & RULES - _SINGLE_PARAMETER_RULES
@@ -310,8 +315,12 @@ def _parameters(parameters: JSON) -> list[tuple[str, JSON, bool]]:
         shown = f"{min(keywords)!r}" if keywords else "several schemas"
         error = f"{shown} of all parameters together cannot be enforced in this model's format of calls"
         raise InvalidRequest(error, param="tools")
+    found = properties(parameters)
+    if unreadable := [key for key in found if re.fullmatch(readable_key, key) is None]:
+        error = f"a parameter named {unreadable[0][:64]!r} cannot be written in this model's format of calls"
+        raise InvalidRequest(error, param="tools")
     required = rules[0].get("required", ())
-    return [(key, schema, key in required) for key, schema in properties(parameters).items()]
+    return [(key, schema, key in required) for key, schema in found.items()]
 
 
 _SINGLE_PARAMETER_RULES = {
@@ -379,7 +388,7 @@ def literals_as_json(text: str, quote: str = "", assign: str = "") -> str:
 
     Strings stand between `quote` too. What has no end stays without it.
     """
-    key = rf"(?P<key>[^\W\d][\w.-]*+)\s*+{assign}" if assign else "(?P<key>(?!))"
+    key = rf"(?P<key>{_BARE_KEY})\s*+{assign}" if assign else "(?P<key>(?!))"
 
     def as_json(found: re.Match[str]) -> str:
         written = found[0]

@@ -26,7 +26,7 @@ _PREAMBLE = "<|channel|>commentary<|message|>"
 _CALL_STOP = "<|call|>"
 
 _OPENING = re.compile(
-    r"\A(?=\s*+(?:assistant\s*+)*+to=|\s*+assistant\s*+<\|(?:channel|start)\|>)|<\|(?:start|channel|constrain)\|>"
+    r"\A(?=\s*+(?:assistant\s*+)*+to=|\s*+(?:assistant\s*+)++<\|(?:channel|start)\|>)|<\|(?:start|channel|constrain)\|>"
 )
 # The tokens of a header in any order and number. A token that ends messages is one of them before other text.
 _ANY_HEADER = re.compile(

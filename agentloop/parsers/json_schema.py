@@ -137,11 +137,11 @@ def _reachable(root: JSON) -> Iterator[tuple[str, Mapping[str, JSON]]]:
             pending.append((reference, resolve(reference, root)))
 
 
-def _same_value(schema: Mapping[str, JSON], root: JSON) -> Iterator[JSON]:
-    """Iterate over the schemas that describe the same value: a reference's target and all branches."""
+def _same_value(schema: Mapping[str, JSON], root: JSON, keywords: Sequence[str] = _BRANCHES) -> Iterator[JSON]:
+    """Iterate over the schemas of the same value: a reference's target and the branches of `keywords`."""
     if isinstance(reference := schema.get("$ref"), str):
         yield _target(reference, root)
-    for key in _BRANCHES:
+    for key in keywords:
         yield from _list(schema, key)
 
 
@@ -185,13 +185,20 @@ def first_allowed(values: Sequence[JSON], schema: JSON, root: JSON) -> int | Non
 def property_schema(parameters: JSON, key: str) -> JSON:
     """Return the schema of one key of an object; None if nothing describes it."""
     levels = list(_levels(parameters, parameters))
-    found = [_map(node, "properties")[key] for node in levels if key in _map(node, "properties")]
+    always = {id(node) for node in _levels(parameters, parameters, ("allOf",))}
+    found = [(_map(node, "properties")[key], node) for node in levels if key in _map(node, "properties")]
     if not found:
-        patterns = (pair for node in levels for pair in _map(node, "patternProperties").items())
-        found = [one for pattern, one in patterns if _may_match(pattern, key)]
+        patterns = (
+            (pattern, one, node) for node in levels for pattern, one in _map(node, "patternProperties").items()
+        )
+        found = [(one, node) for pattern, one, node in patterns if _may_match(pattern, key)]
     if not found:
-        found = [node["additionalProperties"] for node in levels if _map(node, "additionalProperties")]
-    return {"anyOf": found} if len(found) > 1 else found[0] if found else None
+        found = [(node["additionalProperties"], node) for node in levels if _map(node, "additionalProperties")]
+    parts = [one for one, node in found if id(node) in always]
+    if len(choices := [one for one, node in found if id(node) not in always]) > 1:
+        choices = [{"anyOf": choices}]
+    parts += choices
+    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else None
 
 
 def properties(parameters: JSON) -> dict[str, JSON]:
@@ -248,15 +255,15 @@ def _folded(
     return found
 
 
-def _levels(schema: JSON, root: JSON) -> Iterator[Mapping[str, JSON]]:
-    """Iterate over a schema and all that describe the same value, in their order, each once."""
+def _levels(schema: JSON, root: JSON, keywords: Sequence[str] = _BRANCHES) -> Iterator[Mapping[str, JSON]]:
+    """Iterate over a schema and all that describe the same value by `keywords`, in their order, each once."""
     open_ones, seen = [schema], set()
     while open_ones:
         node = open_ones.pop()
         if isinstance(node, Mapping) and id(node) not in seen:
             seen.add(id(node))
             yield node
-            open_ones += reversed(list(_same_value(node, root)))
+            open_ones += reversed(list(_same_value(node, root, keywords)))
 
 
 def _target(reference: str, root: JSON) -> JSON:
@@ -339,6 +346,12 @@ def _unenforced_here(node: Mapping[str, JSON], root: JSON) -> str:
     if unknown := used & _NEVER:
         return f"'{min(unknown)}'"
     form = next((key for key in _FORMS if key in used), None)
+    # Only a declared string is held to a format; formats of numbers, such as 'int64', are annotations.
+    if "format" in node and form not in ("const", "enum") and "string" in allowed_types(node, root):
+        if form is not None:
+            return f"'format' next to '{form}'"
+        if "type" not in node:
+            return "'format' without a 'type'"
     if form is not None:  # xgrammar reads this keyword and ignores what stands next to it
         others = used - {form}
         if "type" in others and allowed_types({form: node[form]}, root) <= _declared(node):

@@ -12,7 +12,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.grammar import call_json, constraint_of
-from agentloop.parsers.json_schema import MAX_REFERENCES, loosened, unenforced
+from agentloop.parsers.json_schema import MAX_REFERENCES, allowed_types, loosened, property_schema, unenforced
 from agentloop.types import ToolCallStatus
 from tests.parsers.test_call_constraint import allows, walk
 from tests.parsers.writing import parse
@@ -241,6 +241,45 @@ def test_a_rule_that_single_parameters_cannot_be_held_to_is_refused_by_name() ->
             get_parser("qwen3_xml").call_constraint(
                 [{"name": "f", "parameters": parameters}], forced="f", is_parallel=False
             )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{}, {"anyOf": [STR, {"type": "null"}]}, {"allOf": [STR]}, {"$defs": {"s": STR}, "$ref": "#/$defs/s"}],
+    ids=json.dumps,
+)
+def test_the_format_of_a_string_without_a_type_of_its_own_is_refused_by_name(schema: Any) -> None:
+    assert unenforced(schema | {"format": "date"}).startswith("'format' ")
+    assert "aaaa" in accepted(schema | {"format": "date"})  # xgrammar does ignore it
+    assert unenforced({**INT, "format": "int64"}) == unenforced({"anyOf": [INT], "format": "int64"}) == ""
+
+
+def test_schemas_of_one_key_that_all_apply_narrow_its_type() -> None:
+    parts: list[Any] = [OBJECT | {"properties": {"p": STR}}, {"properties": {"p": {"description": "d"}}}]
+    both: list[Any] = [
+        {"allOf": parts},
+        {**parts[1], "allOf": parts[:1]},
+        {**parts[1], "$ref": "#/$defs/s", "$defs": {"s": parts[0]}},
+    ]
+    for parameters in (*both, {"allOf": [{"allOf": parts[:1]}, parts[1]]}):
+        assert allowed_types(property_schema(parameters, "p"), parameters) == {"string"}
+    either: dict[str, Any] = {"properties": {"p": {"type": ["string", "integer", "null"]}}}
+    branches = [OBJECT | {"properties": {"p": one}} for one in (STR, INT)]
+    parameters = either | {"anyOf": branches}
+    assert allowed_types(property_schema(parameters, "p"), parameters) == {"string", "integer"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "glm45", "lfm2"])
+def test_a_key_that_the_parser_would_not_read_is_refused_by_name(name: str) -> None:
+    def forced(parser: str, key: str) -> None:
+        tool = {"name": "f", "parameters": OBJECT | {"properties": {key: INT}, "required": [key]}}
+        get_parser(parser).call_constraint([tool], forced="f", is_parallel=False)
+
+    forced(name, "a.b-c")
+    for key in ("", "a<b", "a\nb", " a "):
+        forced("hermes", key)
+        with pytest.raises(InvalidRequest, match="a parameter named"):
+            forced(name, key)
 
 
 def test_a_schema_whose_rules_are_taken_off_keeps_its_keys_and_types() -> None:

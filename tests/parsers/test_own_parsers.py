@@ -152,12 +152,15 @@ def test_a_header_with_a_recipient_that_is_written_otherwise_is_one_malformed_ca
 def test_what_is_doubled_in_a_header_without_a_recipient_is_no_content():
     for header in (
         "assistant",
+        "assistantassistant",
+        "assistant assistant",
         "<|start|>assistant<|start|>assistant",
         "<|start|>assistantassistant",
         "<|channel|>final",
     ):
         assert parse("harmony", f"{header}<|channel|>final<|message|>Four.").content == "Four."
     assert parse("harmony", f"{HEADER} <|constrain|>json{BODY}<|call|>").content == ""
+    assert parse("harmony", "<|start|>x").content == "<|start|>\nx"  # the parser's loop moves past it
 
 
 @pytest.mark.parametrize("name", WRITE)

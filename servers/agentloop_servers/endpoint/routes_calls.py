@@ -357,10 +357,10 @@ class CallRoutes:
         await check_model(request, endpoint, body.model, name)
         turns = None
         if (referenced := responses.referenced_session(body)) is not None:
-            session_id, param = referenced
+            session_id, param, given = referenced
             session = await find_referenced_session(request, endpoint, name, session_id)
             if session is None:
-                raise responses.not_found(session_id, param)
+                raise responses.not_found(given, param)
             turns = session.conversation_to
             if not names_session(request):
                 name = session_id  # without another name, the id of the earlier response names the session
