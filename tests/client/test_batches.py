@@ -79,7 +79,7 @@ async def test_what_is_unfinished_is_the_next_batchs_head_start(client: RolloutC
 
 
 class RecordedService:
-    """A service whose rollouts have groups of two samples. Only what is in `records` has ended."""
+    """A service whose rollouts have groups of two samples. Only the samples in `records` have ended."""
 
     def __init__(self, *, page_size: int = 64) -> None:
         self._page_size = page_size
@@ -88,7 +88,7 @@ class RecordedService:
         self.acknowledged: list[tuple[str, int]] = []
 
     async def submit(self, tasks: Sequence[RolloutTask]) -> Rollout:
-        """Accept tasks; those that are called long end with the next submission."""
+        """Accept tasks. A task named long-... ends with the next submission."""
         for rollout_id, names in self.submitted.items():
             self.end(rollout_id, *(name for name in names if name.startswith("long")))
         name = f"r{len(self.submitted)}"

@@ -68,7 +68,7 @@ _GRADE_TESTS = ("tests/tools/test_shell.py",)
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A fault: in `file` the only `old` becomes `new`. `tests` are those of what it concerns."""
+    """A fault: the only occurrence of `old` in `file` becomes `new`. `tests` cover the changed behavior."""
 
     name: str
     file: str

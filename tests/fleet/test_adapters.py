@@ -303,7 +303,7 @@ async def test_a_rollout_that_is_not_durable_yet_keeps_its_adapter(clock: Virtua
 
 @virtually
 async def test_the_store_has_an_adapters_name_before_a_replica_holds_it(clock: VirtualClock, folder: Path) -> None:
-    """Or the next coordinator would not unload what a push had loaded when this one died."""
+    """Otherwise a coordinator that starts after a crash would not unload the adapter of an unfinished push."""
     async with running(clock, folder, kind=SlowEngine) as run, asyncio.TaskGroup() as group:
         for engine in run.engines.values():
             engine.load_s = 2.0
