@@ -379,7 +379,6 @@ MUTATIONS = (
         '"UPDATE leases SET until = until WHERE name = ? AND number = ?"',
         _POSTGRES_TESTS,
     ),
-    Mutation("stopped_server_not_away", _POSTGRES, "self.close()\n            tried", "tried", _POSTGRES_TESTS),
     Mutation(
         "published_file_under_its_final_name",
         f"{_PUBLISHED}/store.py",
