@@ -233,7 +233,6 @@ MUTATIONS = (
         _BATCHES_TESTS,
     ),
     Mutation("cancelled_groups_make_a_batch", _BATCHES, "if made_for < first_kept:", "if False:", _BATCHES_TESTS),
-    Mutation("unfinished_groups_not_cancelled", _BATCHES, "await rollout.cancel()", "pass", _BATCHES_TESTS),
     Mutation("finished_parts_never_forgotten", _BATCHES, "rollout.forget()", "pass", _BATCHES_TESTS),
     Mutation(
         "deletable_before_group_is_complete",
