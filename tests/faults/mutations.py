@@ -50,7 +50,7 @@ _STORE_TESTS = ("tests/storage",)
 _QUEUE_TESTS = ("tests/scheduling",)
 _COORDINATOR_TESTS = ("tests/servers/coordinator",)
 _WORKER_TESTS = ("tests/rollout/test_worker.py",)
-_BATCHES_TESTS = ("tests/client/test_batches.py",)
+_BATCHES_TESTS = ("tests/client/test_batch_parts.py",)
 _HELD_TESTS = ("tests/test_held_adapters.py",)
 _ADAPTERS_TESTS = ("tests/fleet/test_adapters.py",)
 _SESSION_TESTS = ("tests/sessions/test_session.py", "tests/sessions/test_retries.py")
@@ -232,7 +232,13 @@ MUTATIONS = (
         "rule.num_offered",
         _BATCHES_TESTS,
     ),
-    Mutation("cancelled_groups_make_a_batch", _BATCHES, "if made_for < first_kept:", "if False:", _BATCHES_TESTS),
+    Mutation(
+        "cancelled_groups_make_a_batch",
+        _BATCHES,
+        "if made_for < first_kept:",
+        "if False:",
+        ("tests/client/test_batches.py",),
+    ),
     Mutation("finished_parts_never_forgotten", _BATCHES, "rollout.forget()", "pass", _BATCHES_TESTS),
     Mutation(
         "deletable_before_group_is_complete",
@@ -484,13 +490,6 @@ MUTATIONS = (
         _JOURNAL,
         "self._doomed += [(run.assignment_id, name) for name in doomed]",
         "pass",
-        _JOURNAL_TESTS,
-    ),
-    Mutation(
-        "resumed_turns_not_journaled",
-        _JOURNAL,
-        'b"" if self.kept is None else self.kept.frames',
-        'b""',
         _JOURNAL_TESTS,
     ),
     Mutation("answers_of_earlier_turns_used", _JOURNAL, "if one.turn_id == last_turn for", "for", _JOURNAL_TESTS),
