@@ -1,4 +1,4 @@
-"""The parts of a rollout that batches are read from: what is submitted, acknowledged and forgotten."""
+"""Batches and the parts of a rollout behind them: submission, acknowledgement, and removal of parts that were read."""
 
 from __future__ import annotations
 
