@@ -29,15 +29,42 @@ _ROLLOUTS = "servers/agentloop_servers/coordinator/rollouts.py"
 _ACCEPT = "await self._store.accept(rollout_id, groups, terms, encoded)"
 _ADD = "self.queue.add(rollout_id, self._clock.now())"
 _WORKER = "agentloop/rollout/worker.py"
+_BATCHES, _PARTS = "agentloop/client/batches.py", "agentloop/client/rollout.py"
+_HELD, _ADAPTERS = "agentloop/held_adapters.py", "agentloop/fleet/adapter_sync.py"
+_SESSION, _SESSION_CALLS = "agentloop/sessions/session.py", "agentloop/sessions/calls.py"
+_POSTGRES = "agentloop/storage/postgres.py"
+_PUBLISHED = "servers/agentloop_servers/weight_store"
+_JOURNAL, _HOMES = "agentloop/rollout/turn_journal.py", "agentloop/rollout/journal_homes.py"
+_TOOLBOX, _ENVIRONMENT = "agentloop/rollout/toolbox.py", "agentloop/rollout/environment.py"
+_DIGEST, _LIFECYCLE = "agentloop/weight_digest.py", "agentloop/engine_lifecycle.py"
+_SCHEMA, _MCP = "agentloop/parsers/json_schema.py", "tools/agentloop_tools/mcp.py"
+_PUT = 'self._store.put(index, sorted(folder.glob("*.safetensors")))'
+_ADVANCE = "self._store.advance(version)"
+_SLEEP = "await self._sleep([one for one, status in statuses.items() if one != name and not status.asleep])"
+_WAKE = "if statuses[name].asleep:\n            await self._models[name].wake(ALL_MEMORY)"
 _STORE_TESTS = ("tests/storage",)
 _QUEUE_TESTS = ("tests/scheduling",)
 _COORDINATOR_TESTS = ("tests/servers/coordinator",)
 _WORKER_TESTS = ("tests/rollout/test_worker.py",)
+_BATCHES_TESTS = ("tests/client/test_batch_parts.py",)
+_HELD_TESTS = ("tests/test_held_adapters.py",)
+_ADAPTERS_TESTS = ("tests/fleet/test_adapters.py",)
+_SESSION_TESTS = ("tests/sessions/test_session.py", "tests/sessions/test_retries.py")
+_POSTGRES_TESTS = ("tests/storage/test_postgres.py",)
+_PUBLISHED_TESTS = ("tests/servers/weight_store/test_versions.py",)
+_JOURNAL_TESTS = ("tests/rollout/test_turn_journal.py",)
+_STORED_JOURNAL_TESTS = ("tests/storage/test_stored_journals.py",)
+_ENVIRONMENT_TESTS = ("tests/rollout/test_environment.py",)
+_DIGEST_TESTS = ("tests/fleet/test_weight_digest.py",)
+_CANARY_TESTS = ("tests/servers/engines/common/test_canary.py", "tests/test_canary.py")
+_SCHEMA_TESTS = ("tests/parsers/test_json_schema.py",)
+_MCP_TESTS = ("tests/tools/test_mcp.py",)
+_GRADE_TESTS = ("tests/tools/test_shell.py",)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A fault: in `file` the only `old` becomes `new`. `tests` are those of what it concerns."""
+    """A fault: the only occurrence of `old` in `file` becomes `new`. `tests` cover the changed behavior."""
 
     name: str
     file: str
@@ -193,6 +220,430 @@ MUTATIONS = (
         "return is_late(state) and not isinstance(error, StorageFull)",
         "return is_late(state)",
         _WORKER_TESTS,
+    ),
+    Mutation(
+        "carried_groups_not_counted_as_offered",
+        _BATCHES,
+        "rule.num_offered - num_open",
+        "rule.num_offered",
+        _BATCHES_TESTS,
+    ),
+    Mutation(
+        "cancelled_groups_make_a_batch",
+        _BATCHES,
+        "if made_for < first_kept:",
+        "if False:",
+        ("tests/client/test_batches.py",),
+    ),
+    Mutation("finished_parts_never_forgotten", _BATCHES, "rollout.forget()", "pass", _BATCHES_TESTS),
+    Mutation(
+        "deletable_before_group_is_complete",
+        _PARTS,
+        "            group.append((trajectory, page))\n",
+        "            page.num_left -= 1\n            group.append((trajectory, _ReadPage(0, 0)))\n",
+        _BATCHES_TESTS,
+    ),
+    Mutation(
+        "page_acknowledged_too_early",
+        _PARTS,
+        "takewhile(lambda page: page.num_left == 0, part.pages)",
+        "part.pages",
+        _BATCHES_TESTS,
+    ),
+    Mutation("adapter_in_use_unloaded", _HELD, "if num_calls:", "if False:", _HELD_TESTS),
+    Mutation(
+        "adapter_replaced_under_calls",
+        _HELD,
+        "[held for held in self._older if not held.num_calls]",
+        "list(self._older)",
+        _HELD_TESTS,
+    ),
+    Mutation("adapter_demand_not_checked", _HELD, "demand.check(held.adapter.version)", "pass", _HELD_TESTS),
+    Mutation(
+        "adapter_content_not_compared",
+        _HELD,
+        'if adapter.digest in ("", held.adapter.digest) else None',
+        "",
+        _HELD_TESTS,
+    ),
+    Mutation(
+        "pinned_adapters_without_bound",
+        _HELD,
+        "if len(served) + len(older) >= 2 * self._max_loras:",
+        "if False:",
+        _HELD_TESTS,
+    ),
+    Mutation(
+        "adapter_names_not_stored_first",
+        _ADAPTERS,
+        "await self.saved.save_first(coming, before, self._steps.config.save_timeout_s)",
+        "pass",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "adapter_of_rollout_evicted", _ADAPTERS, "if one.name not in in_use and await", "if await", _ADAPTERS_TESTS
+    ),
+    Mutation(
+        "evicted_adapter_not_loaded_again",
+        _ADAPTERS,
+        "await self._load_again(self._takers(), evicted)",
+        "pass",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "adapter_version_goes_back",
+        _ADAPTERS,
+        "if version < least and not push.is_forced:",
+        "if False:",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "adapter_kept_by_a_joining_replica",
+        _ADAPTERS,
+        "while loaded != self.served:",
+        "if loaded != self.served:",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "session_demand_not_given_to_calls",
+        _SESSION,
+        "if sampling.weight_version is None:",
+        "if False:",
+        _SESSION_TESTS,
+    ),
+    Mutation(
+        "retry_of_committed_call_sampled_again",
+        _SESSION,
+        "if isinstance(earlier, CallRecord) and earlier.state is ModelCallState.COMMITTED and not earlier.error:",
+        "if False:",
+        _SESSION_TESTS,
+    ),
+    Mutation(
+        "retry_does_not_join",
+        _SESSION,
+        "if isinstance(earlier, LiveCall) and earlier.failure is None:",
+        "if False:",
+        _SESSION_TESTS,
+    ),
+    Mutation("equal_bodies_are_one_call", _SESSION, "if key.retry_count > 0 else None", "", _SESSION_TESTS),
+    Mutation(
+        "retry_takes_another_clients_answer",
+        _SESSION_CALLS,
+        "self._retry_counts.get(call.call_id, 0) < key.retry_count",
+        "True",
+        ("tests/sessions/test_retries.py",),
+    ),
+    Mutation(
+        "one_of_equal_calls_is_guessed",
+        _SESSION_CALLS,
+        "len(equal) == 1 and not key.was_refused",
+        "True",
+        ("tests/sessions/test_retries.py",),
+    ),
+    Mutation("failures_never_healed", _SESSION_CALLS, "healed.add(record.digest)", "pass", _SESSION_TESTS),
+    Mutation(
+        "idle_run_lease_not_renewed",
+        _STORE,
+        "await self._writer.run(lambda db: None)",
+        "await asyncio.sleep(0)",
+        _POSTGRES_TESTS,
+    ),
+    Mutation("revoked_shard_lease_remains", _STORE, "lease.revoke(db)", "pass", _POSTGRES_TESTS),
+    Mutation(
+        "revoked_lease_keeps_its_number", _POSTGRES, "SET number = number + 1, until", "SET until", _POSTGRES_TESTS
+    ),
+    Mutation(
+        "records_committed_asynchronously",
+        _POSTGRES,
+        'if self._schema.synchronous != "FULL":',
+        "if True:",
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "held_lease_taken",
+        _POSTGRES,
+        " WHERE leases.until <= clock_timestamp() OR leases.number = ? RETURNING",
+        " WHERE ? IS NOT DISTINCT FROM leases.number OR TRUE RETURNING",
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "lease_number_repeats",
+        _POSTGRES,
+        "GREATEST(leases.number + 1, excluded.number)",
+        "GREATEST(leases.number, excluded.number)",
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "lost_commit_not_asked_for",
+        _POSTGRES,
+        "if transaction is None or not self._was_committed(transaction):",
+        "if True:",
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "another_runs_schema_accepted",
+        _POSTGRES,
+        'if self.owner is not None and about.get("run", self.owner) != self.owner:',
+        "if False:",
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "released_lease_is_held_on",
+        _POSTGRES,
+        '"UPDATE leases SET until = clock_timestamp() WHERE name = ? AND number = ?"',
+        '"UPDATE leases SET until = until WHERE name = ? AND number = ?"',
+        _POSTGRES_TESTS,
+    ),
+    Mutation(
+        "published_file_under_its_final_name",
+        f"{_PUBLISHED}/store.py",
+        'Path(f"{place}.part")',
+        "Path(place)",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "pointer_goes_back",
+        f"{_PUBLISHED}/store.py",
+        "if latest is not None and version <= latest:",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "pointer_before_files",
+        f"{_PUBLISHED}/publisher.py",
+        f"            num_bytes = {_PUT}\n            {_ADVANCE}\n",
+        f"            {_ADVANCE}\n            num_bytes = {_PUT}\n",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "published_base_not_compared",
+        f"{_PUBLISHED}/store.py",
+        "if named not in (None, digest(index.raw)):",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "published_checksum_not_compared",
+        f"{_PUBLISHED}/format.py",
+        "if state.hexdigest() != expected.checksum:",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "damaged_copy_served",
+        f"{_PUBLISHED}/local_versions.py",
+        "if xxhash.xxh3_128_hexdigest(data) != sums.get(one.name):",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "foreign_folder_replaced",
+        f"{_PUBLISHED}/local_versions.py",
+        "if made.exists() and not _is_ours(made):",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "published_layout_not_compared",
+        f"{_PUBLISHED}/publisher.py",
+        "_check_layout(entries, held, latest)",
+        "pass",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "copy_of_another_index_served",
+        f"{_PUBLISHED}/local_versions.py",
+        "if (folder / MADE_OF).read_bytes() != index.raw:",
+        "if False:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "delta_chain_never_ends",
+        f"{_PUBLISHED}/publisher.py",
+        "if len(chain) < self._options.full_every:",
+        "if True:",
+        _PUBLISHED_TESTS,
+    ),
+    Mutation(
+        "end_of_episode_lost_after_resume",
+        _TOOLBOX,
+        "if keep is not None and self.ended is None:",
+        "if keep is not None:",
+        _ENVIRONMENT_TESTS,
+    ),
+    Mutation(
+        "journal_of_another_task_continued",
+        _JOURNAL,
+        "if (header.assignment_id, header.fingerprint) != (name, wanted):",
+        "if False:",
+        _JOURNAL_TESTS,
+    ),
+    Mutation(
+        "shorter_journal_continued",
+        _JOURNAL,
+        "(one.num_sampled, one.attempt)",
+        "(-one.num_sampled, one.attempt)",
+        _JOURNAL_TESTS,
+    ),
+    Mutation(
+        "torn_journal_read_on", _JOURNAL, "if start != at or kind is None:", "if kind is None:", _JOURNAL_TESTS
+    ),
+    Mutation(
+        "failed_journal_write_dropped",
+        _JOURNAL,
+        "            if error.retryable:\n                return False\n",
+        "",
+        _STORED_JOURNAL_TESTS,
+    ),
+    Mutation(
+        "journal_kept_after_its_record",
+        _JOURNAL,
+        "self._doomed += [(run.assignment_id, name) for name in doomed]",
+        "pass",
+        _JOURNAL_TESTS,
+    ),
+    Mutation("answers_of_earlier_turns_used", _JOURNAL, "if one.turn_id == last_turn for", "for", _JOURNAL_TESTS),
+    Mutation("removed_journal_written_again", _HOMES, "is_new = part.number == 0", "is_new = True", _JOURNAL_TESTS),
+    Mutation(
+        "sweep_removes_unfinished",
+        _HOMES,
+        "for name in set(some) - owed for path",
+        "for name in set(some) for path",
+        _JOURNAL_TESTS,
+    ),
+    Mutation(
+        "large_parts_in_one_call",
+        _HOMES,
+        "if some and num_bytes > MAX_CALL_PARTS_BYTES:",
+        "if False:",
+        _STORED_JOURNAL_TESTS,
+    ),
+    Mutation(
+        "changed_folder_staged", _DIGEST, "if changed := sorted(before ^ now):", "if changed := []:", _DIGEST_TESTS
+    ),
+    Mutation(
+        "digest_of_reload_not_compared",
+        _DIGEST,
+        "if are_comparable(expected, found) and expected != found:",
+        "if False:",
+        _DIGEST_TESTS,
+    ),
+    Mutation("digest_of_files_order", _DIGEST, "sorted(lines)", "lines", _DIGEST_TESTS),
+    Mutation(
+        "adapter_configuration_not_in_digest",
+        _DIGEST,
+        "if (config := Path(directory) / ADAPTER_CONFIG).is_file():",
+        "if (config := Path()).is_file():",
+        _DIGEST_TESTS,
+    ),
+    Mutation(
+        "rewritten_folder_not_read_again",
+        _DIGEST,
+        "and known.stamps == folder_stamps(directory)",
+        "",
+        _DIGEST_TESTS,
+    ),
+    Mutation(
+        "canary_check_skipped",
+        _LIFECYCLE,
+        "self._needs_canary = not is_forced",
+        "self._needs_canary = False",
+        _CANARY_TESTS,
+    ),
+    Mutation(
+        "tokens_leave_during_canary_check",
+        _LIFECYCLE,
+        "await asyncio.shield(self._output_release)",
+        "pass",
+        _CANARY_TESTS,
+    ),
+    Mutation(
+        "refused_weights_have_a_version",
+        _LIFECYCLE,
+        "        self.version = None\n        self._discard_output(",
+        "        self._discard_output(",
+        _CANARY_TESTS,
+    ),
+    Mutation(
+        "equal_logits_pass",
+        "agentloop/canary.py",
+        "if max(logprobs) <= _TOLERANCE - math.log(vocab_size):",
+        "if False:",
+        _CANARY_TESTS,
+    ),
+    Mutation(
+        "stopped_at_staleness_limit_dropped",
+        _ROLLOUTS,
+        "record.stop_reason is StopReason.STALE and record.num_response_tokens == 0",
+        "record.stop_reason is StopReason.STALE",
+        ("tests/servers/coordinator/test_coordinator.py",),
+    ),
+    Mutation(
+        "lost_answer_not_queued",
+        _ROLLOUTS,
+        "if not is_live and not known.is_done:",
+        "if False:",
+        ("tests/servers/coordinator/test_keep.py",),
+    ),
+    Mutation(
+        "snapshot_of_another_version_restored",
+        _ENVIRONMENT,
+        'if sent["version"] != self._version():',
+        "if False:",
+        _ENVIRONMENT_TESTS,
+    ),
+    Mutation("attributes_outlive_a_restore", _ENVIRONMENT, "vars(self).clear()", "pass", _ENVIRONMENT_TESTS),
+    Mutation(
+        "object_held_twice_in_a_snapshot", _ENVIRONMENT, "if id(value) in seen:", "if False:", _ENVIRONMENT_TESTS
+    ),
+    Mutation(
+        "overlapping_one_of_enforced",
+        _SCHEMA,
+        "if not allowed_types(one, root) & allowed_types(other, root):",
+        "if True:",
+        _SCHEMA_TESTS,
+    ),
+    Mutation(
+        "all_of_is_any_of",
+        _SCHEMA,
+        'if key == "allOf" else frozenset.union(*parts)',
+        'if key == "" else frozenset.union(*parts)',
+        _SCHEMA_TESTS,
+    ),
+    Mutation(
+        "required_undescribed_key_passes",
+        _SCHEMA,
+        'if missing := [key for key in _list(node, "required") if key not in named]:',
+        "if missing := []:",
+        _SCHEMA_TESTS,
+    ),
+    Mutation(
+        "call_that_ran_is_repeated",
+        _MCP,
+        "error.was_refused or (self._tool.can_repeat and attempt == 1)",
+        "True",
+        _MCP_TESTS,
+    ),
+    Mutation(
+        "proxy_page_is_the_servers_answer",
+        _MCP,
+        'return {"code": _FAILED_EXCHANGE, "message": message, "data": details}',
+        'return {"code": _VERDICT, "message": message}',
+        _MCP_TESTS,
+    ),
+    Mutation(
+        "grade_by_exit_status",
+        "tools/agentloop_tools/sandbox/grading.py",
+        "has_passed = token.encode() in ran.output.split()",
+        "has_passed = ran.status == 0",
+        _GRADE_TESTS,
+    ),
+    Mutation(
+        "next_model_wakes_before_others_sleep",
+        "servers/agentloop_servers/coordinator/model_turns.py",
+        f"        {_SLEEP}\n        {_WAKE}\n",
+        f"        {_WAKE}\n        {_SLEEP}\n",
+        ("tests/servers/coordinator/test_model_turns.py",),
     ),
 )
 

@@ -268,6 +268,27 @@ async def test_an_adapter_that_is_unloaded_while_a_replica_joins_is_held_nowhere
 
 
 @virtually
+async def test_an_adapter_that_is_pushed_while_a_replica_joins_is_held_there_too(
+    clock: VirtualClock, folder: Path
+) -> None:
+    async with running(clock, folder, num_engines=1, kind=SlowEngine) as run:
+        await push(run, "a")
+        spec = replace(SPEC, lora_rank=8, max_loras=8)
+        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        late.load_s = 2.0
+        await late.start()
+        await run.coordinator.replicas.register(
+            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
+        )
+        await clock.sleep(1.0)
+        await push(run, "b")
+        while len(run.coordinator.replicas.fleet.placeable()) < 2:
+            await clock.sleep(0.1)
+        for name in "ab":
+            await late.generate(GenerateRequest(name, (5, 6), SamplingParams(max_tokens=1), 5.0, adapter=name))
+
+
+@virtually
 async def test_a_rollout_that_is_not_durable_yet_keeps_its_adapter(clock: VirtualClock, folder: Path) -> None:
     store = SlowStore()
     async with running(clock, folder, num_places=1, store=store) as run, asyncio.TaskGroup() as group:
@@ -278,6 +299,27 @@ async def test_a_rollout_that_is_not_durable_yet_keeps_its_adapter(clock: Virtua
             await push(run, "b")
         await clock.sleep(2.0)
         await run.until_done("r")
+
+
+@virtually
+async def test_the_store_has_an_adapters_name_before_a_replica_holds_it(clock: VirtualClock, folder: Path) -> None:
+    """Otherwise a coordinator that starts after a crash would not unload the adapter of an unfinished push."""
+    async with running(clock, folder, kind=SlowEngine) as run, asyncio.TaskGroup() as group:
+        for engine in run.engines.values():
+            engine.load_s = 2.0
+        group.create_task(push(run, "a"))
+        await clock.sleep(1.0)
+        assert await run.store.saved_state(FLEET_ADAPTERS, FleetAdapters) == FleetAdapters((), frozenset({"a"}))
+
+
+@virtually
+async def test_no_replica_unloads_an_adapter_that_a_rollout_uses(clock: VirtualClock, folder: Path) -> None:
+    async with running(clock, folder, num_places=2, kind=SlowEngine, num_workers=0) as run:
+        for name in "ab":
+            await push(run, name)
+        await submit(run, "r", talk(1), adapter="a")
+        await push(run, "c")
+        assert {one.unloaded for one in run.engines.values()} == {("b",)}
 
 
 @virtually
@@ -359,6 +401,7 @@ class SlowEngine(SimulatedEngine):
     """Takes time for its adapters."""
 
     load_s = unload_s = 0.0
+    unloaded: tuple[str, ...] = ()
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         await asyncio.sleep(self.load_s)
@@ -367,6 +410,7 @@ class SlowEngine(SimulatedEngine):
     async def unload_adapter(self, name: str) -> None:
         await asyncio.sleep(self.unload_s)
         await super().unload_adapter(name)
+        self.unloaded += (name,)
 
 
 class ToldEngine(SimulatedEngine):

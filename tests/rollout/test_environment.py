@@ -229,6 +229,29 @@ async def test_it_goes_on_after_a_lost_worker_behind_what_the_user_said(tmp_path
     ]
 
 
+async def test_an_episode_that_had_ended_when_its_worker_died_ends_the_same_way(tmp_path):
+    """The call that ended it runs again: its answer alone would not say so."""
+    made.clear()
+    feeder = Relay([kitchen_task()])
+    feeder.refuses = {StopReason.COMPLETED}
+    replies = [call("put", pot="soup"), call("serve"), "never said"]
+
+    async def run(engine: HangingEngine, is_done: asyncio.Event) -> None:
+        journal = TurnJournal(JournalFolder(tmp_path), 0.02, young_s=0.0)
+        async with running_worker(feeder, {"sim://a": engine}, journal=journal), asyncio.timeout(60):
+            await is_done.wait()
+            await journal.flush()
+        await journal.close()
+
+    await run(HangingEngine(*replies), feeder.is_refused)
+    feeder.refuses = set()
+    feeder.lose_worker()
+    await run(engine := HangingEngine(*replies), feeder.is_done)
+    record = feeder.records["t/0"]
+    assert (record.num_resumed_turns, engine.num_turns) == (2, 0)
+    assert (*ending(record), record.end_reason) == (StopReason.COMPLETED, None, 1.0, "served soup")
+
+
 async def test_it_lives_in_a_trajectorys_process():
     feeder, engine = FakeCoordinator([kitchen_task()]), scripted_engine(call("put", pot="soup"), call("serve"))
     async with isolated_worker(feeder, engine, tools={}, capacity=1):

@@ -12,9 +12,18 @@ from agentloop.engine import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionEnd
+from agentloop.sessions.journal import SessionEnd, SessionRecord
 from agentloop.trajectory.node import ModelCallState
-from agentloop.types import Constraint, ConstraintKind, KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
+from agentloop.types import (
+    Constraint,
+    ConstraintKind,
+    KVPolicy,
+    Message,
+    PauseMode,
+    SplitReason,
+    VersionDemand,
+    WeightVersionSpan,
+)
 from tests.support.endpoint.sessions import (
     CALCULATOR,
     MemoryJournal,
@@ -55,6 +64,17 @@ async def test_a_call_that_ignores_eos_stops_at_its_own_stop_tokens_only(engine)
         sampling = replace(chat.sampling, ignore_eos=ignores, stop_token_ids=(own,))
         await session.call(replace(chat, sampling=sampling), key(f"ignores {ignores}"))
         assert engine.requests[-1].sampling.stop_token_ids == stops
+
+
+async def test_a_call_without_a_demand_has_that_of_its_session(engine):
+    own, of_session = VersionDemand(min_version=0), VersionDemand(exact_version=0)
+    session = make_session(engine, record=SessionRecord("s", 0.0, 3600.0, weight_version=of_session))
+    for given, sent in ((None, of_session), (own, own)):
+        chat = ask(f"demands {given}")
+        await session.call(
+            replace(chat, sampling=replace(chat.sampling, weight_version=given)), key(f"demands {given}")
+        )
+        assert engine.requests[-1].sampling.weight_version == sent
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -129,6 +129,34 @@ async def test_a_lease_is_renewed_by_whatever_is_written(
     assert postgres_server.execute(left, postgres_run.name) == [(True,)]
 
 
+async def test_an_owner_that_writes_nothing_renews_its_lease(
+    store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
+) -> None:
+    await store.take_over()
+    end_lease(postgres_server, postgres_run)
+    keeping = asyncio.create_task(store.keep_lease())
+    is_held = "SELECT until > clock_timestamp() FROM leases"
+    async with asyncio.timeout(30.0):
+        while (await asyncio.to_thread(postgres_server.execute, is_held, postgres_run.name)) != [(True,)]:
+            assert not keeping.done()
+    keeping.cancel()
+
+
+async def test_a_state_that_revokes_a_lease_shuts_its_owner_out(store: TrajectoryStore, postgres_run: Home) -> None:
+    lease = postgres_run.lease("shard 1")
+    number = await store._writer.run(lambda db: lease.take(db, None, 0))
+    await store.save_state("places", 1)
+    assert await store._writer.run(lambda db: lease.newest(db, number)) == number
+    await store.save_state("places", 2, revokes=("shard 1",))
+    assert await store._writer.run(lambda db: lease.newest(db, number)) == number + 1
+    assert await store._writer.run(lambda db: lease.take(db, None, 0)) == number + 2  # free at once
+
+
+async def test_commits_of_records_wait_for_the_servers_disk(store: TrajectoryStore) -> None:
+    setting = await store._writer.run(lambda db: db.execute("SHOW synchronous_commit").fetchone()[0])
+    assert setting == "on"
+
+
 async def test_what_an_owner_writes_and_its_end_are_one_after_the_other(
     store: TrajectoryStore, postgres_run: Home, postgres_server: PostgresServer
 ) -> None:

@@ -88,13 +88,14 @@ def virtually(test: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[],
         site = Site()
 
         async def main() -> None:
-            tasks = [asyncio.create_task(site.keeper.run()), asyncio.create_task(site.work())]
-            while len(site.turns) < 3:
-                await site.clock.sleep(STEP_S)
-            await test(site)
-            assert not any(task.done() for task in tasks)
-            for task in tasks:
-                task.cancel()
+            async with asyncio.TaskGroup() as group:  # a failure of either ends the test
+                tasks = [group.create_task(site.keeper.run()), group.create_task(site.work())]
+                while len(site.turns) < 3:
+                    await site.clock.sleep(STEP_S)
+                await test(site)
+                assert not any(task.done() for task in tasks)
+                for task in tasks:
+                    task.cancel()
 
         site.clock.run(main())
 

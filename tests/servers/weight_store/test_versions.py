@@ -293,6 +293,21 @@ def test_a_host_without_room_says_so(tmp_path: Path) -> None:
         LocalVersions(tmp_path / "host").folder(store_in(tmp_path), 1)
 
 
+def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that loses power before then leaves no file, pointer or index that a reader would take."""
+    published = publisher(tmp_path)
+    published.publish(given(policy()), 1)
+
+    def fails(path: Path) -> None:
+        raise OSError("no power")
+
+    monkeypatch.setattr("agentloop_servers.weight_store.store.sync_path", fails)
+    with pytest.raises(StoreUnreachable, match="no power"):
+        published.publish(given(policy(1)), 2)
+    assert store_in(tmp_path).latest() == 1
+    assert all(name.endswith(".part") for name in names_in(tmp_path / "store" / RUN / "weight_v000002"))
+
+
 def test_work_that_is_given_up_ends_and_leaves_nothing(tmp_path: Path) -> None:
     def check() -> None:
         raise CheckpointUnreadable("given up")
