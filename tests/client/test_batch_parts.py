@@ -1,4 +1,4 @@
-"""Batches and the parts of a rollout behind them: submission, acknowledgement, and removal of parts that were read."""
+"""Batches and the parts of a rollout behind them: submission, acknowledgement, removal of parts that were read."""
 
 from __future__ import annotations
 
