@@ -203,7 +203,7 @@ MUTATIONS = (
         _QUEUE,
         "+ len(group.keep_places) >= group.keep:",
         "+ len(group.keep_places) > group.keep:",
-        _QUEUE_TESTS,
+        ("tests/servers/coordinator/test_keep.py",),
     ),
     Mutation("missing_is_never_lost", _QUEUE, ">= self._missing_after_s:", "< 0:", _QUEUE_TESTS),
     Mutation(
