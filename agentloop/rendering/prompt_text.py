@@ -190,7 +190,11 @@ class PromptText:
         last = own[-1] if own else None
         if definitions:
             # The last special token may close the call only, and the mark of the next role the turn, as GLM's does.
-            return own_declared or declared or last or next(iter(others), None)
+            # A token within the call, such as a quotation mark of Gemma's, ends nothing.
+            after = following[num_own:].lstrip()
+            ends_own = last if last is not None and following[:num_own].rstrip().endswith(last) else None
+            next_role = next((one for one in self._tokens.specials(after) if after.startswith(one)), None)
+            return own_declared or declared or ends_own or next_role
         closing = own_declared or last or declared  # a declared token after the turn's own may be a pad
         if closing is None and others:
             raise TemplateNotPrefixStable(

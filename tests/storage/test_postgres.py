@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -17,6 +18,11 @@ from agentloop.storage.home import LEASE_S, Home, shown_url
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.service.postgres_server import PASSWORD, PostgresServer
+
+
+def writer_of(store: TrajectoryStore) -> Any:
+    """The thread of a store's transactions."""
+    return store._writer
 
 
 @pytest.fixture
@@ -144,16 +150,16 @@ async def test_an_owner_that_writes_nothing_renews_its_lease(
 
 async def test_a_state_that_revokes_a_lease_shuts_its_owner_out(store: TrajectoryStore, postgres_run: Home) -> None:
     lease = postgres_run.lease("shard 1")
-    number = await store._writer.run(lambda db: lease.take(db, None, 0))
+    number = await writer_of(store).run(lambda db: lease.take(db, None, 0))
     await store.save_state("places", 1)
-    assert await store._writer.run(lambda db: lease.newest(db, number)) == number
+    assert await writer_of(store).run(lambda db: lease.newest(db, number)) == number
     await store.save_state("places", 2, revokes=("shard 1",))
-    assert await store._writer.run(lambda db: lease.newest(db, number)) == number + 1
-    assert await store._writer.run(lambda db: lease.take(db, None, 0)) == number + 2  # free at once
+    assert await writer_of(store).run(lambda db: lease.newest(db, number)) == number + 1
+    assert await writer_of(store).run(lambda db: lease.take(db, None, 0)) == number + 2  # free at once
 
 
 async def test_commits_of_records_wait_for_the_servers_disk(store: TrajectoryStore) -> None:
-    setting = await store._writer.run(lambda db: db.execute("SHOW synchronous_commit").fetchone()[0])
+    setting = await writer_of(store).run(lambda db: db.execute("SHOW synchronous_commit").fetchone()[0])
     assert setting == "on"
 
 
@@ -172,7 +178,7 @@ async def test_what_an_owner_writes_and_its_end_are_one_after_the_other(
         return 1
 
     end_lease(postgres_server, postgres_run)
-    writing = asyncio.create_task(store._writer.run(slow))
+    writing = asyncio.create_task(writer_of(store).run(slow))
     assert await asyncio.to_thread(is_begun.wait, 60.0)
     taking = asyncio.create_task(other.take_over())
     await asyncio.sleep(0.3)

@@ -56,7 +56,7 @@ _BEGINNING_SHARE = 0.5  # of the event loop's time, for beginnings
 _SHARED_FOR_S = 1.0  # after its last request, a user counts as one that calls
 _LIGHT_SHARE = 0.25  # of an equal share of the open requests; a user with fewer is delayed by the others' crowds
 _SHORT_ROUND_S = 0.0002  # of the event loop: it had little else to do
-_MAX_PAUSE_S = 0.05  # between two admissions of waiting requests
+_MAX_ADMISSION_GAP_S = 0.05  # between two admissions of waiting requests
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -319,8 +319,8 @@ class TickLimiter:
             width, self._num_owed = max(self._width, int(took_s * self._per_second)), 0
         else:
             # A short round shows that the loop had nothing else to do. Long rounds must not starve the crowd: it
-            # has a turn for each turn of a light user, and one every `_MAX_PAUSE_S`.
-            width = int(is_owed or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_PAUSE_S)
+            # has a turn for each turn of a light user, and one every `_MAX_ADMISSION_GAP_S`.
+            width = int(is_owed or took_s < _SHORT_ROUND_S or now - self._admitted_at > _MAX_ADMISSION_GAP_S)
             self._num_owed -= is_owed
         self._num_left = width
         while self._num_left > 0:

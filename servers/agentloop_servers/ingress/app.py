@@ -77,12 +77,11 @@ def create_app(
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
     files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `labels` are the viewer's; `model` has the weights that engines begin with. With an `endpoint`, agents are
-    served and recorded too, and trainers that speak to vLLM's or SGLang's server; its sessions are the caller's to
-    start and close, and their parts have the tally.
+    `labels` are the viewer's; `model` has the weights that engines begin with. With an `endpoint`, agents and
+    clients of vLLM's and SGLang's servers are served too; the caller starts and closes its sessions.
 
-    `others` are the apps of models beside this one, each below `/models/NAME`; calls that name one go there. Such
-    an app `is_inside` this one, behind its guard, and its lifespan is the caller's to enter.
+    `others` are the apps of other models, each below `/models/NAME`. Such an app `is_inside` this one, which guards
+    it, and the caller enters its lifespan.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
