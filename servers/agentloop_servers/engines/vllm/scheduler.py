@@ -65,12 +65,14 @@ class CanaryFirst:
             self._canary = request
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:
+        schedule = super().schedule  # type: ignore[misc]
+        if self._canary is None:  # almost every step
+            return schedule(*arguments, **options)
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.core.sched.request_queue import create_request_queue
 
         scheduler: Any = self
-        schedule = super().schedule  # type: ignore[misc]
-        if self._canary is None or scheduler._pause_state != PauseState.UNPAUSED:
+        if scheduler._pause_state != PauseState.UNPAUSED:
             return schedule(*arguments, **options)
         canary, self._canary = self._canary, None
         if canary.request_id not in scheduler.requests:  # aborted
