@@ -14,8 +14,9 @@ import uuid
 from agentloop.engine import EngineInfo
 from agentloop.types import GenerateRequest, Generation, SamplingParams
 
-CANARY_PREFIX = "canary-"
-"""Request ids with this prefix run before all others (`engines/*/scheduler.py`)."""
+CANARY_PREFIX = "/canary-"
+"""Request ids with this prefix run before all others (`engines/*/scheduler.py`). No user's request has it: its id
+begins with that of a rollout or a session, which holds no slash."""
 
 _MIN_DEADLINE_S = 10.0
 _MAX_DEADLINE_S = 50.0  # below the fleet's `resume_timeout_s`, so that the engine reports the reason

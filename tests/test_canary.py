@@ -4,8 +4,16 @@ import math
 
 import pytest
 
-from agentloop.canary import UniformLogprobWatch, canary_deadline_s, canary_request, find_weight_fault
+from agentloop.canary import (
+    CANARY_PREFIX,
+    UniformLogprobWatch,
+    canary_deadline_s,
+    canary_request,
+    find_weight_fault,
+)
 from agentloop.engine import EngineInfo
+from agentloop.errors import InvalidRequest
+from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.types import FinishReason, Generation, WeightVersionSpan
 
 VOCAB = 1000
@@ -44,6 +52,10 @@ def test_the_fixed_prompt_fits_any_model_and_names_differ(vocab_size):
     assert first.token_ids == second.token_ids
     assert max(first.token_ids) < vocab_size
     assert first.request_id != second.request_id
+    for request in (first, second):  # the id of a user's rollout has no slash, so no other request runs first
+        assert request.request_id.startswith(CANARY_PREFIX)
+        with pytest.raises(InvalidRequest, match="holds no slash"):
+            RolloutQueue().reserve(request.request_id, [])
 
 
 @pytest.mark.parametrize(("slow_step_s", "deadline_s"), [(0.0, 10.0), (1.0, 10.0), (3.0, 24.0), (60.0, 50.0)])

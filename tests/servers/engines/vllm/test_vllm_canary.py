@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentloop.canary import CANARY_PREFIX
 from agentloop.engine import WeightUpdate
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import prepare_environment
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.engine
 
 NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE = 4, 10, 32
 POLICIES = ["fcfs", "priority"]
+CANARY_ID, NEXT_ID = f"{CANARY_PREFIX}1", f"{CANARY_PREFIX}2"
 NUM_IN_FLIGHT = 256
 
 
@@ -39,10 +41,10 @@ def test_the_check_runs_first_with_every_slot_and_every_block_taken(policy: str,
     assert scheduler.step() == names[:NUM_SLOTS]
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (0, 1.0)
     scheduler.pause(is_cache_cleared=is_cache_cleared)
-    scheduler.add("canary-1", 4, max_tokens=1)
+    scheduler.add(CANARY_ID, 4, max_tokens=1)
     assert scheduler.step() == []
     scheduler.resume()
-    assert scheduler.step() == ["canary-1"]
+    assert scheduler.step() == [CANARY_ID]
     assert scheduler.names == set(names)
     assert scheduler.step() == names[:NUM_SLOTS]
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (0, 1.0)
@@ -52,12 +54,12 @@ def test_an_aborted_check_leaves_its_blocks_reserved() -> None:
     scheduler = start_scheduler("fcfs")
     num_free = scheduler.num_free_blocks
     assert num_free == NUM_BLOCKS - 2 == scheduler.config.cache_config.num_gpu_blocks - 1
-    scheduler.add("canary-1", 4, max_tokens=1)
-    scheduler.abort("canary-1")  # before it was scheduled
+    scheduler.add(CANARY_ID, 4, max_tokens=1)
+    scheduler.abort(CANARY_ID)  # before it was scheduled
     assert scheduler.step() == []
-    scheduler.add("canary-2", 4, max_tokens=9)
-    assert scheduler.step() == ["canary-2"]
-    scheduler.abort("canary-2")  # while it runs
+    scheduler.add(NEXT_ID, 4, max_tokens=9)
+    assert scheduler.step() == [NEXT_ID]
+    scheduler.abort(NEXT_ID)  # while it runs
     assert scheduler.step() == []
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (num_free, 0.0)
 
