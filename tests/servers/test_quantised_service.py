@@ -1,4 +1,8 @@
-"""A service whose engine quantises what is pushed (vLLM on CPU): its records, and fresh engines beside it."""
+"""A service whose engine quantises what is pushed (vLLM on CPU): its records, and fresh engines beside it.
+
+On a CPU without `amx_fp16`, FP8 matrices are multiplied by oneDNN's reference code: 1.3 s per step of this policy. So
+answers are short, and the file belongs to the long tests.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,19 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.engine import WeightUpdate
 from agentloop.storage.trajectory_store import STORE_NAME
-from agentloop.types import GenerateRequest, Generation, PauseMode, SamplingParams, Trajectory
+from agentloop.types import GenerateRequest, Generation, Limits, PauseMode, SamplingParams, Trajectory
 from agentloop_servers.cli.check_logprobs import check_logprobs, engine_references, plain_references
 from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.local import running_service
 from tests.support.transfer.adapters import POLICY, write_adapter
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 QUANTIZATION = "fp8_per_channel"
 ENGINE = {"device": "cpu", "quantization": QUANTIZATION, "kv_cache_mib": 64}
 PROMPT = (1, 5, 9, 20, 33, 40, 41, 42)
-GREEDY = {"max_tokens": 48, "temperature": 0.0}
+GREEDY = {"max_tokens": 16, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ async def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
     run_dir = tmp_path_factory.mktemp("run")
     engine = {**ENGINE, "load_format": "dummy", "num_cpus": 0.5}
     config = ServiceConfig.model_validate({"model": str(POLICY), "engine": engine, "port": 0})
-    tasks = load_tasks(CHECKOUT / "examples" / "data" / "tasks.jsonl")[:4]
+    limits = Limits(max_tokens_per_turn=16)
+    tasks = [replace(one, limits=limits) for one in load_tasks(CHECKOUT / "examples" / "data" / "tasks.jsonl")[:2]]
     async with running_service(config, run_dir, waits_for_weights=True) as url, RolloutClient(url) as client:
         await client.update_weights(load_file(POLICY / "model.safetensors").items(), version=1)
         rollout = await client.submit(tasks, num_samples=4)
@@ -57,7 +62,7 @@ async def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
 def test_the_record_says_how_the_engine_was_quantised(rolled: Rolled) -> None:
     assert [one.quantization for one in rolled.status.replicas] == [QUANTIZATION]
     turns = [turn for record in rolled.records for path in record.paths for turn in path.turns]
-    assert len(turns) >= 16
+    assert len(turns) >= 8
     assert {(turn.engine, turn.quantization) for turn in turns} == {("vllm", QUANTIZATION)}
     assert rolled.greedy.quantization == QUANTIZATION
 
@@ -79,7 +84,6 @@ def test_the_recorded_logprobs_are_those_of_an_engine_of_the_same_kind(rolled: R
     assert found["checkpoint"].k3_kl > 1e-5
 
 
-@pytest.mark.long
 async def test_a_fresh_engine_goes_on_the_same_and_serves_adapters(rolled: Rolled, tmp_path: Path) -> None:
     config = ServiceConfig.model_validate(
         {"model": str(POLICY), "model_version": 1, "engine": {**ENGINE, "lora_rank": 8}}
