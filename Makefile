@@ -13,17 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
 
-# Of two cores: four processes of what waits half of its time, and two of engines of one thread and of services.
+# Its lanes are in tests/lanes.py; a part of them: ARGS="-k balancer".
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "engine and not ray and not clients and not trainers and not long and not hosts" $(ARGS) $(ENGINE_TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ray and not clients and not trainers and not long and not hosts" $(ARGS) $(RAY_TESTS)
-	$(BIN)/python -m pytest -m hosts -k a_cut_a_join_and_a_kill $(ARGS) tests/hosts
-
-# The files that have such tests, as `tests/test_architecture.py` sees to: to import all others takes half a minute.
-MARKED = $(shell grep -rl "mark\.$(1)\b" tests --include="test_*.py")
-ENGINE_TESTS = tests/contract $(call MARKED,engine)
-RAY_TESTS = $(call MARKED,ray)
+	$(BIN)/python -m tests.lanes $(ARGS)
 
 # What proves at length what changes rarely, and other real services; `make test` has a short form of most of it.
 test-long: $(VENV)/.dev

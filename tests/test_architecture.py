@@ -498,7 +498,7 @@ def test_tests_ask_through_what_is_public():
     assert len(found) <= MAX_PRIVATES_IN_TESTS, found
 
 
-def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_makefile_finds():
+def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_lane_finds():
     """`make test` hands those lanes the test files that name the mark, and the contract of engines."""
     for file in (ROOT / "tests").rglob("*.py"):
         if re.search(r"pytest\.mark\.(engine|ray)\b", file.read_text()) and file != Path(__file__):

@@ -75,7 +75,7 @@ async def engine_case(
         return
     engine = "sglang" if name == "sglang" else "vllm"
     if find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed in this environment")
+        pytest.skip(f"needs {engine} (`make test-{engine}`, or a GPU)")
     module = importlib.import_module(f"tests.contract.{engine}_case")
     case = await getattr(module, f"start_{name}_case")()
     yield case

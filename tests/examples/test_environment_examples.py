@@ -103,7 +103,7 @@ async def test_each_trajectory_has_a_notebook():
         await toolbox.close()
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
 @pytest.mark.parametrize(("repair", "reward"), [("sed -i s/-/+/ add.py", 1.0), ("cat add.py", 0.0)])
 async def test_hidden_tests_decide(repair: str, reward: float):
     given = importlib.import_module("examples.11_shell_tool").TASK
@@ -122,7 +122,7 @@ CHEAT = "rm test_slug.py; mkdir -p bin; echo '#!/bin/sh' > bin/python3; chmod +x
 TEST = "python3 -m unittest 2>&1 | tail -n 1; git diff --stat | cat"
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
 @pytest.mark.parametrize(
     ("patch", "num_samples", "seen", "reward"),
     [

@@ -17,7 +17,7 @@ from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRen
 from agentloop.types import Message, Thinking, ToolCall, ToolCallStatus
 from tests.support.families.table import write_family
 
-pytest.importorskip("renderers", reason="requirements/dev.txt has it")
+pytest.importorskip("renderers", reason="needs renderers (requirements/dev.txt)")
 from agentloop_servers.chat_format.library_parser import LibraryParser
 from agentloop_servers.chat_format.library_renderer import LibraryRenderer
 

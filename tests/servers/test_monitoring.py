@@ -41,9 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 PANELS: list[dict[str, Any]] = json.loads((MONITORING / "grafana.json").read_text())["panels"]
 
-promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian's prometheus) is not installed"
-)
+promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (apt: prometheus)")
 
 
 class Query(NamedTuple):
@@ -371,7 +369,7 @@ async def prometheus(config: Path) -> AsyncIterator[Callable[[str], Awaitable[li
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian's) is not installed")
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (apt: prometheus)")
 async def test_every_query_has_values_at_a_real_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (metrics, coordinator):
         monkeypatch.setattr(module, "REPORT_S", 0.5)

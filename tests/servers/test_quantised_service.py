@@ -1,6 +1,6 @@
 """A service whose engine quantises what is pushed (vLLM on CPU): its records, and fresh engines beside it.
 
-On a CPU without `amx_fp16`, FP8 matrices are multiplied by oneDNN's reference code: 1.3 s per step of this policy. So
+On a CPU without `amx_fp16`, oneDNN multiplies FP8 matrices in its reference code: 1.3 s per step of this policy. So
 answers are short, and the file belongs to the long tests.
 """
 

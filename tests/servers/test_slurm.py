@@ -104,5 +104,5 @@ def test_it_asks_for_keys_before_it_starts_anything(job, missing):
 
 def test_shellcheck_finds_nothing():
     if (shellcheck := shutil.which("shellcheck")) is None:
-        pytest.skip("shellcheck is not installed")
+        pytest.skip("needs shellcheck (apt: shellcheck)")
     subprocess.run([shellcheck, SCRIPT], check=True)

@@ -145,7 +145,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
     if mounting.returncode != 0:
-        pytest.skip("no right to mount a filesystem here")
+        pytest.skip("needs the right to mount a filesystem (root)")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

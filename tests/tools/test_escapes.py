@@ -18,7 +18,7 @@ from agentloop_tools.sandbox import SandboxLimits
 from agentloop_tools.sandbox.bubblewrap import Bubblewrap, refusal
 
 WHY_NOT = refusal()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
 LIMITS = SandboxLimits(
     run_s=3.0, max_memory_bytes=256 << 20, max_processes=40, max_folder_bytes=8 << 20, max_files=300
 )

@@ -42,14 +42,14 @@ from tests.support.service.kubernetes_server import POOL, FakeCluster
 
 WHY_NOT = refusal()
 WHY_NO_PODMAN = podman_service.why_not()
-isolates = pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+isolates = pytest.mark.skipif(WHY_NOT is not None, reason=f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
 LIMITS = SandboxLimits(run_s=20.0, max_folder_bytes=8 << 20)
 
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[str]:
     if WHY_NO_PODMAN is not None:
-        pytest.skip(f"no containers here: {WHY_NO_PODMAN}")
+        pytest.skip(f"needs containers (apt: podman runc busybox-static): {WHY_NO_PODMAN}")
     folder = Path(tempfile.mkdtemp(prefix="podman-"))
     with podman_service.podman(folder) as (path, command):
         limits = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096", "--network=none"]
@@ -60,7 +60,7 @@ def socket() -> Iterator[str]:
             check=False,
         )
         if ran.returncode != 0:
-            pytest.skip(f"podman runs nothing here: {ran.stderr.strip()[-300:]}")
+            pytest.skip(f"needs a host where podman runs: {ran.stderr.strip()[-300:]}")
         yield path
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,7 +72,7 @@ async def sandboxes(request, tmp_path: Path) -> AsyncIterator[Sandboxes]:
         yield made
         await made.close()
     elif WHY_NOT is not None:
-        pytest.skip(f"this host cannot isolate commands: {WHY_NOT}")
+        pytest.skip(f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
     elif request.param == "bubblewrap":
         made = Bubblewrap()
         yield made
@@ -239,7 +239,7 @@ def oci_layout(folder: Path) -> str:
 @isolates
 async def test_a_task_brings_its_software(open_folder: Path) -> None:
     if shutil.which("busybox") is None:
-        pytest.skip("busybox is not installed")
+        pytest.skip("needs busybox (apt: busybox-static)")
     root = podman_service.rootfs(open_folder / "rootfs")
     tool = ShellTool(images=[str(root)])
     session = tool.open_session("t", 0)
@@ -262,7 +262,7 @@ async def test_a_task_brings_its_software(open_folder: Path) -> None:
 async def test_an_image_of_a_registry_is_unpacked_once(open_folder: Path) -> None:
     for program in ("skopeo", "umoci", "busybox"):
         if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
+            pytest.skip(f"needs {program} (apt: skopeo umoci busybox-static)")
     source = SandboxSource(image=oci_layout(open_folder))
     kept = open_folder / "images"
     for _ in range(2):

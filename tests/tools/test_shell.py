@@ -30,7 +30,7 @@ from tests.support.fleet.lost_worker import HangingEngine, Relay, files
 from tests.support.fleet.worker import running_worker, task
 
 WHY_NOT = refusal()
-isolates = pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+isolates = pytest.mark.skipif(WHY_NOT is not None, reason=f"needs isolated commands (apt: bubblewrap): {WHY_NOT}")
 LIMITS = SandboxLimits(
     run_s=20.0, max_memory_bytes=256 << 20, max_processes=24, max_folder_bytes=8 << 20, max_files=200
 )

@@ -34,12 +34,10 @@ from tests.support.engine.scripted import POLICY
 from tests.support.records.samples import encoded, interleaved_paths, make_trajectory
 from tests.viewer.viewed_service import HOSTILE, viewed_service
 
-playwright = pytest.importorskip(
-    "playwright.async_api", reason="needs the package playwright (pip install playwright)"
-)
+playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip: playwright)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
-    pytest.skip("needs Chromium (Debian's package chromium)", allow_module_level=True)
+    pytest.skip("needs Chromium (apt: chromium)", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
 WAIT_MS = 20_000  # for what a busy machine shows late

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-pytest.importorskip("zstandard", reason="the extra `store` is not installed")
+pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.api.coordinator import ServiceStatus
 from agentloop.client.client import RolloutClient

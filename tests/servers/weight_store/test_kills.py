@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("zstandard", reason="the extra `store` is not installed")
+pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.client import RolloutClient
 from agentloop_servers.local import running_service

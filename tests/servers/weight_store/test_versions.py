@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("zstandard", reason="the extra `store` is not installed")
+pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.publish import PublishOptions, PublishReport
 from agentloop.engine import PublishedSource, PullVersion, WeightUpdate

@@ -30,10 +30,10 @@ class PostgresServer:
 
     def __init__(self, address: str = "127.0.0.1", namespace: str | None = None) -> None:
         """Skips the test where there is no server. `namespace`: the network that has the address, by its name."""
-        pytest.importorskip("psycopg", reason="the extra postgres is not installed")
+        pytest.importorskip("psycopg", reason="needs psycopg (the extra postgres)")
         programs = _programs()
         if programs is None:
-            pytest.skip("no PostgreSQL server is installed: as root, .ci/run installs it")
+            pytest.skip("needs a PostgreSQL server (apt: postgresql)")
         self._programs = programs
         self._address, self._namespace = address, namespace
         self._folder = Path(tempfile.mkdtemp(prefix="agentloop-postgres-"))
