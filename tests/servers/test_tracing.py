@@ -38,10 +38,11 @@ LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # of another 
 
 
 class Receiver:
-    """What an OTLP receiver has got. `delay_s`: the time until it answers."""
+    """What an OTLP receiver has got. It answers while `answers` is set."""
 
     def __init__(self) -> None:
-        self.url, self.delay_s = "", 0.0
+        self.url, self.answers = "", asyncio.Event()
+        self.answers.set()
         self.spans: list[Span] = []
         self.headers: list[Mapping[str, str]] = []
 
@@ -51,7 +52,7 @@ class Receiver:
         assert len(body) <= MAX_REQUEST_BYTES
         self.headers.append(request.headers)
         self.spans += spans_of(body)
-        await asyncio.sleep(self.delay_s)
+        await self.answers.wait()
         return web.Response(content_type="application/x-protobuf")
 
     @property
@@ -212,20 +213,23 @@ async def test_failed_and_slowest_trajectories_are_kept():
 
 
 @pytest.mark.slow
-async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounded_and_counted():
+async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounded_and_counted(monkeypatch):
+    monkeypatch.setattr("agentloop_servers.tracing._SEND_TIMEOUT_S", 100.0)
     async with receiving() as receiver:
-        receiver.delay_s = 2.0
         for url, num, all_come in ((receiver.url, 2000, True), (receiver.url, 6000, False), (DEAD, 100, False)):
-            receiver.spans = []
+            receiver.spans, receiver.headers = [], []
+            receiver.answers.clear()
             with capture_logs() as logged:
-                tracing, spent_s = Tracing(settings(url, sample=1.0), "run", "policy"), 0.0
+                tracing = Tracing(settings(url, sample=1.0), "run", "policy")
                 records = [ended(index) for index in range(num)]
-                for record in records[:1], records[1:]:
-                    begun = time.thread_time()
-                    for one in record:
-                        tracing.give(one)
-                    spent_s += time.thread_time() - begun
-                    await asyncio.sleep(1.2)  # the first one's batch is on its way
+                tracing.give(records[0])
+                while url == receiver.url and not receiver.headers:  # the thread waits for the answer to its batch
+                    await asyncio.sleep(0.01)
+                begun = time.thread_time()
+                for one in records[1:]:
+                    tracing.give(one)
+                spent_s = time.thread_time() - begun
+                receiver.answers.set()
                 async with asyncio.timeout(60):
                     while not logged and receiver.num_traces < num:
                         await asyncio.sleep(0.1)

@@ -15,6 +15,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from agentloop.chat.call import CallKey
+from agentloop.sessions.calls import CallTable
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.http.connections import ConnectionLimits
 from tests.support.endpoint.chat_service import Bounds, ChatService, chat_service, check_answer
@@ -61,13 +63,21 @@ async def test_15_a_retry_gets_the_stored_answer_and_makes_no_turn(service: Chat
     assert await turns_of(service, "retried") == 1
 
 
-async def test_15_a_retry_joins_the_call_that_runs(tmp_path: Path) -> None:
+async def test_15_a_retry_joins_the_call_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, note_client = asyncio.Queue[int](), CallTable.note_client
+
+    def noting(table: CallTable, call_id: str, key: CallKey) -> None:
+        note_client(table, call_id, key)
+        arrived.put_nowait(key.retry_count)
+
+    monkeypatch.setattr(CallTable, "note_client", noting)
     async with chat_service(tmp_path, decode_s=0.02) as service:
         asked = {**BODY, "max_tokens": 20, "min_tokens": 20, "session": "joined", "return_token_ids": True}
-        calls = [
-            service.call("POST", CHAT, json=asked, headers={"x-stainless-retry-count": str(count)})
-            for count in range(4)
-        ]
+        calls = []
+        for count in range(4):  # each arrives after the one before it, as a client counts its retries up
+            headers = {"x-stainless-retry-count": str(count)}
+            calls.append(asyncio.create_task(service.call("POST", CHAT, json=asked, headers=headers)))
+            assert await arrived.get() == count
         answers = await asyncio.gather(*calls)
         assert {answer[0] for answer in answers} == {200}
         assert len({orjson.dumps(answer[1]) for answer in answers}) == 1
@@ -331,7 +341,7 @@ async def test_35_an_answer_that_nobody_takes_is_given_up(tmp_path: Path) -> Non
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", service.port))
         with suppress(ConnectionError):
-            async with asyncio.timeout(12):  # shorter than what the system itself waits for a peer to read
+            async with asyncio.timeout(120):  # the system itself gives such a peer up after a quarter of an hour
                 while True:  # pages larger than its buffers, one request behind the other
                     await loop.sock_sendall(slow, request(method="GET", target="/openapi.json", is_last=False))
         slow.close()

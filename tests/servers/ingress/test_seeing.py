@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentloop.api import findings
-from agentloop.api.findings import Cause
+from agentloop.api.findings import Cause, Finding
 from agentloop.api.flight import Doing
 from agentloop.client.client import RolloutClient
 from agentloop.errors import NotFound, ServiceUnavailable
@@ -96,7 +96,7 @@ class Waits:
 
     async def run(self, rollout_task: RolloutTask, ctx: LoopContext) -> None:
         await ctx.sample(max_tokens=8)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
 
 class Blocks:
@@ -124,20 +124,26 @@ async def test_code_that_blocked_a_worker_is_named_by_file_and_line(
         await client.cancel(rollout.rollout_ids[0])
 
 
+async def first_finding(client: RolloutClient, cause: Cause) -> Finding:
+    """Ask `why` until its first finding has the cause: on a busy machine a blocked process may come before it."""
+    async with asyncio.timeout(200):
+        while (first := (await client.why())[0]).cause is not cause:
+            await asyncio.sleep(0.1)
+    return first
+
+
 async def test_what_a_trajectory_waits_for_is_told_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(findings, "SLOW_TOOL_S", 0.5)
-    limits = Limits(timeout_s=40)
+    limits = Limits(timeout_s=600)
     task = RolloutTask("t", (Message("user", "Hi"),), loop=f"{__name__}:Waits", limits=limits)
     async with whole_site(simulated_config(), tmp_path) as site, RolloutClient(site.urls[0]) as client:
-        assert (await client.why())[0].cause is Cause.NOTHING
+        await first_finding(client, Cause.NOTHING)
         rollout = await client.submit([task], num_samples=2)
-        async with asyncio.timeout(30):
-            while (first := (await client.why())[0]).cause is not Cause.LOOP:
-                await asyncio.sleep(0.1)
+        first = await first_finding(client, Cause.LOOP)
         page = await client.flight(1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             looping: dict[tuple[str, ...], float | None] = {}
             while looping.get(("doing", "loop")) != 2:
                 await asyncio.sleep(0.2)
@@ -163,8 +169,8 @@ async def test_what_a_trajectory_waits_for_is_told_and_named(
     assert 0 < row.flight.num_tokens <= 8
     assert row.flight.age_s >= row.flight.for_s > 0.5
     assert row.flight.left_s is not None
-    assert row.flight.left_s < 40
+    assert row.flight.left_s < 600
     assert row.replica.startswith("simulated-")
     assert told.text.startswith(f"{row.id}: loop since")
-    assert rest[0].cause is Cause.LOOP
+    assert Cause.LOOP in {one.cause for one in rest}
     assert "waits for its loop" in shown.decode()
