@@ -104,7 +104,7 @@ async def test_a_version_that_fails_is_tried_ever_later_and_the_next_one_at_once
 async def test_it_looks_when_it_is_woken_and_a_bug_ends_it() -> None:
     site = Site(poll_s=3600.0)
     running = asyncio.create_task(site.follower.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.sleep(0)
         site.latest = 3
         site.follower.wake()

@@ -300,7 +300,7 @@ async def test_a_loop_that_ignores_the_clients_cancellation_is_abandoned_and_can
 
 async def test_a_worker_closes_over_a_loop_that_ignores_its_cancellation(stubborn):
     feeder = Storing([task("bad", loop=f"{HERE}:Stubborn")])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async with running_worker(feeder, {"sim://a": scripted_engine(ANSWER)}, grace_s=0.2) as worker:
             while worker.num_running == 0:
                 await asyncio.sleep(0.01)

@@ -227,7 +227,7 @@ async def test_a_coordinator_is_found_once_it_listens(monkeypatch):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         cluster.announce_coordinator("app", url)
         cluster.announce_coordinator("another", "http://127.0.0.1:1")
-        assert await asyncio.wait_for(finding, 10.0) == url
+        assert await asyncio.wait_for(finding, 60.0) == url
 
 
 async def test_a_config_that_is_refused_leaves_a_clusters_running_service_alone(nodes, monkeypatch, tmp_path):

@@ -53,7 +53,7 @@ async def accepted(listener: socket.socket, port: int) -> None:
     with socket.socket() as client:
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", port))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             server, address = await loop.sock_accept(listener)
         with server:
             assert address == client.getsockname()

@@ -141,7 +141,7 @@ async def test_the_answer_leaves_after_the_journal():
         first = await anext(stream)
         assert first.finish is None
         journal.gate = asyncio.Event()
-        rest = asyncio.create_task(asyncio.wait_for(collect(stream), 5))
+        rest = asyncio.create_task(asyncio.wait_for(collect(stream), 60))
         await asyncio.sleep(0.05)
         assert not rest.done()
         journal.gate.set()

@@ -344,12 +344,12 @@ async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path
         await site.client.front.submit("r", (make_group("g", 1),))
         dying = CoordinatorClient(site.find, Trust("secret"))
         running = assignment_ids((await dying.workers.take(report("w"), 1.0)).start)
-        waiting = asyncio.create_task(dying.workers.take(report("w", 7, *running), 5.0))
+        waiting = asyncio.create_task(dying.workers.take(report("w", 7, *running), 120.0))
         await asyncio.sleep(0.1)
         waiting.cancel()
         await dying.close()  # as the system does with a process's connections
-        async with asyncio.timeout(4.0):
-            (again,) = (await site.client.workers.take(report("v"), 5.0)).start
+        async with asyncio.timeout(60.0):
+            (again,) = (await site.client.workers.take(report("v"), 120.0)).start
         assert again.attempt == 1
 
 

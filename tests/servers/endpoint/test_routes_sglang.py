@@ -47,7 +47,7 @@ async def chunks_of(service: ChatService, body: dict[str, Any]) -> list[dict[str
 
 
 async def running(service: ChatService, num: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while service.engine.load().num_running < num:
             await asyncio.sleep(0.005)
 
@@ -250,7 +250,7 @@ async def test_a_pause_that_aborts_ends_calls_with_their_tokens(tmp_path: Path) 
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
             assert 0 < len(answer["output_ids"]) < 1000
         waiting = asyncio.create_task(generated(service, {**body, "rid": "w"}))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (await service.call("GET", "/v1/loads"))[1]["loads"][0]["num_total_reqs"]:
                 await asyncio.sleep(0.01)
         aborts = (service.call("POST", "/abort_request", json=one) for one in ({"rid": "w"}, {"abort_all": True}))

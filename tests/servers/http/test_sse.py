@@ -77,7 +77,7 @@ async def never() -> None:
 
 
 async def run(stream: EventStream, connection: Connection) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await stream(SCOPE, connection.receive, connection.send)
 
 
