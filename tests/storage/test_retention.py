@@ -77,14 +77,17 @@ async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectorySt
     reader.close()
 
 
-async def test_a_live_rollout_stays_when_all_that_it_has_so_far_is_deleted(store: TrajectoryStore) -> None:
+async def test_a_live_rollout_stays_when_all_that_it_has_so_far_is_deleted(
+    store: TrajectoryStore, home: StoreHome
+) -> None:
     cursors = await fill(store, "r", 3, 2)
-    await store.acknowledge("r", cursors[-1])
+    await store.acknowledge("r", cursors[-1] + 1000)  # a later record was not read
     await trim(store, ACKNOWLEDGED, live=Unfinished({"r"}))
     assert await store.read("r", 0, 10) == []
     [(_, missing)] = await store.unfinished()
     assert missing == (2,)
     assert await store.add_records(encoded([make_trajectory("g", 2, rollout_id="r")])) == 1
+    assert read_acknowledged(home) == {("r", "g", index) for index in range(2)}
 
 
 async def test_a_done_rollout_goes_as_a_whole_and_its_name_is_not_used_again(store: TrajectoryStore) -> None:
