@@ -42,7 +42,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*+(\w*+)")
 _BODY_END = re.compile(
     r"<\|(?:end|call|return)\|>(?:\s*+<\|(?:end|call|return)\|>)*+|(?=<\|start\|>|<\|channel\|>)|\Z"
 )
-_RECIPIENT = re.compile(r"(?:[\s>]|\A)to=([^\s<]++)")
+_RECIPIENT = re.compile(r"(?:[\s>]|\A)to=\s*+([^\s<]++)")
 
 
 class HarmonyParser:

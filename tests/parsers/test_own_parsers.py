@@ -161,6 +161,10 @@ def test_what_is_doubled_in_a_header_without_a_recipient_is_no_content():
         assert parse("harmony", f"{header}<|channel|>final<|message|>Four.").content == "Four."
     assert parse("harmony", f"{HEADER} <|constrain|>json{BODY}<|call|>").content == ""
     assert parse("harmony", "<|start|>x").content == "<|start|>\nx"  # the parser's loop moves past it
+    (call,) = parse(
+        "harmony", f"<|channel|>commentary to= functions.add <|constrain|>json{BODY}<|call|>", TOOLS
+    ).calls
+    assert (call.name, call.status) == ("add", ToolCallStatus.OK)
 
 
 @pytest.mark.parametrize("name", WRITE)
