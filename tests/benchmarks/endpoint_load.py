@@ -158,7 +158,8 @@ class Connection(asyncio.Protocol):
             self.first_body_at = time.perf_counter()
         is_whole = self._body.endswith(b"0\r\n\r\n") if self._length is None else len(self._body) >= self._length
         if is_whole:
-            assert self._answer is not None
+            if self._answer is None or self._answer.done():  # its agent was cancelled at the measurement's end
+                return
             head, body, self._head, self._body = self._head, bytes(self._body), None, bytearray()
             self._answer.set_result((head, body))
 
