@@ -206,10 +206,10 @@ def _messages(turn: HistoryTurn, param: str, images: list[Image]) -> Iterator[Me
     # Tool results one by one, and the texts and images between them as messages.
     for is_result, group in groupby(enumerate(turn.content), lambda item: isinstance(item[1], ToolResultBlock)):
         blocks = dict(group)
-        if is_result:
-            for index, block in blocks.items():
+        for index, block in blocks.items():
+            if isinstance(block, ToolResultBlock):
                 yield _result(block, f"{param}.{index}.content", images)
-        else:
+        if not is_result:
             parts = [block for block in blocks.values() if not isinstance(block, ThinkingBlock)]
             yield _shown(turn.role, parts, param, images, first=min(blocks))
 
