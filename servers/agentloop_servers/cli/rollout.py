@@ -99,12 +99,16 @@ def rollout(
         weights = None
         if not no_push and (directory := push or shipped) is not None:
             weights = WeightPush(given("weights", "--push", directory), push_version, push_after)
-        if environment is not None:
-            find_modules_here()
-        source = given("tasks", "--tasks", tasks) if environment is None else environment
-        options = RunOptions(source, samples, out, weights, limit, keep)
+        options = RunOptions(_source(tasks, environment), samples, out, weights, limit, keep)
         where = config if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
+
+
+def _source(tasks: Path, environment: str | None) -> Path | str:
+    if environment is None:
+        return given("tasks", "--tasks", tasks)
+    find_modules_here()
+    return environment
 
 
 def _roll_out(
