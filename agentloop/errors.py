@@ -313,6 +313,14 @@ class InvariantBroken(AgentLoopError):
 MAX_ERROR_LINE_CHARS = 1000
 
 
+def retry_after_s(header: str | None) -> float | None:
+    """Return the seconds of a `Retry-After` header; None without one, and for a date."""
+    try:
+        return max(0.0, float(header or ""))
+    except ValueError:
+        return None
+
+
 def error_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, for a record.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any, Final
 
 import orjson
@@ -65,6 +66,11 @@ _BUDGET: Final = "thinking_budget"
 _ERROR_MARK: Final = "Error: "
 """Before the text of a tool result with `is_error`."""
 
+_BLOCK_TYPES = {
+    "user": ("text", "image", "redacted_thinking", "tool_result"),
+    "system": ("text", "redacted_thinking"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {
     "auto": ToolChoice.AUTO,
@@ -186,60 +192,49 @@ def _messages(turn: HistoryTurn, param: str, images: list[Image]) -> Iterator[Me
     """Yield the messages of a turn whose content is the field `param`, and add their images to `images`."""
     if isinstance(turn.content, str):
         yield Message(turn.role, turn.content)
-    elif turn.role == "assistant":
+        return
+    for block in turn.content:
+        if (kind := _type(block)) not in _BLOCK_TYPES[turn.role]:
+            raise InvalidRequest(
+                f"a message of role {turn.role!r} holds no block of type {kind!r}", param="messages"
+            )
+    if turn.role == "assistant":
         yield _assistant(turn.content)
-    else:
-        yield from _observed(turn.role, turn.content, param, images)
+        return
+    if not turn.content:
+        yield Message(turn.role, "")
+    # Tool results one by one, and the texts and images between them as messages.
+    for is_result, group in groupby(enumerate(turn.content), lambda item: isinstance(item[1], ToolResultBlock)):
+        blocks = dict(group)
+        for index, block in blocks.items():
+            if isinstance(block, ToolResultBlock):
+                yield _result(block, f"{param}.{index}.content", images)
+        if not is_result:
+            parts = [block for block in blocks.values() if not isinstance(block, ThinkingBlock)]
+            yield _shown(turn.role, parts, param, images, first=min(blocks))
 
 
 def _assistant(blocks: Sequence[ContentBlock]) -> Message:
-    texts, thoughts, calls = [], [], []
-    for block in blocks:
-        if isinstance(block, TextPart):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(_read_tool_use(block))
-        else:
-            raise InvalidRequest(
-                f"a message of role 'assistant' holds no block of type {_type(block)!r}", param="messages"
-            )
+    texts = [block.text for block in blocks if isinstance(block, TextPart)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_read_tool_use(block) for block in blocks if isinstance(block, ToolUseBlock)]
     return Message("assistant", joined_text(texts, "assistant"), tuple(calls), reasoning="".join(thoughts))
 
 
-def _observed(role: str, blocks: Sequence[ContentBlock], param: str, images: list[Image]) -> Iterator[Message]:
-    """Yield tool results one by one, and the texts and images between them as messages."""
-
-    def message(start: int, end: int) -> Message:
-        parts = [block for block in blocks[start:end] if not isinstance(block, ThinkingBlock)]
-        text, found, refs = read_content(parts, role, param, first=start)
-        images.extend(found)
-        return Message(role, text, images=tuple(refs))
-
-    start, is_empty = 0, True  # `start`: the first block after the last result
-    for index, block in enumerate(blocks):
-        if isinstance(block, ToolResultBlock) and role == "user":
-            if start < index:
-                yield message(start, index)
-            start, is_empty = index + 1, False
-            yield _result(block, f"{param}.{index}.content", images)
-        elif _type(block) not in (
-            ("text", "image", "redacted_thinking") if role == "user" else ("text", "redacted_thinking")
-        ):
-            raise InvalidRequest(
-                f"a message of role {role!r} holds no block of type {_type(block)!r}", param="messages"
-            )
-    if start < len(blocks) or is_empty:
-        yield message(start, len(blocks))
+def _shown(
+    role: str, content: str | Sequence[Any] | None, param: str, images: list[Image], *, first: int = 0
+) -> Message:
+    text, found, refs = read_content(content, role, param, first=first)
+    images.extend(found)
+    return Message(role, text, images=tuple(refs))
 
 
 def _result(block: ToolResultBlock, param: str, images: list[Image]) -> Message:
-    text, found, refs = read_content(block.content, "tool", param)
-    images.extend(found)
-    mark = _ERROR_MARK if block.is_error and not text.startswith(_ERROR_MARK) else ""
-    moved = tuple(replace(ref, at=ref.at + len(mark)) for ref in refs)
-    return Message("tool", mark + text, tool_call_id=block.tool_use_id, images=moved)
+    message = replace(_shown("tool", block.content, param, images), tool_call_id=block.tool_use_id)
+    if not block.is_error or message.content.startswith(_ERROR_MARK):
+        return message
+    moved = tuple(replace(ref, at=ref.at + len(_ERROR_MARK)) for ref in message.images)
+    return replace(message, content=_ERROR_MARK + message.content, images=moved)
 
 
 def _type(block: ContentBlock) -> str:

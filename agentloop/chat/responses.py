@@ -34,7 +34,6 @@ from agentloop.chat.fields import HostedSearch
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.responses_bodies import (
     CallItem,
-    Content,
     Item,
     ItemReference,
     NamespaceTool,
@@ -216,8 +215,8 @@ class _History:
             message = self._shown("tool", item.output, f"{param}.output")
             self._entries.append(replace(message, tool_call_id=item.call_id))
         elif isinstance(item, ReasoningItem):
-            text, _, _ = read_content(item.content or item.summary, "assistant", param)
-            self._assistant(item.id, is_opening=True).thoughts.append(text)
+            message = self._shown("assistant", item.content or item.summary, param)
+            self._assistant(item.id, is_opening=True).thoughts.append(message.content)
         elif isinstance(item, CallItem):
             name = _full_name(item.namespace, item.name)
             self._assistant(item.id).calls.append(read_call(item.call_id, name, item.arguments))
@@ -265,7 +264,7 @@ class _History:
             raise not_found(given, param)
         return messages
 
-    def _shown(self, role: str, content: Content | None, param: str) -> Message:
+    def _shown(self, role: str, content: str | Sequence[Any] | None, param: str) -> Message:
         text, images, refs = read_content(content, role, param)
         if images and role not in ("user", "tool"):
             raise UnsupportedParameter(f"a message of role {role!r} shows no images", param=param)
@@ -396,9 +395,7 @@ class ResponseWriter(BlockWriter):
     def _answer(self, result: ChatResult, blocks: list[Block]) -> Answer:
         reply = result.choices[0].reply
         self.begin(result.session_id, result.call_id)
-        if (
-            self._body.shows_logprobs
-        ):  # a piece of a stream may hold tokens of reasoning, text and calls: these do not
+        if self._body.shows_logprobs:  # a piece of a stream may hold tokens of reasoning, text and calls
             texts = [block.index for block in blocks if block.kind is BlockKind.TEXT]
             self._logprobs = {index: self._text_logprobs(reply) for index in texts[:1]}
         finish = finish_of(reply)

@@ -77,19 +77,13 @@ def _image_part(value: Any) -> Any:
 
 Parts = Listed[
     Annotated[
-        Annotated[ResponsesTextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")],
-        Discriminator(_part_tag),
-    ]
-]
-ShownParts = Listed[
-    Annotated[
         Annotated[ResponsesTextPart, Tag("~text")]
         | Annotated[RefusalPart, Tag("~refusal")]
         | Annotated[ImagePart, BeforeValidator(_image_part), _IMAGE_SCHEMA, Tag("~input_image")],
         Discriminator(_part_tag),
     ]
 ]
-Content: TypeAlias = TextOr[ShownParts]
+Content: TypeAlias = TextOr[Parts]
 
 
 class MessageItem(Echo):

@@ -27,6 +27,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightVersionNotServed,
     from_wire,
+    retry_after_s,
 )
 
 _MAX_RETRY_AFTER_S = 60.0
@@ -142,14 +143,14 @@ class Transport:
             return content
         failure = _failure(answer.status, content)
         if failure.retryable and not isinstance(failure, WeightVersionNotServed):  # the call said how long it waits
-            raise Retryable(failure, _retry_after_s(answer.headers.get("retry-after")))
+            raise Retryable(failure, retry_after_s(answer.headers.get("retry-after")))
         raise failure
 
 
 def _wait_s(state: RetryCallState) -> float:
     failure = state.outcome.exception() if state.outcome is not None else None
     if isinstance(failure, Retryable) and failure.retry_after_s is not None:
-        return failure.retry_after_s
+        return min(failure.retry_after_s, _MAX_RETRY_AFTER_S)
     return _backoff(state)
 
 
@@ -163,11 +164,3 @@ def _failure(status: int, content: bytes) -> AgentLoopError:
         # Not from our front door but from a proxy before it, while that has nobody to pass the call to.
         return ServiceUnavailable(f"HTTP {status}: {content[:200].decode(errors='replace')}")
     return from_wire(body, status)
-
-
-def _retry_after_s(header: str | None) -> float | None:
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S)

@@ -27,7 +27,6 @@ from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
     Conflict,
-    EngineLost,
     InvalidRequest,
     ModelNotFound,
     NoHealthyReplica,
@@ -162,7 +161,10 @@ class AdapterSync:
         least = -1 if known is None else known.version
         version = least + 1 if push.version is None else push.version
         if known is not None and version == known.version:
-            found, name = await self._digest_of(push.directory, known), shown_id(push.name)
+            found, name = "", shown_id(push.name)
+            if known.digest and (takers := self._takers()):
+                probe = WeightUpdate(version, adapter=push.directory, is_probe=True)
+                found = await self._steps.digest_of(takers[0], probe)
             if are_comparable(found, known.digest) and found != known.digest:
                 raise Conflict(
                     f"version {version} of {name!r} is served with digest {known.digest}, and {push.directory} has "
@@ -176,18 +178,6 @@ class AdapterSync:
             message = f"versions grow: {version} after {least}; with `force` an adapter goes back"
             raise InvalidRequest(message, param="version")
         return NamedAdapter(push.name, version, push.directory, self._wall_time())
-
-    async def _digest_of(self, directory: str, known: NamedAdapter) -> str:
-        """Return the digest of an adapter's folder as a replica reads it; empty if there is none to compare."""
-        takers = self._takers() if known.digest else ()
-        if not takers:
-            return ""
-        probe = WeightUpdate(known.version, adapter=directory, is_probe=True)
-        try:
-            return (await self._steps.stage(takers[0], probe)).digest
-        except (EngineLost, ConnectionError, TimeoutError) as error:
-            self._log.warning("adapter_not_compared", adapter=known.name, error=error_line(error))
-            return ""
 
     async def _serve(self, served: tuple[NamedAdapter, ...]) -> None:
         """Set and save what is served. If the store fails, the fleet serves it all the same."""

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
+
 from agentloop.engine import (
     ALL_MEMORY,
     Adapter,
@@ -25,7 +27,7 @@ from agentloop.engine import (
     TrainerOrder,
     WeightUpdate,
 )
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, EngineLost, error_line
 from agentloop.fleet.desired_state import StandingOrders
 from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord
@@ -35,6 +37,8 @@ T = TypeVar("T")
 Connect = Callable[[str], EngineControl]
 
 _ANSWER_S = 1.0  # of a drain, beyond its grace
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,14 @@ class ReplicaSteps:
         """Receive and check the weights of an update while decoding goes on."""
         timeout_s = self.config.stage_timeout_s if timeout_s is None else timeout_s
         return await within(timeout_s, self._engine(replica).stage(update))
+
+    async def digest_of(self, replica: ReplicaRecord, update: WeightUpdate) -> str:
+        """Stage an update, and return the digest of its weights; empty if the replica does not answer."""
+        try:
+            return (await self.stage(replica, update)).digest
+        except (EngineLost, ConnectionError, TimeoutError) as error:
+            _log.warning("weights_not_compared", replica=replica.replica_id, error=error_line(error))
+            return ""
 
     async def follow_trainer(self, replica: ReplicaRecord, order: TrainerOrder) -> None:
         """Join a trainer's group, receive a part of its transfer, or leave; or make a version on its host."""

@@ -453,15 +453,11 @@ class ReplicaSync:
             replicas = [one for one in replicas if one.replica_id in update.receivers]
         if not replicas:
             return ""
-        try:
-            if update.is_repeatable:
-                return (await self.steps.stage(replicas[0], replace(update, is_probe=True))).digest
-            with self._fleet_wide("a weight update"), self.claim(replicas[:1], "the comparison was cut short"):
-                pushed = addressed(update, replicas[:1])[replicas[0].replica_id]
-                return (await self.steps.stage(replicas[0], pushed)).digest
-        except (EngineLost, ConnectionError, TimeoutError) as error:
-            self._log.warning("weights_not_compared", version=update.version, error=repr(error))
-            return ""
+        if update.is_repeatable:
+            return await self.steps.digest_of(replicas[0], replace(update, is_probe=True))
+        with self._fleet_wide("a weight update"), self.claim(replicas[:1], "the comparison was cut short"):
+            pushed = addressed(update, replicas[:1])[replicas[0].replica_id]
+            return await self.steps.digest_of(replicas[0], pushed)
 
     def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
         """Report a resolved update for each present replica: its times are not known."""

@@ -373,10 +373,10 @@ class AnswerText:
         """Return the parts that became certain: the number of characters to skip, and the answer after them."""
         parts: list[tuple[int, str]] = []
         self._text += text
-        num_skipped, is_settled = 0, False
-        while not is_settled:
-            text, is_settled = self._text, True
-            match self._state:
+        num_skipped, state = 0, None
+        while state is not self._state:
+            text, state = self._text, self._state
+            match state:
                 case _TurnPart.START:
                     bare = text.lstrip()
                     may_open = len(text) - len(bare) <= MAX_BLANKS and self._open.startswith(
@@ -384,19 +384,19 @@ class AnswerText:
                     )
                     if may_open and len(bare) >= len(self._open):
                         num_skipped += len(text) - len(bare) + len(self._open)
-                        self._text, self._state, is_settled = bare[len(self._open) :], _TurnPart.REASONING, False
+                        self._text, self._state = bare[len(self._open) :], _TurnPart.REASONING
                     elif not may_open or is_last:
-                        self._state, is_settled = _TurnPart.ANSWER, False
+                        self._state = _TurnPart.ANSWER
                 case _TurnPart.REASONING:
                     _, mark, self._text = self._close.split(text)
                     num_skipped += len(text) - len(self._text)
                     if mark is not None:
-                        self._state, is_settled = _TurnPart.BLANKS, False
+                        self._state = _TurnPart.BLANKS
                 case _TurnPart.BLANKS:
                     self._text = text.lstrip()
                     num_skipped += len(text) - len(self._text)
                     if self._text:
-                        self._state, is_settled = _TurnPart.ANSWER, False
+                        self._state = _TurnPart.ANSWER
                 case _TurnPart.ANSWER:
                     before, mark, self._text = (text, None, "") if self._later is None else self._later.split(text)
                     if is_last and mark is None:
@@ -404,7 +404,7 @@ class AnswerText:
                     parts.append((num_skipped, before))
                     num_skipped = 0
                     if mark is not None:
-                        num_skipped, self._state, is_settled = len(mark), _TurnPart.REASONING, False
+                        num_skipped, self._state = len(mark), _TurnPart.REASONING
         return [*parts, (num_skipped, "")]
 
 

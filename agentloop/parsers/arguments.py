@@ -324,8 +324,7 @@ def _parameters(parameters: JSON, readable_key: str) -> list[tuple[str, JSON, bo
 
 
 _SINGLE_PARAMETER_RULES = {
-    *("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"),
-    "propertyNames",
+    *("type", "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties")
 }
 
 

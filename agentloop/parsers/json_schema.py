@@ -53,26 +53,16 @@ def resolve(reference: str, root: JSON) -> JSON:
 
 def check_references(root: JSON) -> None:
     """Raise ValueError for a reference without a target, in a circle, or in a chain that is too long."""
-    heights: dict[int, int] = {}  # how many references and branches a schema has before the value's own rules
-
-    def height(schema: JSON, depth: int, reference: JSON) -> int:
-        if not isinstance(schema, Mapping):
-            return 0
-        reference, known = schema.get("$ref", reference), heights.get(id(schema))
-        if known is None and depth <= MAX_REFERENCES:  # bounds the recursion
-            heights[id(schema)] = -1  # being computed
-            below = [1 + height(one, depth + 1, reference) for one in _same_value(schema, root)]
-            known = heights[id(schema)] = max(below, default=0)
-        if known == -1:
-            raise ValueError(f"$ref {str(reference)[:200]!r} leads back to itself and describes nothing")
-        if known is None or depth + known > MAX_REFERENCES:
-            raise ValueError(
-                f"$ref {str(reference)[:200]!r} is in a chain of more than {MAX_REFERENCES} references"
-            )
-        return known
-
-    for _, schema in _reachable(root):
-        height(schema, 0, None)
+    schemas = {id(schema): schema for _, schema in _reachable(root)}
+    following = {key: {id(one) for one in _same_value(schema, root)} for key, schema in schemas.items()}
+    remaining = set(schemas)  # after n rounds: those from which n steps are possible
+    for _ in range(MAX_REFERENCES + 1):
+        remaining = {key for key in remaining if not remaining.isdisjoint(following[key])}
+    if remaining:
+        reference = next((schemas[key]["$ref"] for key in remaining if "$ref" in schemas[key]), None)
+        raise ValueError(
+            f"$ref {str(reference)[:200]!r} leads back to itself or is in a chain of more than {MAX_REFERENCES}"
+        )
 
 
 def bundled(schema: JSON, root: JSON) -> JSON:
@@ -302,7 +292,7 @@ def _may_match(pattern: str, key: str) -> bool:
 
 _NEVER = frozenset(
     {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "additionalItems"}
-    | {"contains", "minContains", "maxContains", "multipleOf", "$dynamicRef", "$recursiveRef"}
+    | {"contains", "minContains", "maxContains", "multipleOf", "propertyNames", "$dynamicRef", "$recursiveRef"}
 )
 _OF_TYPE = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
@@ -310,7 +300,7 @@ _OF_TYPE = {
     "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
     "object": (
         *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
-        *("patternProperties", "propertyNames", "unevaluatedProperties"),
+        *("patternProperties", "unevaluatedProperties"),
     ),
 }
 RULES = _NEVER.union(("type", "enum", "const", "$ref", *_BRANCHES), *_OF_TYPE.values()) - {"format"}
@@ -330,7 +320,7 @@ def unenforced(root: JSON) -> str:
     try:
         check_references(root)
         for path, node in _reachable(root):
-            if not path.endswith("propertyNames") and (problem := _unenforced_here(node, root)):
+            if problem := _unenforced_here(node, root):
                 return f"{problem}{f' at {path[:200]!r}' if path else ''} cannot be enforced"
     except ValueError as error:
         return str(error)
@@ -385,18 +375,11 @@ def _unenforced_text(node: Mapping[str, JSON]) -> str:
 
 def _unenforced_keys(node: Mapping[str, JSON]) -> str:
     """Return the rule for an object's keys that is not enforced, as it overlaps with another rule."""
-    named, patterns, names = _map(node, "properties"), _map(node, "patternProperties"), node.get("propertyNames")
+    named, patterns = _map(node, "properties"), _map(node, "patternProperties")
     if missing := [key for key in _list(node, "required") if key not in named]:
         return f"'required' of {str(missing[0])[:64]!r}, which 'properties' does not describe,"
     if len(patterns) > 1 or (patterns and named):
         return "'patternProperties' next to 'properties' or another pattern"
-    if names is not None:
-        if patterns or named or node.get("unevaluatedProperties", True) is not True:
-            return "'propertyNames' next to other rules for keys"
-        rules = (RULES & names.keys() if isinstance(names, Mapping) else {"propertyNames"}) - {"type"}
-        one_of = ({"enum"}, {"const"}, {"pattern"}, {"minLength", "maxLength"})
-        if not any(rules <= simple for simple in one_of):
-            return "'propertyNames' with more than one rule"
     return ""
 
 

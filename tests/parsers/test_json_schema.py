@@ -39,8 +39,6 @@ ENFORCED: list[Any] = [
     OBJECT | {"properties": AB, "additionalProperties": False, "minProperties": 2},
     OBJECT | {"properties": AB, "maxProperties": 1},
     OBJECT | {"patternProperties": {"^x": INT}, "additionalProperties": False},
-    OBJECT | {"propertyNames": {"minLength": 2, "maxLength": 2}},
-    OBJECT | {"propertyNames": {"enum": ["a"]}},
     {"anyOf": [INT, STR], "description": "d", "default": 3},
     {"type": "integer", "anyOf": [{"type": "integer", "minimum": 3}, {"const": 0}]},
     {"oneOf": [INT, STR]},

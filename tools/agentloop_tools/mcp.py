@@ -44,7 +44,7 @@ from mcp.types import (
 from pydantic import ValidationError
 
 from agentloop.aio import LoopThread
-from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, first_cause
+from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, first_cause, retry_after_s
 from agentloop.rollout.tool import ToolSpec
 from agentloop.types import JSON, RolloutTask
 
@@ -110,25 +110,12 @@ async def _error_of(response: httpx2.Response, call_id: Any) -> dict[str, Any] |
         # From the protocol of 2026 on, the server's verdict on the arguments has status 400.
         if isinstance(error, dict) and (status == 200 or (status == 400 and error.get("code") == INVALID_PARAMS)):
             return {"code": _VERDICT, "message": str(error.get("message"))}
-    details = {"status": status, "retry_after": response.headers.get("retry-after")}
+    after = response.headers.get("retry-after")
+    is_busy = status == 429 or (status == 503 and after is not None)
+    failure = {"was_refused": status == 404 or is_busy, "has_session": status != 404}
+    details = {**failure, "retry_after_s": retry_after_s(after) or 0.0}  # the arguments of `ConnectionBroke`
     message = f"HTTP {status} {' '.join(text.split())[:200]}".strip()
     return {"code": _FAILED_EXCHANGE, "message": message, "data": details}
-
-
-def _broke(error: MCPError) -> ConnectionBroke:
-    """Return the failure that `_StrictClient` has marked."""
-    status, after = error.data["status"], error.data["retry_after"]
-    try:
-        retry_after_s = max(0.0, float(after or 0.0))
-    except ValueError:
-        retry_after_s = 0.0  # a date: as if it were missing
-    is_busy = status == 429 or (status == 503 and after is not None)
-    return ConnectionBroke(
-        error.message,
-        was_refused=status == 404 or is_busy,
-        has_session=status != 404,
-        retry_after_s=retry_after_s,
-    )
 
 
 class McpTools:
@@ -384,7 +371,7 @@ class _Link:
             raise ConnectionBroke("the server went away during a call")
         except MCPError as error:
             if error.code == _FAILED_EXCHANGE:
-                failure = _broke(error)
+                failure = ConnectionBroke(error.message, **error.data)
                 if not failure.has_session:
                     await self._drop(client)
                 raise failure from error

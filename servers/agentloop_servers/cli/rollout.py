@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -95,23 +96,19 @@ def rollout(
         raise typer.BadParameter("--config is of a service that is started here, --url of one that runs")
     with clear_errors():
         shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
-        weights = None if no_push else _push(push or shipped, push_version, push_after)
+        weights = None
+        if not no_push and (directory := push or shipped) is not None:
+            weights = WeightPush(given("weights", "--push", directory), push_version, push_after)
         options = RunOptions(_source(tasks, environment), samples, out, weights, limit, keep)
         where = config if url is None else ServiceAddress(url, api_key, admin_key)
         _roll_out(where, options, agent, agent_command, concurrency)
 
 
 def _source(tasks: Path, environment: str | None) -> Path | str:
-    """Raises InvalidRequest for a file that is not there."""
     if environment is None:
         return given("tasks", "--tasks", tasks)
     find_modules_here()
     return environment
-
-
-def _push(directory: Path | None, version: int, after_share: float) -> WeightPush | None:
-    """Raises InvalidRequest for a directory that is not there."""
-    return None if directory is None else WeightPush(given("weights", "--push", directory), version, after_share)
 
 
 def _roll_out(
@@ -119,15 +116,16 @@ def _roll_out(
 ) -> None:
     """Run by the service at an address, or by one of a config, and show the summary. Exits with 1 if not good."""
     console = Console()
-    settings = ServiceConfig.load(given("the config", "--config", where)) if isinstance(where, Path) else None
+    settings: ServiceConfig | None = None
+    if isinstance(where, ServiceAddress):
+        run = partial(run_on, where)
+    else:
+        settings = ServiceConfig.load(given("the config", "--config", where))
+        run = partial(load("own_service").run_rollout, settings)
     program = load_program(agent, command, settings)
     collect_with = None if program is None else AgentCollect(program, concurrency)
     try:
-        if isinstance(where, ServiceAddress):
-            result = run_to_end(run_on(where, options, console, collect_with))
-        else:
-            assert settings is not None
-            result = run_to_end(load("own_service").run_rollout(settings, options, console, collect_with))
+        result = run_to_end(run(options, console, collect_with))
     finally:
         if program is not None:
             program.close()

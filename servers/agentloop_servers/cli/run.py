@@ -29,14 +29,14 @@ from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
 from agentloop.api.coordinator import UpdateReport
 from agentloop.api.encoded_record import EncodedRecord
 from agentloop.client.client import RolloutClient
-from agentloop.client.rollout import Rollout, load_tasks
+from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest, WeightUpdateFailed
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
 from agentloop.plugins import resolve_extra
 from agentloop.rollout.environment import tasks_of
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
-from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
+from agentloop.types import KVPolicy, OnStale, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.cli.terminal import find_modules_here
 from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir
@@ -187,7 +187,15 @@ async def collect(
 ) -> Collected:
     """Submit everything, take every trajectory, push when it is time."""
     started_at = time.monotonic()
-    rollout = await _submit(client, tasks, options)
+    limit = options.limit
+    rollout = await client.submit(
+        tasks,
+        num_samples=options.num_samples,
+        keep=options.keep,
+        max_staleness=None if limit is None else limit.max_staleness,
+        on_stale=OnStale.MASK if limit is None else limit.on_stale,
+        trajectories_per_version=None if limit is None else limit.trajectories_per_version,
+    )
     tally = Tally(rollout.num_trajectories, started_at, rollout.rollout_ids)
     progress.show(tally)
     doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
@@ -252,20 +260,6 @@ class MidRunPush:
         )
 
 
-async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunOptions) -> Rollout:
-    limit = options.limit
-    if limit is None:
-        return await client.submit(tasks, num_samples=options.num_samples, keep=options.keep)
-    return await client.submit(
-        tasks,
-        num_samples=options.num_samples,
-        keep=options.keep,
-        max_staleness=limit.max_staleness,
-        on_stale=limit.on_stale,
-        trajectories_per_version=limit.trajectories_per_version,
-    )
-
-
 async def _push(
     client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
 ) -> UpdateReport | AgentLoopError:
@@ -273,10 +267,6 @@ async def _push(
 
     A push that failed on the replicas is repeated; one whose weights were refused is not.
     """
-
-    async def send() -> UpdateReport:
-        # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
-        return await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
 
     def announce(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
@@ -292,7 +282,10 @@ async def _push(
     try:
         async for attempt in repeated:
             with attempt:
-                report = await send()
+                # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version.
+                report = await client.update_weights(
+                    push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE
+                )
     except AgentLoopError as error:
         _log.error("push_failed", code=error.code, reason=error.message)
         progress.say(f"weights  version {push.version} not pushed: {error.message}")

@@ -28,6 +28,7 @@ import torch
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
 from agentloop.weight_digest import sums_digest
+from agentloop_servers.weight_transfer.checkpoint import check_tied, head_and_twins
 from agentloop_servers.weight_transfer.layout import lay_out, view
 from agentloop_servers.weight_transfer.protocol import (
     Abandon,
@@ -50,7 +51,7 @@ from agentloop_servers.weight_transfer.transports.handshake import TransportKind
 from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveTransport
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport
 from agentloop_servers.weight_transfer.transports.tcp import TcpReceiveTransport
-from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
+from agentloop_servers.weight_transfer.verify import bucket_checksum, checksum, to_host
 
 ABANDON_GRACE_S = 5.0  # between a transport that broke and the sender's word that the attempt is void
 MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and the last other replica's
@@ -196,7 +197,7 @@ class Incoming:
         self.transport = accept.transport
         self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
         self.digest = ""  # of the tensors and the sender's checksums, once these were compared
-        self._tensors = push.tensors
+        self.tensors = push.tensors
         self._connection = connection
         self._transport = transport
         self._condition = condition
@@ -237,7 +238,7 @@ class Incoming:
             sent = self._connection.take(EndAttempt, check=self._check).checksums
             problem = self._difference(to_host(self._sums), sent)
             if problem is None:
-                self.digest = sums_digest(self._tensors, sent)
+                self.digest = sums_digest(self.tensors, sent)
                 self._connection.send(Done())
         if problem is not None:
             self.fail(problem)
@@ -313,18 +314,24 @@ class Incoming:
             self._connection.pop(StartAttempt)
 
 
-def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None]) -> None:
+def receive(incoming: Incoming, take: Callable[[str, torch.Tensor], None], *, is_tied: bool = False) -> None:
     """Receive all tensors and compare them with the sender's; begin again if another receiver was lost.
 
-    A tensor that `take` gets is valid for work that is put on the current stream before `take` returns. Raises
-    CheckpointUnreadable.
+    A tensor that `take` gets is valid for work that is put on the current stream before `take` returns. With
+    `is_tied` the model ties its output head. Raises CheckpointUnreadable, also for a head of other values.
     """
+    tied = head_and_twins(incoming.tensors) if is_tied else []
+    sums: dict[str, torch.Tensor] = {}
     while True:
         try:
             for bucket, data in incoming.receive_attempt():
                 for place in incoming.layout.in_bucket(bucket):
-                    take(place.name, view(data, place))
+                    tensor = view(data, place)
+                    if place.name in tied:
+                        sums[place.name] = checksum(tensor)
+                    take(place.name, tensor)
             incoming.finish()
         except AttemptRestarted:
             continue
+        check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
         return

@@ -7,7 +7,7 @@ own, one a worker, each in a thread; an update that ends early aborts them, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -24,10 +24,9 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.checkpoint import check_tied, has_tied_embeddings, head_and_twins
+from agentloop_servers.weight_transfer.checkpoint import has_tied_embeddings
 from agentloop_servers.weight_transfer.group_member import GroupMember
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
-from agentloop_servers.weight_transfer.verify import checksum, to_host
 
 T = TypeVar("T")
 
@@ -50,21 +49,11 @@ class _SimulatedWorker:
             raise CheckpointUnreadable("the update was given up", param="push")
         return incoming
 
-    def receive(self, tied: Sequence[str] = ()) -> float:
-        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds.
-
-        `tied`: the output head of a model that ties it, and the tensors of which it must be one.
-        """
+    def receive(self, *, is_tied: bool = False) -> float:
+        """Receive all tensors and compare their checksums with the sender's. Returns the milliseconds."""
         assert self.incoming is not None, "it was opened"
-        sums: dict[str, torch.Tensor] = {}
-
-        def take(name: str, tensor: torch.Tensor) -> None:  # there is no model
-            if name in tied:
-                sums[name] = checksum(tensor)
-
-        receive(self.incoming, take)
+        receive(self.incoming, lambda name, tensor: None, is_tied=is_tied)  # there is no model
         self._receiver.close()
-        check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
         return self.incoming.transfer_ms
 
     def leave(self) -> None:
@@ -118,14 +107,13 @@ class ReceivedWeights:
             if received is None or received[0] != update.transfer:
                 raise CheckpointUnreadable("nothing of this transfer has come whole", param="update_info")
             return StageReport(HeldIn.HOST, "gloo", received[1] // self._num_workers)
-        tied = head_and_twins(push.tensors) if self._is_tied else []
         workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(push, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].layout.num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
             return StageReport(HeldIn.NOWHERE, transport, num_bytes)
-        times_ms = await _on_all(workers, lambda worker: worker.receive(tied))
+        times_ms = await _on_all(workers, lambda worker: worker.receive(is_tied=self._is_tied))
         return StageReport(HeldIn.HOST, transport, num_bytes, max(times_ms), opened[0].digest)
 
     async def transfer(self, update: WeightUpdate) -> float:

@@ -275,16 +275,7 @@ class WeightStager:
         else:
             try:
                 staged = self._place_for(plan, form, held_in)
-                tied = head_and_twins(push.tensors) if is_tied else []
-                sums: dict[str, torch.Tensor] = {}
-
-                def accept(name: str, tensor: torch.Tensor) -> None:
-                    if name in tied:
-                        sums[name] = checksum(tensor)
-                    staged.accept(name, tensor)
-
-                receive(incoming, accept)
-                check_tied(tied, dict(zip(sums, to_host(list(sums.values())), strict=True)))
+                receive(incoming, staged.accept, is_tied=is_tied)
             except BaseException as error:
                 incoming.fail(str(error) or type(error).__name__)
                 raise

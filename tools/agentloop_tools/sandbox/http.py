@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agentloop.errors import ToolLost, error_line
+from agentloop.errors import ToolLost, error_line, retry_after_s
 from agentloop_tools.sandbox.commands import CommandSandbox, CommandSandboxes
 from agentloop_tools.sandbox.port import SandboxLimits, SandboxSource
 
@@ -107,7 +107,5 @@ def _retry_after_s(answer: aiohttp.ClientResponse) -> float | None:
     after = answer.headers.get("Retry-After")
     if answer.status != 429 and (answer.status != 503 or after is None):
         return None
-    try:
-        return max(0.0, float(after or 1.0))
-    except ValueError:
-        return 1.0  # a date
+    seconds = retry_after_s(after)
+    return 1.0 if seconds is None else seconds

@@ -42,6 +42,7 @@ _MAX_COUNTED_PROPERTIES = 64  # with minProperties or maxProperties; compiling t
 _MAX_PATTERNS = 64
 _POLL_CPU_S = 0.1
 _TOO_SLOW = f"it takes more than {MAX_CPU_S:.0f} s of CPU time to compile"
+_TOO_DEEP = "it is nested too deeply"
 _NUM_WALKS = 4
 _NUM_STEPS = 192
 _PLACE = re.compile(r"^(.*: )?\[[0-9:]+\] \S+\.cc:[0-9]+: ")
@@ -149,12 +150,15 @@ class ConstraintTrials:
 
 def problem_of(xgrammar: Any, constraint: Constraint) -> str:
     """Return the reason why a constraint cannot be used; empty if it can. Also raises xgrammar's errors."""
+    patterns = [constraint.text]
     try:
-        tag, patterns = structural_tag(constraint), [constraint.text]
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        tag = structural_tag(constraint)
+        value = None if tag is None else json.loads(tag)
+    except RecursionError:
+        return _TOO_DEEP
     if tag is not None:
-        value = _parsed(tag)
+        if _is_too_deep(value):
+            return _TOO_DEEP
         nodes = list(_objects(value))
         if any(_counts_too_many(node) for node in nodes):
             return f"minProperties and maxProperties go with at most {_MAX_COUNTED_PROPERTIES} properties"
@@ -173,19 +177,12 @@ def problem_of(xgrammar: Any, constraint: Constraint) -> str:
     return _walks(xgrammar, compiler.compile_structural_tag(tag)) if tag is not None else ""
 
 
-def _parsed(tag: str) -> JSON:
-    """Return a tag's JSON value. Raises ValueError for none, and for one that is nested too deeply."""
-    try:
-        value: JSON = json.loads(tag)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+def _is_too_deep(value: JSON) -> bool:
     level = [value]
     for _ in range(_MAX_NESTING):
         inner = [child for node in level for child in _children(node)]
         level = [child for child in inner if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise ValueError("it is nested too deeply")
+    return bool(level)
 
 
 def _children(value: JSON) -> list[JSON]:
