@@ -42,7 +42,7 @@ class Retryable(Exception):
     def __init__(self, error: AgentLoopError, retry_after_s: float | None) -> None:
         super().__init__(error.message)
         self.error = error
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = None if retry_after_s is None else min(retry_after_s, _MAX_RETRY_AFTER_S)
 
 
 class Transport:
@@ -150,7 +150,7 @@ class Transport:
 def _wait_s(state: RetryCallState) -> float:
     failure = state.outcome.exception() if state.outcome is not None else None
     if isinstance(failure, Retryable) and failure.retry_after_s is not None:
-        return min(failure.retry_after_s, _MAX_RETRY_AFTER_S)
+        return failure.retry_after_s
     return _backoff(state)
 
 
