@@ -101,6 +101,12 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
     if sessions != Counter(set(ledger.finished)):
         yield f"sessions {sorted(ledger.finished)} were finished, and {dict(sessions)} are stored"
     for record in stored.get("sessions", []):
+        if (alike := ledger.alike.get(record.group_id)) is not None:
+            turns = {turn.turn_id for path in record.paths for turn in path.turns}
+            missing = {node.node_id for answer in alike for node in answer.choices} - turns
+            if missing:
+                yield f"session {record.group_id}: {missing} were answered, and are not recorded"
+            continue
         answers = ledger.answers[record.group_id]
         said = [one for one in record.messages if one.role == "assistant"]
         heard = [one.choices[0].reply.message for one in answers]

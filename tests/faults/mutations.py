@@ -544,6 +544,13 @@ MUTATIONS = (
         _DIGEST_TESTS,
     ),
     Mutation(
+        "repeat_with_other_content_reported_as_served",
+        "agentloop/fleet/replica_sync.py",
+        "is_same = found == served.update.digest",
+        "is_same = True",
+        _DIGEST_TESTS,
+    ),
+    Mutation(
         "canary_check_skipped",
         _LIFECYCLE,
         "self._needs_canary = not is_forced",

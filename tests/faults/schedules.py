@@ -74,6 +74,8 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             clients += [
                 group.create_task(world.talk(f"s{number}")) for number in range(rng.randint(0, NUM_SESSIONS))
             ]
+            if world.has_words:
+                clients.append(group.create_task(world.talk_alike("alike")))
             trouble = [group.create_task(call) for call in (world.train(), world.operate(), world.befall())]
             await world.clock.sleep(world.trouble_s)
             await world.heal()

@@ -23,7 +23,8 @@ HAPPENINGS = (
     *("begun again", "resampled turns", "swapped in flight", "client left", "ended: completed"),
     *("ended: loop_failed", "ended: cancelled", "order refused"),
     *("cancelled", "refused other work", "acknowledged beyond", "damaged a record", "ran damaged ones again"),
-    *("killed two", "WeightsRefused"),
+    *("killed two", "WeightsRefused", "folder rewritten", "rewritten folder refused"),
+    *("alike: answer lost", "alike: retried"),
 )
 
 

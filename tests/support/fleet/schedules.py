@@ -38,6 +38,7 @@ from agentloop.fleet.replica_steps import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel, TokenPolicy
 from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
+from agentloop.weight_digest import FolderContents, read_files
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http.fencing import FencingToken
@@ -104,7 +105,11 @@ class Process:
     silent_until: float = 0.0
 
     def registration(self) -> ReplicaRegistration:
-        return ReplicaRegistration(self.replica_id, self.url, self.engine.info, self.engine.weight_version)
+        engine = self.engine
+        digest = engine.weight_digest
+        return ReplicaRegistration(
+            self.replica_id, self.url, engine.info, engine.weight_version, weight_digest=digest
+        )
 
 
 @dataclass(slots=True)
@@ -205,7 +210,8 @@ class World:
         self.num_processes += 1
         receiver, stall = self.wire.receiver(), Stall(self.clock)
         clock = StallingClock(self.clock, stall)
-        engine = self.make_engine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
+        parts = {"weight_source": receiver, "read_folder": self.read_folder}
+        engine = self.make_engine(self.spec(version), clock=clock, policy=self.policy, **parts)
         receiver.engine = engine
         engine.faults.noise_versions, engine.faults.look_delay_s = NOISE, LOOK_S
         await engine.start()
@@ -217,6 +223,10 @@ class World:
     def spec(self, version: int | None) -> SimulatedSpec:
         """The size of every engine."""
         return SimulatedSpec(1000, 512, 8, 200, 8, LATENCY, initial_version=version)
+
+    async def read_folder(self, directory: str) -> FolderContents:
+        """An engine's read of a folder of weights."""
+        return await read_files(directory)
 
     async def probe(self, url: str) -> None:
         """Have a replica sample a token, for the coordinator."""
@@ -337,13 +347,19 @@ class World:
         """Where the weights come from: a directory, or a process that may die while it sends."""
         rng = self.rng
         if rng.random() >= self.push_share:
-            return WeightUpdate(version, self.checkpoint if is_readable else self.checkpoint + "-missing"), None
+            return WeightUpdate(
+                version, self.folder_of(version) if is_readable else self.checkpoint + "-missing"
+            ), None
         sender = Sender(version, rng.choice((0.0, 0.05, 0.3, 0.8)), is_one_phase=rng.random() < 0.3)
         if not is_readable:
             sender.dies_at = self.clock.now()
         elif not self.is_healed and rng.random() < 0.2:
             sender.dies_at = self.clock.now() + rng.uniform(0.0, 1.0)
         return WeightUpdate(version, push=self.wire.listen(sender)), sender
+
+    def folder_of(self, version: int) -> str:
+        """The folder of a version's weights."""
+        return self.checkpoint
 
     async def operate(self) -> None:
         """An operator who pauses and resumes, or puts the fleet to sleep, and tries again what failed."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from agentloop.api.coordinator import FrontPort, RolloutTerms, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import VirtualClock
+from agentloop.engine import WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -53,6 +54,7 @@ from agentloop.types import (
     Trajectory,
     VersionDemand,
 )
+from agentloop.weight_digest import FolderContents
 from agentloop_servers.coordinator.server import calls_of
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from tests.support.engine.scripted import RENDERER
@@ -61,6 +63,7 @@ from tests.support.fleet.faulty_link import FaultyPort, Stall
 from tests.support.fleet.poisons import POISONS, NoteTool
 from tests.support.fleet.proving_policy import ProvingPolicy
 from tests.support.fleet.schedules import LATENCY, NOISE, Process, World
+from tests.support.fleet.weight_folders import WeightFolders
 
 T = TypeVar("T")
 
@@ -106,6 +109,7 @@ class Ledger:
     accepted: dict[str, tuple[RolloutGroup, ...]] = field(default_factory=dict)
     delivered: dict[str, list[Trajectory]] = field(default_factory=dict)
     answers: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session, turn by turn
+    alike: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session with several clients
     finished: dict[str, Trajectory] = field(default_factory=dict)
     cancelling: set[str] = field(default_factory=set)  # from the first try on
     cancelled: set[str] = field(default_factory=set)  # the answer was heard
@@ -142,6 +146,10 @@ class WholeWorld(World):
         # What a dead ingress held is free again then.
         self.config = replace(self.config, balancer=replace(self.config.balancer, lease_ttl_s=40.0))
         self.disk = Disk(folder)
+        self._rewrites = Random(f"rewrites {seed}")
+        self.folders = WeightFolders(folder / "weights", self._rewrites)
+        self._is_rewriting = False
+        self._contents = dict[int, str]()  # of the versions in service, by their digests
         self.ledger = Ledger()
         self.wall_s = EPOCH_S
         self.workers: list[WorkerProcess] = []
@@ -266,8 +274,59 @@ class WholeWorld(World):
             raise ServiceUnavailable("the ingress died")
         return task.result()
 
+    async def read_folder(self, directory: str) -> FolderContents:
+        return await self.folders.read(directory)
+
+    def folder_of(self, version: int) -> str:
+        return self.folders.folder_of(version) if self.has_words else super().folder_of(version)
+
+    async def push(self, is_readable: bool = True) -> None:
+        """A trainer that may also write into the folder of a version that it has pushed, and push it again."""
+        rng, served = self._rewrites, self.coordinator.replicas.sync.served_source()
+        directory = None if served is None else served.update.directory
+        is_ours = served is not None and directory is not None and self.folders.has(directory)
+        if not is_ours or self.is_healed or self._is_rewriting or rng.random() < 0.8:
+            if self.has_words and is_readable and not self.is_healed and rng.random() < 0.2:
+                self.folders.rewrite_during_read(self.folder_of(self._next_version), rng.randint(10**6, 10**7))
+            await super().push(is_readable)
+            return
+        assert served is not None
+        assert directory is not None
+        self._is_rewriting = True
+        self.folders.write(directory, rng.randint(10**6, 10**7))
+        self.history.counts["folder rewritten"] += 1
+        num_reads = self.folders.num_reads[directory]
+        try:
+            again = WeightUpdate(served.version, directory)
+            await self.ask(lambda c: c.replicas.update_weights(again, self.kv_policy))
+            is_compared = self.folders.num_reads[directory] > num_reads and self.network.is_perfect
+            assert not is_compared, f"{directory} was rewritten, and is version {served.version} all the same"
+        except Conflict as error:
+            self.history.counts["rewritten folder refused"] += "is served with digest" in error.message
+            raise
+        finally:
+            self._is_rewriting = False
+            self.restore_folders()
+
+    def restore_folders(self) -> None:
+        """The folder of the served version gets the content that is served."""
+        served = self.coordinator.replicas.sync.served_source()
+        if served is not None and served.update.directory is not None:
+            self.folders.restore(served.update.directory, served.update.digest)
+
+    async def needs_a_push(self) -> bool:
+        self.restore_folders()
+        return await super().needs_a_push()
+
     def watch(self) -> None:
         super().watch()
+        for process in self.placeable() if self.has_words else ():
+            version, digest = process.engine.weight_version, process.engine.weight_digest
+            if not version or not digest:  # version 0 is of no folder that is rewritten
+                continue
+            assert self.folders.is_known(digest), f"{process.url} serves {version} of a mix of contents"
+            first = self._contents.setdefault(version, digest)
+            assert digest == first, f"{process.url} serves {digest} as version {version}, which was {first}"
         for name in () if self._is_down else self.ledger.cancelled:
             status = self.coordinator.rollouts.queue.status(name)
             assert status is None or not status.num_queued, f"{name} was cancelled, and begins: {status}"
@@ -462,6 +521,51 @@ class WholeWorld(World):
                 raise ServiceUnavailable("injected: the answer was lost")
             return result
 
+        return await self.insist(once)
+
+    async def talk_alike(self, session_id: str) -> None:
+        """Two clients in one session whose calls are equal. Each gets answers of its own."""
+        await self.insist(lambda: self.ask_ingress(lambda s: s.create(NewSession(session_id), OWNER)))
+        self.ledger.alike[session_id] = answers = []
+        for turn in range(3):
+            both = (self._said_alike(session_id, turn, client) for client in range(2))
+            answers += await asyncio.gather(*both)
+        taken = [answer.call_id for answer in answers]
+        assert len(set(taken)) == len(taken), f"one call answered two clients of {session_id}: {taken}"
+        self.ledger.finished[session_id] = await self.insist(
+            lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
+        )
+
+    async def _said_alike(self, session_id: str, turn: int, client: int) -> ChatResult:
+        """Send a call as an SDK does, which counts its attempts, until an answer arrives.
+
+        A retry cannot be told from another client's if that client's first attempt has left no trace. So an attempt
+        counts only if its session has recorded it: refused connections are tried again with the same count.
+        """
+        rng, retry_count = Random(f"{session_id} {turn} {client} {self.seed}"), 0
+        chat = ChatCall((Message("user", f"question {turn}"),), SamplingParams(1), max_tokens=40, timeout_s=15.0)
+        digest = hashlib.sha256(f"{session_id} {turn}".encode()).digest()
+
+        async def call(sessions: Sessions) -> ChatResult:
+            nonlocal retry_count
+            session: Session = await sessions.find(session_id, OWNER)
+            key = CallKey(digest, retry_count, is_unique=False)
+            retry_count += 1
+            return await session.call(chat, key)
+
+        async def once() -> ChatResult:
+            fault = rng.random() if not self.is_healed else 1.0
+            if fault < 0.3:  # the client leaves, and comes again
+                async with asyncio.timeout(rng.uniform(0.0, 1.0)):
+                    return await self.ask_ingress(call)
+            result = await self.ask_ingress(call)
+            if fault < 0.5:
+                self.history.counts["alike: answer lost"] += 1
+                raise ServiceUnavailable("injected: the answer was lost")
+            self.history.counts["alike: retried"] += retry_count > 1
+            return result
+
+        await self.clock.sleep(rng.choice((0.0, 0.3)))
         return await self.insist(once)
 
     async def insist(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,0 +1,78 @@
+"""Folders of weights that a trainer rewrites under the same name, also while an engine reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import orjson
+import xxhash
+
+from agentloop.weight_digest import FolderContents, content_digest, read_files
+
+FILES = ("a.safetensors", "b.safetensors")
+
+
+class WeightFolders:
+    """All folders of one schedule. Content `number` of any folder differs from every other number's."""
+
+    def __init__(self, root: Path, rng: Random) -> None:
+        self._root = root
+        self._rng = rng
+        self._numbers = dict[str, int]()  # the number of each digest that a folder has had
+        self.num_reads = Counter[str]()  # that ended well, by folder
+        self._rewrites = dict[str, int]()  # folder: the content that replaces its own during the next read
+
+    def write(self, directory: str, number: int) -> None:
+        """Replace the files of a folder. A new inode each: a write within the clock's tick changes no mtime."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        tensors = dict[str, tuple[str, list[int], str]]()
+        for file in FILES:
+            entries = {file[0]: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+            header, data = orjson.dumps(entries), number.to_bytes(4, "little")
+            (part := Path(directory) / "part").write_bytes(len(header).to_bytes(8, "little") + header + data)
+            os.replace(part, Path(directory) / file)
+            tensors[file[0]] = "F32", [1], xxhash.xxh3_128_hexdigest(data)
+        self._numbers[content_digest(tensors, directory)] = number
+
+    def folder_of(self, version: int) -> str:
+        """Return the folder of a version; it is written if it is new."""
+        directory = str(self._root / f"version-{version}")
+        if not Path(directory).exists():
+            self.write(directory, version)
+        return directory
+
+    def rewrite_during_read(self, directory: str, number: int) -> None:
+        """Have content `number` replace a folder's content while an engine reads it the next time."""
+        self._rewrites[directory] = number
+
+    def restore(self, directory: str, digest: str) -> None:
+        """Have a folder's content be that of `digest` again, as its owner does after a mistake."""
+        self._rewrites.pop(directory, None)
+        if digest in self._numbers:
+            self.write(directory, self._numbers[digest])
+
+    def has(self, directory: str) -> bool:
+        """Return True for a folder that `folder_of` has made."""
+        return Path(directory).parent == self._root
+
+    def is_known(self, digest: str) -> bool:
+        """Return True if a folder had this content at one moment."""
+        return digest in self._numbers
+
+    async def read(self, directory: str) -> FolderContents:
+        """Read a folder as an engine does."""
+        number = self._rewrites.pop(directory, None)
+
+        async def rewrite() -> None:
+            for _ in range(0 if number is None else self._rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            if number is not None:
+                self.write(directory, number)
+
+        contents, _ = await asyncio.gather(read_files(directory), rewrite())
+        self.num_reads[directory] += 1
+        return contents
