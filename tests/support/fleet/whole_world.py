@@ -525,7 +525,8 @@ class WholeWorld(World):
 
     async def talk_alike(self, session_id: str) -> None:
         """Two clients in one session whose calls are equal. Each gets answers of its own."""
-        await self.insist(lambda: self.ask_ingress(lambda s: s.create(NewSession(session_id), OWNER)))
+        new = NewSession(session_id, adapter=self.adapter_of(session_id))
+        await self.insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
         self.ledger.alike[session_id] = answers = []
         for turn in range(3):
             both = (self._said_alike(session_id, turn, client) for client in range(2))
