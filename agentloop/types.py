@@ -84,6 +84,7 @@ class GenerateRequest:
     keeps_kv: bool = False  # what continues it goes on with the KV of the version that it began under
     traceparent: str = ""  # the W3C trace context for the engine's own spans; empty: none
     adapter: str = ""  # the name of a served one; empty: the base weights
+    num_known_tokens: int = 0  # length of the earlier context that the prompt extends; 0: it extends none
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,7 @@ class TurnEnded(msgspec.Struct, frozen=True, tag=True):
     num_context_tokens: int  # of the prompt and the sampled ones
     num_sampled_tokens: int
     num_cached_tokens: int | None  # of the prompt, as the engine said; None: it did not come to that
+    num_known_tokens: int = 0  # length of the earlier context that the prompt extends; 0: it extends none
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,8 @@ class LeaseHolder:
             self._num_context_tokens = len(request.token_ids) + num_sampled
             if generation.finish_reason is not FinishReason.ABORT:
                 num_cached = generation.cached_tokens
-        self._reporter.add(TurnEnded(self.lease.lease_id, self._num_context_tokens, num_sampled, num_cached))
+        counts = (self._num_context_tokens, num_sampled, num_cached, request.num_known_tokens)
+        self._reporter.add(TurnEnded(self.lease.lease_id, *counts))
         self.is_in_turn = False
         if self._num_in_flight:
             self.begin()

@@ -517,6 +517,7 @@ class LoopContext:
                 keeps_kv=keeps_kv,
                 traceparent=self._trace_of(str(turn_index)),
                 adapter=self._engine.adapter,
+                num_known_tokens=self._path.num_known_tokens,
             ),
             Reading(self._definitions, turn_index, reads_calls=bool(self._definitions), reads_thoughts=True),
             stop=task.stop,

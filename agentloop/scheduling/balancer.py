@@ -320,10 +320,10 @@ class Balancer:
             self._count_lost(holding, turn, turn.num_cached_tokens)
         is_kept = holding.is_kept
         self._uncount(holding)
+        num_prompt_tokens = turn.num_context_tokens - turn.num_sampled_tokens
         if holding.num_turns == 0:
-            holding.prompt_tokens = float(turn.num_context_tokens - turn.num_sampled_tokens)
-        if not holding.demand.is_session:
-            self._books.promise.turn(max(0.0, turn.num_context_tokens - holding.num_tokens))
+            holding.prompt_tokens = float(num_prompt_tokens)
+        self._books.promise.turn(turn.num_context_tokens - (turn.num_known_tokens or num_prompt_tokens))
         holding.context_tokens = float(turn.num_context_tokens)
         holding.num_turns += 1
         holding.is_warm, holding.is_flushed = is_here, False
@@ -448,16 +448,15 @@ class Balancer:
     # --- counting ---
 
     def _count_lost(self, holding: Holding, turn: TurnEnded, num_cached: int) -> None:
-        """Count the part of a turn's prompt that was computed again although its KV had been there."""
-        if holding.demand.is_session:
-            return  # its next prompt may have another beginning
+        """Count the part of a turn's prompt that was computed again although an earlier turn had computed it."""
+        num_known = turn.num_known_tokens  # 0 where a session's prompt extends none of its turns: nothing is lost
         prompt_tokens = turn.num_context_tokens - turn.num_sampled_tokens
         lost_tokens = 0.0
         if holding.is_flushed:
-            lost_tokens = holding.num_tokens
-        elif holding.is_warm:
-            self._books.book(holding.lease.replica_id).hits.take(holding.context_tokens, num_cached)
-            lost_tokens = holding.context_tokens - num_cached
+            lost_tokens = num_known
+        elif holding.is_warm and num_known:
+            self._books.book(holding.lease.replica_id).hits.take(num_known, num_cached)
+            lost_tokens = num_known - num_cached
             replica = self._fleet.get(holding.lease.replica_id)
             if replica is None or lost_tokens <= _LOST_BLOCKS * max(replica.registration.info.block_size, 1):
                 lost_tokens = 0.0

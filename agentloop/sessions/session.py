@@ -539,6 +539,7 @@ class Session:
                 keeps_kv=keeps_kv,
                 traceparent=self._trace_of(live.turn_id(choice_index)),
                 adapter=self._record.adapter,
+                num_known_tokens=len(prepared.prompt.ids) - len(prepared.prompt.observed_ids),
             ),
             Reading(
                 chat_call.tools,

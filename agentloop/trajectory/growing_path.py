@@ -103,6 +103,12 @@ class GrowingPath:
         return len(self._context_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Length of the context of the turn that the present path extends; 0 before the first turn of a root."""
+        turn = self._current()
+        return len(self._context_ids) - (len(turn.observed_ids) if turn.reply is None else 0)
+
+    @property
     def context_ids(self) -> tuple[int, ...]:
         """The present path's ids, a copy."""
         return tuple(self._context_ids)

@@ -108,11 +108,11 @@ async def test_news_are_gathered_and_silence_is_a_heartbeat(site: Site) -> None:
     assert [held.lease.lease_id for held in first.leases or ()] == ["L0", "L1", "L2"]
     assert {held.group_id for held in first.leases or ()} == {"r/g"}
     for holder in holders:
-        turn(holder, ids_of(("prompt", 20)), ids_of(("reply", 5)))
+        turn(holder, ids_of(("prompt", 20)), ids_of(("reply", 5)), num_known_tokens=7)
     await site.clock.sleep(0.5)
     news = site.reports[-1]
     assert (news.leases, news.taken, len(news.turns), len(site.reports)) == (None, (), 6, 2)
-    assert news.turns[:2] == (TurnBegun("L0"), TurnEnded("L0", 25, 5, 3))
+    assert news.turns[:2] == (TurnBegun("L0"), TurnEnded("L0", 25, 5, 3, 7))
     await site.clock.sleep(10.0)
     assert [report.turns for report in site.reports[2:]] == [()] * 10, "a heartbeat a second"
     assert [report.sequence for report in site.reports] == list(range(1, 13))

@@ -24,9 +24,10 @@ def small_fleet(num=1, kv_tokens=10_000, **sizes):
     return fleet
 
 
-def turn(balancer, lease, context, now, sampled=100, cached=None):
+def turn(balancer, lease, context, now, sampled=100, cached=None, known=0):
+    """Run a turn whose prompt extends an earlier context of `known` tokens."""
     balancer.turn_begun(lease.lease_id)
-    balancer.turn_ended(TurnEnded(lease.lease_id, context, sampled, cached), now)
+    balancer.turn_ended(TurnEnded(lease.lease_id, context, sampled, cached, known), now)
 
 
 def fill(balancer, limit=100, prefix="t"):
@@ -48,11 +49,11 @@ def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_
     turn(balancer, lease, 1000, 0.0, cached=0)
     assert balancer.kv_use("r0").hit_rate is None, "nothing was there before"
     for number in range(1, 41):
-        turn(balancer, lease, 1000, float(number), cached=400)
+        turn(balancer, lease, 1000, float(number), cached=400, known=1000)
     assert balancer.kv_use("r0").hit_rate == pytest.approx(0.4)
     assert balancer.kv_use("r0").is_thrashing
     for number in range(41, 200):
-        turn(balancer, lease, 1000, float(number), cached=1000)
+        turn(balancer, lease, 1000, float(number), cached=1000, known=1000)
     assert not balancer.kv_use("r0").is_thrashing
 
 
@@ -185,14 +186,38 @@ def test_while_many_run_a_turn_s_end_moves_nothing():
     assert balancer.orders("w") == ()
 
 
-def test_sessions_teach_nothing_of_trajectories():
+def shares_after_rounds(asked):
+    """Return the share after each of eight rounds of turns whose contexts were all lost."""
+    balancer, shares = Balancer(small_fleet(1, 10**6)), []
+    leases = [balancer.acquire(one, 0.0) for one in asked]
+    for number in range(8):
+        for lease in leases:
+            turn(balancer, lease, 1000 + 100 * number, float(number), cached=0, known=900 + 100 * number)
+        shares.append(balancer.share.value)
+    return shares
+
+
+def test_lost_contexts_trim_the_share_alike_for_trajectories_and_sessions():
+    trajectories = shares_after_rounds([demand(f"t{number}", f"g{number}", 900) for number in range(64)])
+    assert trajectories == shares_after_rounds([session(f"s{number}", 100.0) for number in range(64)])
+    assert trajectories[-1] == pytest.approx(0.75**2)
+
+
+def test_a_prompt_that_extends_no_earlier_turn_lost_nothing():
+    balancer = Balancer(small_fleet(1, 10**6))
+    lease = balancer.acquire(session("s", expires_at=10.0), 0.0)
+    for number in range(100):
+        turn(balancer, lease, 1000, float(number), cached=0)
+    assert (balancer.share.value, balancer.kv_use("r0").hit_rate) == (1.0, None)
+
+
+def test_the_promise_follows_sessions_too():
     balancer, other = Balancer(small_fleet(kv_tokens=50_000)), Balancer(small_fleet(kv_tokens=50_000))
     lease = balancer.acquire(session("s", expires_at=10.0), 0.0)
-    for _ in range(100):
-        turn(balancer, lease, 10, 1.0, cached=0)
-    balancer.release(lease, 10, 2.0)
-    assert len(fill(balancer)) == len(fill(other))
-    assert balancer.share.value == 1.0
+    for number in range(100):
+        turn(balancer, lease, 1100 + 100 * number, 1.0, cached=0, known=1000 + 100 * number)
+    balancer.release(lease, None, 2.0)
+    assert len(fill(balancer)) > 1.5 * len(fill(other))
 
 
 def test_equal_prefixes_go_together_until_their_replica_has_much_more():
@@ -284,10 +309,10 @@ def test_kv_that_was_to_be_there_and_was_computed_again_counts_as_lost():
     lease = balancer.acquire(demand("t", "g", 1000), 0.0)
     turn(balancer, lease, 1000, 0.0, cached=0)
     for number in range(60):
-        turn(balancer, lease, 1000, float(number), cached=980)  # all but a part of a block
+        turn(balancer, lease, 1000, float(number), cached=980, known=1000)  # all but a part of a block
     assert balancer.share.value == 1.0
     for number in range(60):
-        turn(balancer, lease, 1000, float(number), cached=0)
+        turn(balancer, lease, 1000, float(number), cached=0, known=1000)
     assert balancer.share.value < 1.0
 
 
@@ -295,6 +320,6 @@ def test_kv_that_a_flush_took_counts_as_lost():
     balancer = Balancer(small_fleet(1, 10**6))
     lease = balancer.acquire(demand("t", "g", 1000), 0.0)
     for number in range(60):
-        turn(balancer, lease, 1000, float(number), cached=0 if number == 0 else 1000)
+        turn(balancer, lease, 1000, float(number), cached=1000 * (number > 0), known=1000 * (number > 0))
         balancer.new_epoch(is_flushed=True)
     assert balancer.share.value < 1.0

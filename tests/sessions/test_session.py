@@ -116,6 +116,8 @@ async def test_a_conversation_is_one_path_of_what_the_engine_saw(engine):
             *earlier.token_ids,
             *answer.token_ids,
         )
+        assert later.num_known_tokens == len(earlier.token_ids) + len(answer.token_ids)
+    assert engine.requests[0].num_known_tokens == 0
     check_trajectory(trajectory, session.graph.nodes)
     assert trajectory.is_complete
     assert trajectory.error is None

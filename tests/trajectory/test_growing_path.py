@@ -54,10 +54,14 @@ def test_two_turns_align_everything():
 def test_the_next_prompt_is_exactly_the_path_so_far():
     growing = GrowingPath()
     growing.start([1])
+    assert growing.num_known_tokens == 0
     growing.add_turn(make_reply(generation([2])))
+    assert growing.num_known_tokens == 2
     growing.add_observed([3])
     assert growing.context_ids == (1, 2, 3)
-    assert growing.num_context_tokens == 3
+    assert (growing.num_context_tokens, growing.num_known_tokens) == (3, 2)
+    growing.extend_to([9, 9])
+    assert growing.num_known_tokens == 0, "a fork at a new root extends no turn"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
+
+import xxhash
 
 from agentloop.aio import side_by_side
 from agentloop.api.owners import own_id
@@ -56,6 +59,13 @@ class _Affinity:
     num_open: int = 0
     used_at: float = 0.0  # the loop's time at the end of its last call
     first_version: int | None = None  # that its first token was sampled under
+    context: tuple[int, int] = (0, 0)  # length and digest of the last call's ids
+
+    def num_known(self, prompt_ids: Sequence[int]) -> int:
+        """Return the length of the last call's context if the prompt extends it; else 0."""
+        length, digest = self.context
+        is_known = 0 < length <= len(prompt_ids) and _digest(prompt_ids[:length]) == digest
+        return length if is_known else 0
 
 
 class TokenCalls:
@@ -92,7 +102,12 @@ class TokenCalls:
         engine raises.
         """
         with self._sharing(affinity, owner, prompt_param) as (name, shared):
-            return await self._sample(chat_call, name, shared, switches, show)
+            request = await self._request(chat_call, name, shared)
+            replies = await self._sample(chat_call, request, shared, switches, show)
+            if affinity is not None:  # no call follows another one without it
+                context = (*request.token_ids, *replies[0].token_ids.tolist())
+                shared.context = len(context), _digest(context)
+            return replies
 
     async def score(
         self,
@@ -147,12 +162,11 @@ class TokenCalls:
     async def _sample(
         self,
         chat_call: ChatCall,
-        name: str,
+        request: GenerateRequest,
         shared: _Affinity,
         switches: Sequence[AbortSwitch],
         show: Show | None,
     ) -> list[Reply]:
-        request = await self._request(chat_call, name, shared)
         reading = Reading((), 0, reads_calls=False, reads_thoughts=chat_call.prompt_ids is None)
         whole = TurnRequest(request, reading, chat_call.stop)
         choices = [
@@ -181,6 +195,7 @@ class TokenCalls:
             keeps_kv=keeps_kv,
             traceparent=chat_call.traceparent,
             adapter=chat_call.adapter,
+            num_known_tokens=shared.num_known(prepared.prompt.ids),
         )
 
     @asynccontextmanager
@@ -238,3 +253,7 @@ class TokenCalls:
             self._drop(name)
         if self._affinities:
             self._sweep_later()
+
+
+def _digest(token_ids: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(array("i", token_ids).tobytes())

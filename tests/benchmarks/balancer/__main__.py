@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.benchmarks import report
 from tests.benchmarks.balancer.arms.oracle import LongestFirst
-from tests.benchmarks.balancer.arms.ours import ours
+from tests.benchmarks.balancer.arms.ours import ours, ours_sessions
 from tests.benchmarks.balancer.arms.peers import CacheAware, LeastLoaded, RoundRobin, Sticky
 from tests.benchmarks.balancer.compare import Row, figures, regime_table
 from tests.benchmarks.balancer.policy import ArmMaker
@@ -32,6 +32,7 @@ TITLE = "Balancer: policies on a simulated fleet"
 
 ARMS: dict[str, ArmMaker] = {
     "ours": ours,
+    "ours, sessions": ours_sessions,
     "round robin": lambda shape, work, seed: RoundRobin(shape, seed),
     "least loaded": lambda shape, work, seed: LeastLoaded(shape, seed),
     "sticky": lambda shape, work, seed: Sticky(shape, seed),

@@ -14,6 +14,7 @@ from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.vllm_tokens import TokensBody
 from agentloop.generation.leased_engine import CallLeases
 from agentloop.generation.leases import LeaseReporter
+from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import Keys
@@ -124,6 +125,25 @@ async def test_calls_of_one_session_header_share_a_lease_and_leave_no_session(fr
     assert (status, answer) == (200, {"finished": True})
     status, answer, _ = await fresh.call("POST", "/finish_session", params={"session_id": "another"})
     assert (status, answer) == (200, {"finished": False})
+
+
+async def test_calls_of_one_session_header_report_the_context_that_they_extend(
+    fresh: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, generate = [], fresh.engine.generate
+
+    async def recorded(request: GenerateRequest, *args: Any) -> Generation:
+        requests.append(request)
+        return await generate(request, *args)
+
+    monkeypatch.setattr(fresh.engine, "generate", recorded)
+    name, ids = {"X-Session-ID": "one"}, [5, 6]
+    for _ in range(2):
+        [choice] = (await generated(fresh, asked(*ids), **name))["choices"]
+        ids = [*ids, *choice["token_ids"], 9]
+    await generated(fresh, asked(7, *ids[1:]), **name)
+    await generated(fresh, asked(*ids))
+    assert [one.num_known_tokens for one in requests] == [0, len(requests[1].token_ids) - 1, 0, 0]
 
 
 async def test_in_a_session_a_call_is_recorded_as_its_turn(service: ChatService) -> None:

@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, TurnEnded
+from agentloop.api.coordinator import Prefix, ReplicaRegistration, ReplicaReport, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
 from agentloop.scheduling.balancer import Balancer
 from agentloop.scheduling.lease_table import Demand
+from agentloop.scheduling.waiting import WaitingConfig
 from agentloop.types import Lease, Load
 from tests.benchmarks.balancer.policy import EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload
 
 
 class OursPolicy(QuietPolicy):
-    """Trajectories hold leases; every turn is told; orders are obeyed at the next turn."""
+    """Trajectories hold leases; every turn is told; orders are obeyed at the next turn.
 
-    def __init__(self, shape: FleetShape, num_siblings: Mapping[int, int]) -> None:
+    With `prefixes`, by group, each trajectory is a session: it names no group, and may begin beyond the room.
+    """
+
+    def __init__(
+        self,
+        shape: FleetShape,
+        num_siblings: Mapping[int, int],
+        prefixes: Mapping[int, tuple[Prefix, ...]] | None = None,
+    ) -> None:
         self._shape = shape
         self._num_siblings = num_siblings
+        self._prefixes = prefixes
         self._fleet = Fleet()
         self._num_added = 0
         for _ in range(shape.num_replicas):
@@ -43,9 +53,10 @@ class OursPolicy(QuietPolicy):
     def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
         number = turn.trajectory
         prompt = end.num_context_tokens - end.num_sampled_tokens
-        self._grown[number] = self._grown.get(number, (prompt, 0))[0], end.num_context_tokens
+        first, num_known = self._grown.get(number, (prompt, 0))
+        self._grown[number] = first, end.num_context_tokens
         lease_id = self._leases[number].lease_id
-        counts = end.num_context_tokens, end.num_sampled_tokens, end.num_cached_tokens
+        counts = end.num_context_tokens, end.num_sampled_tokens, end.num_cached_tokens, num_known
         self.balancer.turn_ended(TurnEnded(lease_id, *counts), now)
 
     def finished(self, trajectory: int, now: float) -> None:
@@ -78,10 +89,13 @@ class OursPolicy(QuietPolicy):
         balancer, number = self.balancer, turn.trajectory
         lease = self._leases.get(number)
         if lease is None:
-            demand = Demand(
-                str(number), str(number), f"g{turn.group}", turn.num_prompt_tokens, self._num_siblings[turn.group]
-            )
-            if not balancer.has_room(demand):
+            name, num_tokens = str(number), turn.num_prompt_tokens
+            if self._prefixes is None:
+                demand = Demand(name, name, f"g{turn.group}", num_tokens, self._num_siblings[turn.group])
+            else:
+                prefixes = self._prefixes[turn.group]
+                demand = Demand(name, name, "", num_tokens, is_session=True, prefixes=prefixes)
+            if not balancer.has_room(demand, WaitingConfig().overcommit if demand.is_session else 0.0):
                 return None
             lease = balancer.acquire(demand, now)
         else:
@@ -105,3 +119,21 @@ def ours(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
     """Return what a service does that sets nothing."""
     num_siblings = Counter(one.group for one in workload.trajectories)
     return OursPolicy(shape, num_siblings)
+
+
+def ours_sessions(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
+    """Return the policy of a service whose endpoint serves each trajectory as a session."""
+    prefixes = {
+        one.group: tuple(
+            (
+                f"system-{one.system}-{length}"
+                if length <= one.num_system_tokens
+                else f"group-{one.group}-{length}",
+                length,
+            )
+            for length in (8192, 2048, 512)
+            if length <= one.num_group_tokens
+        )
+        for one in workload.trajectories
+    }
+    return OursPolicy(shape, {}, prefixes)
