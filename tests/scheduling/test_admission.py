@@ -43,9 +43,10 @@ def report(fleet, name, **load):
     fleet.heartbeat(name, ReplicaReport(Load(weight_version=0, **load), True), 0.0)
 
 
-def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_kv():
+@pytest.mark.parametrize("asked", [demand("t", "g", 1000), session("s", 1000.0)], ids=["trajectory", "session"])
+def test_a_replica_thrashes_when_turns_that_return_find_less_than_half_of_their_kv(asked):
     balancer = Balancer(small_fleet(1, 10**6))
-    lease = balancer.acquire(demand("t", "g", 1000), 0.0)
+    lease = balancer.acquire(asked, 0.0)
     turn(balancer, lease, 1000, 0.0, cached=0)
     assert balancer.kv_use("r0").hit_rate is None, "nothing was there before"
     for number in range(1, 41):

@@ -250,3 +250,51 @@ async def test_samples_and_calls_of_users_take_turns(site, coordinator):
     counted = Counter(one.rollout_id for one in begun)
     assert abs(counted["a~r"] - counted["b~r"]) <= 1 < counted["a~r"]
     users.check()
+
+
+@service("a", info=replace(INFO, kv_capacity_tokens=3200))  # 32 sessions of 10 tokens that grow by 100
+async def test_parents_that_wait_for_their_childrens_sessions_do_not_deadlock(site, coordinator):
+    """64 parents each open a session for a child in the middle of their own, with KV for about 32 of them."""
+    ingress, running, most = Process(coordinator), 0, 0
+    await ingress.report(leases=())
+
+    async def placed(name):
+        while True:
+            try:
+                return await ingress.lease(name)
+            except NoHealthyReplica:  # the deadline of one request to the coordinator; the call goes on waiting
+                continue
+
+    async def returned(name, lease):
+        while True:
+            try:
+                return await coordinator.rollouts.move(name, lease, False)
+            except NoHealthyReplica:
+                continue
+
+    async def turn(lease, num_known):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await ingress.report(taken=(lease.lease_id,), turns=(TurnBegun(lease.lease_id),))
+        await site.clock.sleep(1.0)
+        await ingress.report(turns=(TurnEnded(lease.lease_id, num_known + 50, 40, num_known, num_known),))
+        running -= 1
+
+    async def parent(number):
+        name = f"parent{number}"
+        lease = await placed(name)
+        await turn(lease, 0)
+        child = await placed(f"child{number}")
+        await turn(child, 0)
+        await ingress.release(child)
+        lease = await returned(name, lease)
+        await turn(lease, 50)
+        await ingress.release(lease)
+
+    began_at = site.clock.now()
+    async with asyncio.timeout(600.0):
+        await asyncio.gather(*(parent(number) for number in range(64)))
+    assert most < 64, "the KV was scarce"
+    assert site.clock.now() - began_at < 120.0
+    coordinator.replicas.balancer.check()
