@@ -1,4 +1,4 @@
-"""`make test`: its lanes one after another, all of them even if one fails, and what was skipped in one last line.
+"""`make test`: runs every lane, even if one fails, and prints one last line with the results and the skipped tests.
 
 Of two cores, a lane of tests that wait half of their time takes four processes; one of engines of one thread, or of
 services, takes two. A lane is given only the files that have its tests: to import all others takes half a minute.
@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = "not clients and not trainers and not long"  # these have commands of their own
-# What a test skips for is "needs THING (where to get it)" if a package or a right of this machine would let it run.
+ELSEWHERE = "not clients and not trainers and not long"  # each has its own command
+# The reason of a skip begins with one of these if a package, or a right on this machine, would let the test run.
 NEEDS = ("needs ", "could not import ")
 
 
@@ -40,22 +40,24 @@ def files_with(mark: str) -> list[str]:
     return [str(one.relative_to(ROOT)) for one in files if re.search(rf"mark\.{mark}\b", one.read_text())]
 
 
-def run(names: list[str], arguments: list[str]) -> int:
-    """Run lanes by name, each with further arguments of pytest. Returns the number of lanes that failed."""
+def run(lanes_by_name: dict[str, list[str]], arguments: list[str]) -> bool:
+    """Run each lane with further arguments of pytest. Returns True if all passed."""
     outcomes, skipped = [], Counter[str]()
     with TemporaryDirectory() as folder:
-        for name in names:
+        for name, of_lane in lanes_by_name.items():
             report = Path(folder) / f"{name}.xml"
-            command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments, *lanes()[name]]
+            command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments, *of_lane]
             code = subprocess.run(command, cwd=ROOT, check=False).returncode
             # 5: none was collected, as where an argument selects tests of another lane.
             outcomes.append(f"{name} {'passed' if code in (0, 5) else 'FAILED'}")
             skipped += skips(report) if report.exists() else Counter()
     needs = {reason: count for reason, count in skipped.items() if reason.startswith(NEEDS)}
-    by_choice = skipped.total() - sum(needs.values())
+    num_other = skipped.total() - sum(needs.values())
     listed = "".join(f"; {count} skipped: {reason}" for reason, count in sorted(needs.items()))
-    print(f"lanes: {', '.join(outcomes)}; {by_choice} skipped for what an engine or a case does not have{listed}")
-    return sum(one.endswith("FAILED") for one in outcomes)
+    print(
+        f"lanes: {', '.join(outcomes)}; {num_other} skipped because an engine or a case lacks a capability{listed}"
+    )
+    return not any(one.endswith("FAILED") for one in outcomes)
 
 
 def skips(report: Path) -> Counter[str]:
@@ -70,4 +72,4 @@ def skips(report: Path) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(min(run(list(lanes()), sys.argv[1:]), 1))
+    sys.exit(0 if run(lanes(), sys.argv[1:]) else 1)

@@ -1,4 +1,4 @@
-"""A service whose engine quantises what is pushed (vLLM on CPU): its records, and fresh engines beside it.
+"""A service whose engine quantises pushed weights (vLLM on CPU): its records, compared with fresh engines.
 
 On a CPU without `amx_fp16`, oneDNN multiplies FP8 matrices in its reference code: 1.3 s per step of this policy. So
 answers are short, and the file belongs to the long tests.

@@ -254,22 +254,15 @@ async def test_samples_and_calls_of_users_take_turns(site, coordinator):
 
 @service("a", info=replace(INFO, kv_capacity_tokens=3200))  # 32 sessions of 10 tokens that grow by 100
 async def test_parents_that_wait_for_their_childrens_sessions_do_not_deadlock(site, coordinator):
-    """64 parents each open a session for a child in the middle of their own, with KV for about 32 of them."""
+    """64 parents each open a session for a child before their last turn, with KV for about 32 sessions."""
     ingress, running, most = Process(coordinator), 0, 0
     await ingress.report(leases=())
 
-    async def placed(name):
+    async def insist(ask, *arguments):
         while True:
             try:
-                return await ingress.lease(name)
-            except NoHealthyReplica:  # the deadline of one request to the coordinator; the call goes on waiting
-                continue
-
-    async def returned(name, lease):
-        while True:
-            try:
-                return await coordinator.rollouts.move(name, lease, False)
-            except NoHealthyReplica:
+                return await ask(*arguments)
+            except NoHealthyReplica:  # the deadline of one request to the coordinator: the call continues to wait
                 continue
 
     async def turn(lease, num_known):
@@ -283,12 +276,12 @@ async def test_parents_that_wait_for_their_childrens_sessions_do_not_deadlock(si
 
     async def parent(number):
         name = f"parent{number}"
-        lease = await placed(name)
+        lease = await insist(ingress.lease, name)
         await turn(lease, 0)
-        child = await placed(f"child{number}")
+        child = await insist(ingress.lease, f"child{number}")
         await turn(child, 0)
         await ingress.release(child)
-        lease = await returned(name, lease)
+        lease = await insist(coordinator.rollouts.move, name, lease, False)
         await turn(lease, 50)
         await ingress.release(lease)
 

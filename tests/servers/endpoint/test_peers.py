@@ -282,7 +282,7 @@ async def test_a_client_that_leaves_the_wrong_process_ends_the_call_in_the_engin
         await asyncio.gather(call, return_exceptions=True)
     await until_idle()
     while (found := await facts(http, site.urls[2], session_id))["num_open_calls"]:
-        await asyncio.sleep(0.01)  # the engine is told before the session has let go of the call
+        await asyncio.sleep(0.01)  # the engine ends the request before the session closes the call
     assert (found["num_turns"], found["is_complete"]) == (0, False)
 
 

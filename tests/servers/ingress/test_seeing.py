@@ -125,7 +125,7 @@ async def test_code_that_blocked_a_worker_is_named_by_file_and_line(
 
 
 async def first_finding(client: RolloutClient, cause: Cause) -> Finding:
-    """Ask `why` until its first finding has the cause: on a busy machine a blocked process may come before it."""
+    """Poll `why` until its first finding has the cause: on a busy machine a blocked process may be listed first."""
     async with asyncio.timeout(200):
         while (first := (await client.why())[0]).cause is not cause:
             await asyncio.sleep(0.1)

@@ -23,7 +23,7 @@ class WeightFolders:
         self._root = root
         self._rng = rng
         self._numbers = dict[str, int]()  # the number of each digest that a folder has had
-        self.num_reads = Counter[str]()  # that ended well, by folder
+        self.num_reads = Counter[str]()  # successful reads by folder
         self._rewrites = dict[str, int]()  # folder: the content that replaces its own during the next read
 
     def write(self, directory: str, number: int) -> None:
@@ -46,11 +46,11 @@ class WeightFolders:
         return directory
 
     def rewrite_during_read(self, directory: str, number: int) -> None:
-        """Have content `number` replace a folder's content while an engine reads it the next time."""
+        """Replace a folder's content by content `number` during the next read by an engine."""
         self._rewrites[directory] = number
 
     def restore(self, directory: str, digest: str) -> None:
-        """Have a folder's content be that of `digest` again, as its owner does after a mistake."""
+        """Restore the content with this digest, as the folder's owner does after a mistake."""
         self._rewrites.pop(directory, None)
         if digest in self._numbers:
             self.write(directory, self._numbers[digest])

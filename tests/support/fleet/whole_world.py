@@ -149,7 +149,7 @@ class WholeWorld(World):
         self._rewrites = Random(f"rewrites {seed}")
         self.folders = WeightFolders(folder / "weights", self._rewrites)
         self._is_rewriting = False
-        self._contents = dict[int, str]()  # of the versions in service, by their digests
+        self._contents = dict[int, str]()  # version: the digest that it was first served with
         self.ledger = Ledger()
         self.wall_s = EPOCH_S
         self.workers: list[WorkerProcess] = []
@@ -524,7 +524,7 @@ class WholeWorld(World):
         return await self.insist(once)
 
     async def talk_alike(self, session_id: str) -> None:
-        """Two clients in one session whose calls are equal. Each gets answers of its own."""
+        """Run two clients with equal calls in one session. No call answers both."""
         new = NewSession(session_id, adapter=self.adapter_of(session_id))
         await self.insist(lambda: self.ask_ingress(lambda s: s.create(new, OWNER)))
         self.ledger.alike[session_id] = answers = []
@@ -540,8 +540,8 @@ class WholeWorld(World):
     async def _said_alike(self, session_id: str, turn: int, client: int) -> ChatResult:
         """Send a call as an SDK does, which counts its attempts, until an answer arrives.
 
-        A retry cannot be told from another client's if that client's first attempt has left no trace. So an attempt
-        counts only if its session has recorded it: refused connections are tried again with the same count.
+        The session cannot distinguish a retry from another client's if that client's first attempt left no trace.
+        So an attempt counts only if its session has recorded it: a refused connection does not raise the count.
         """
         rng, retry_count = Random(f"{session_id} {turn} {client} {self.seed}"), 0
         chat = ChatCall((Message("user", f"question {turn}"),), SamplingParams(1), max_tokens=40, timeout_s=15.0)

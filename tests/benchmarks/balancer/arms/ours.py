@@ -18,7 +18,7 @@ from tests.benchmarks.balancer.workload import Workload
 
 
 class OursPolicy(QuietPolicy):
-    """Trajectories hold leases; every turn is told; orders are obeyed at the next turn.
+    """Trajectories hold leases and report every turn; they follow orders at the next turn.
 
     With `prefixes`, by group, each trajectory is a session: it names no group, and may begin beyond the room.
     """
