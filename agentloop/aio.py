@@ -419,6 +419,7 @@ class LoopWatch:
 
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
 _OURS = frozenset({"agentloop", "agentloop_servers", "agentloop_tools", "__main__"})
+_SWITCH_INTERVAL_S = 0.0001
 
 
 def _is_user_code(frame: FrameType) -> bool:
@@ -427,12 +428,13 @@ def _is_user_code(frame: FrameType) -> bool:
     return name.partition(".")[0] not in _OURS and not file.startswith(("<", *_LIBRARIES))
 
 
-def freeze_gc() -> None:
-    """Exempt start-up's objects from garbage collection, and collect less often.
-
-    A full collection walks every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
-    event loop stands still, several times a second under load.
-    """
+def tune_interpreter() -> None:
+    """Set up the interpreter for a busy event loop. Call it once, at the end of start-up."""
+    # A full collection visits every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
+    # event loop does nothing else, several times a second under load.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    # sqlite3 releases the GIL at each statement, and next to a busy event loop a thread gets it back only after one
+    # switch interval: at Python's 5 ms, a transaction of 300 statements takes more than a second.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -34,7 +34,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from agentloop import __version__
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
 from agentloop.clock import RealClock
@@ -226,7 +226,7 @@ class CoordinatorDeployment:
             self._closing.callback(asyncio.create_task(self._keep_wanted(config, model), name="wanted").cancel)
         if others:
             self._closing.callback(asyncio.create_task(self._take_turns(service, others), name="turns").cancel)
-        freeze_gc()
+        tune_interpreter()
 
     async def _take_turns(self, service: ServiceConfig, others: Sequence[ModelRun]) -> None:
         """Have this model and the others take turns on their accelerators."""
@@ -398,7 +398,7 @@ class AgentLoopWorkerDeployment:
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
-        freeze_gc()
+        tune_interpreter()
 
     async def _calls_of(self, service: ServiceConfig, other: ModelRun, worker_id: str) -> TokenCalls:
         """Return the calls to another model."""
@@ -456,7 +456,7 @@ class IngressDeployment:
         )
         if (notice := keys[""].notice) is not None:
             _log.warning("open_admin_routes", because=notice)
-        freeze_gc()
+        tune_interpreter()
 
     async def __call__(self, request: Request) -> Response:
         """Refuse what comes through a proxy of Serve's, which bounds nothing that strangers send."""

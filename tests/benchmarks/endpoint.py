@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from tests.benchmarks import report
 from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine
@@ -107,7 +107,7 @@ async def _run(url: str, pipe: Connection, case: Case) -> tuple[Load, EndpointFi
         ask(pipe, "mark")
         agents = await open_sessions(url, case.num_sessions * case.num_rounds, "agent")
         ask(pipe, "start")
-        freeze_gc()
+        tune_interpreter()
         load = Load()
         for start in range(0, len(agents), case.num_sessions):
             await talk(agents[start : start + case.num_sessions], case.num_turns, load, case.long_chars)

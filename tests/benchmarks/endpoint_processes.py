@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.capabilities import NO_NEEDS
 from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
@@ -88,7 +88,7 @@ async def run_engine(pipe: Connection) -> None:
     await engine.start()
     server = DataPlaneServer(engine, "bench", SECRET)
     await server.start()
-    freeze_gc()
+    tune_interpreter()
     pipe.send(server.url)
     while await asyncio.to_thread(pipe.recv) != "stop":
         pipe.send(engine.seconds)
@@ -124,7 +124,7 @@ async def run_endpoint(
         )
         closing.push_async_callback(server.close)
         url = await server.start()
-        freeze_gc()
+        tune_interpreter()
         pipe.send(url)
         await _measure(pipe, sessions, engine)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvloop
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.types import SamplingParams
 from agentloop_servers import engine_parts
 from agentloop_servers.config import ServiceConfig, model_sizes
@@ -158,7 +158,7 @@ async def run(options: argparse.Namespace) -> None:
     try:
         with options.out.open("a", buffering=1) as out:
             out.write(json.dumps({"import_s": loaded_at - began_at, "start_s": start_s}) + "\n")
-            freeze_gc()
+            tune_interpreter()
             while line := await asyncio.to_thread(sys.stdin.readline):
                 asked = json.loads(line)
                 ran = await run_load(engine, Workload(**asked["load"]), PromptSizes(**asked["sizes"]))

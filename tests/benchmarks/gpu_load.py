@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import orjson
 import uvloop
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.client.client import RolloutClient
 from agentloop.client.session import AgentSession
 from agentloop.rollout.context import LoopContext
@@ -267,7 +267,7 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
                     await session.finish()
                     load.finish_s.append(time.perf_counter() - begun_at)
 
-        freeze_gc()
+        tune_interpreter()
         async with asyncio.TaskGroup() as group:
             for number in numbers:
                 group.create_task(one(number))

@@ -33,7 +33,7 @@ from fastapi import FastAPI, Request, Response
 from rich.console import Console
 from rich.table import Table
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.engine import Engine
 from agentloop.metrics import MetricsTally
 from agentloop.rollout.journal_homes import JournalFolder
@@ -108,7 +108,7 @@ async def measure(
     """Roll out, with everything started before the clock."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
     coordinator = FakeCoordinator(tasks, urls=list(engines))
-    freeze_gc()
+    tune_interpreter()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lags_ms: list[float] = []
     tally, tracing_s = MetricsTally(), 0.0

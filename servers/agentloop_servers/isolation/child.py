@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import orjson
 from structlog.contextvars import bind_contextvars
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import tune_interpreter
 from agentloop.api.coordinator import JournalPart, WorkerPort
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import decode, encode
@@ -172,7 +172,7 @@ async def serve(connection: socket.socket) -> None:
     config = ServiceConfig.model_validate_json(setup.config)
     configure_logging(Path(setup.log_path) if setup.log_path else None, rotation=config.log.rotation)
     parts = run_parts(setup, config, link)
-    freeze_gc()
+    tune_interpreter()
     link.send(Loaded())
     run: TrajectoryRun | None = None
     running: asyncio.Task[None] | None = None
