@@ -40,12 +40,14 @@ _WORDS = ("river", "stone", "window", "seven", "garden", "paper", "morning", "br
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a load. `outside_s`: what it took beside the engine, tool included; None: not known."""
+    """One turn of a load. `outside_s`: seconds that it took besides the engine's, the tool's included; None: not
+    known."""
 
     began_at: float
     ended_at: float
     num_tokens: int
     outside_s: float | None = None
+    number: int = 0  # in its trajectory, from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Workload:
     spread: float = 0.0
     prompt_words: int = 16
     has_tools: bool = True
+    answer_words: int = 0  # of each tool's answer; 0: ANSWER
+    mean_pause_s: float = 0.0  # of a tool's run, exponentially distributed
 
     def text(self, number: int) -> str:
         """A trajectory's first message: none begins as another one."""
@@ -99,6 +103,13 @@ class Workload:
         choose = random.Random(-number - 1)
         most = 1.0 + self.spread
         return [round(self.num_sampled * choose.uniform(2 - most, most)) for _ in range(self.num_turns)]
+
+    def tools(self, number: int) -> list[tuple[float, str]]:
+        """The seconds and the answer of the tool after each of its turns."""
+        choose = random.Random(f"tools of {number}")
+        answer = " ".join(choose.choices(_WORDS, k=self.answer_words)) or ANSWER
+        rate = 1 / self.mean_pause_s if self.mean_pause_s else math.inf
+        return [(choose.expovariate(rate), answer) for _ in range(self.num_turns)]
 
     def tasks(self) -> list[RolloutTask]:
         """All trajectories, as tasks of the loop `Turns`."""
@@ -114,7 +125,11 @@ class Workload:
                 (Message("user", self.text(number)),),
                 tools=("calculator",) if self.has_tools else (),
                 loop=LOOP,
-                reference={"lengths": list(self.lengths(number)), "until": min(self.until, 1e12)},
+                reference={
+                    "lengths": self.lengths(number),
+                    "tools": [list(one) for one in self.tools(number)],
+                    "until": min(self.until, 1e12),
+                },
                 limits=limits,
             )
             for number in range(self.num_trajectories)
@@ -136,13 +151,16 @@ class Turns:
             if began_at >= until:
                 break
             reply = await ctx.sample(max_tokens=length)
+            pause_s, answer = task.reference["tools"][number]
             if number < len(lengths) - 1 and task.tools:
                 await ctx.run_tools(reply.calls or [_CALL])
             elif number < len(lengths) - 1:
-                ctx.observe(Message("user", ANSWER))
+                ctx.observe(Message("user", answer))
             took_s = time.perf_counter() - began_at
             times |= {f"began_at.{number}": began_at, f"turn_s.{number}": took_s}
             times[f"outside_s.{number}"] = took_s - (ctx.engine_s - before_s)
+            if pause_s and number < len(lengths) - 1:
+                await asyncio.sleep(pause_s)
         ctx.set_metrics(**times)
 
 
@@ -164,13 +182,16 @@ class ChatLoad:
     first_s: list[float] = field(default_factory=list)  # to a stream's first piece
     open_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
+    finished_at: list[float] = field(default_factory=list)  # of agents that took all their turns
     num_chunks: int = 0
+    num_refused: int = 0  # calls that were asked again after a 503
 
     def add(self, other: ChatLoad) -> None:
         """Take in what another process's agents saw."""
-        for name in ("turns", "first_s", "open_s", "finish_s"):
+        for name in ("turns", "first_s", "open_s", "finish_s", "finished_at"):
             getattr(self, name).extend(getattr(other, name))
         self.num_chunks += other.num_chunks
+        self.num_refused += other.num_refused
 
 
 class ChatAgent:
@@ -195,17 +216,21 @@ class ChatAgent:
         self._connection = Connection()
         self._messages: list[dict[str, object]] = []
 
-    async def talk(self, text: str, lengths: list[int], until: float) -> None:
-        """Say the text, and after each turn that the tool has answered; no turn begins after `until`."""
+    async def talk(self, workload: Workload, number: int) -> None:
+        """Say a trajectory's text, and after each turn what its tool has answered; no turn begins after the load's
+        end."""
         await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
-        said = text
+        lengths, tools, said = workload.lengths(number), workload.tools(number), workload.text(number)
         try:
-            for length in lengths:
-                if time.perf_counter() >= until:
-                    break
+            for length, (pause_s, answer) in zip(lengths, tools, strict=True):
+                if time.perf_counter() >= workload.until:
+                    return
                 self._messages.append({"role": "user", "content": said})
                 self._messages.append({"role": "assistant", "content": await self._turn(length)})
-                said = ANSWER
+                said = answer
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+            self._load.finished_at.append(time.perf_counter())
         finally:
             self._connection.close()
 
@@ -220,6 +245,10 @@ class ChatAgent:
         began_at = time.perf_counter()
         request = f"{self._head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
         head, answer = await self._connection.ask(request)
+        while head.startswith(b"HTTP/1.1 503 "):  # no room until its deadline: the SDKs ask again too
+            self._load.num_refused += 1
+            await asyncio.sleep(1.0)
+            head, answer = await self._connection.ask(request)
         ended_at = time.perf_counter()
         if not head.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"a call was refused: {answer[:500]!r}")
@@ -230,7 +259,7 @@ class ChatAgent:
             document = orjson.loads(answer)
             num_tokens = document["usage"]["completion_tokens"]
             text = document["choices"][0]["message"]["content"] or ""
-        self._load.turns.append(Turn(began_at, ended_at, num_tokens))
+        self._load.turns.append(Turn(began_at, ended_at, num_tokens, number=len(self._messages) // 2))
         return text
 
     def _read_stream(self, answer: bytes) -> tuple[str, int]:
@@ -262,7 +291,7 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
                 async with session:
                     load.open_s.append(time.perf_counter() - begun_at)
                     agent = ChatAgent(session, load, is_streamed=is_streamed, has_tools=workload.has_tools)
-                    await agent.talk(workload.text(number), workload.lengths(number), workload.until)
+                    await agent.talk(workload, number)
                     begun_at = time.perf_counter()
                     await session.finish()
                     load.finish_s.append(time.perf_counter() - begun_at)
@@ -274,14 +303,18 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
     return load
 
 
-def _chat(url: str, workload: Workload, numbers: range, num_at_once: int, is_streamed: bool) -> ChatLoad:
+def sessions(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
+    """Run `chat` in a process of its own."""
     return uvloop.run(chat(url, workload, numbers, num_at_once, is_streamed=is_streamed))
 
 
 async def chat_from_processes(
-    url: str, num_processes: int, *, is_streamed: bool, on_ready: Callable[[], Workload]
+    url: str,
+    num_processes: int,
+    talk: Callable[[str, Workload, range, int], ChatLoad],
+    on_ready: Callable[[], Workload],
 ) -> ChatLoad:
-    """Run `chat` in so many processes, each with its share of the trajectories and of the places.
+    """Run `talk` in so many processes, each with its share of the trajectories and of the places.
 
     `on_ready` is called before the first call, when all of them are up, and says what to run.
     """
@@ -292,10 +325,7 @@ async def chat_from_processes(
         workload = on_ready()
         shares = [range(start, workload.num_trajectories, num_processes) for start in range(num_processes)]
         num_at_once = -(-workload.num_at_once // num_processes)
-        calls = (
-            loop.run_in_executor(pool, _chat, url, workload, numbers, num_at_once, is_streamed)
-            for numbers in shares
-        )
+        calls = (loop.run_in_executor(pool, talk, url, workload, numbers, num_at_once) for numbers in shares)
         for load in await asyncio.gather(*calls):
             whole.add(load)
     return whole

@@ -21,7 +21,7 @@ from agentloop_servers.config import CHECKOUT
 from tests.benchmarks.shapes import SHAPES, Shape, make_tensors, write_checkpoint, write_model_folder
 from tests.support.records.model_folder import write_folder
 
-CONTEXT_TOKENS = 4096
+CONTEXT_TOKENS = 16384
 
 
 def model_folder(shape: str, device: str) -> Path:

@@ -36,6 +36,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from agentloop_servers.config import CHECKOUT, ServiceConfig, model_sizes
 from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.cpu_seconds import CpuSeconds
-from tests.benchmarks.gpu_load import PromptSizes, Turn, Window, Workload, chat_from_processes, turns_of
+from tests.benchmarks.gpu_load import PromptSizes, Turn, Window, Workload, chat_from_processes, sessions, turns_of
 from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.report import say
 from tests.benchmarks.shapes import SHAPES, TOKENS_START
@@ -167,7 +168,8 @@ async def run_chat(options: argparse.Namespace, url: str, at_once: int, *, is_st
         begun.append((CpuSeconds(os.getpid()), *begin_load(options, at_once)))
         return begun[0][1]
 
-    seen = await chat_from_processes(url, options.load_processes, is_streamed=is_streamed, on_ready=on_ready)
+    talk = partial(sessions, is_streamed=is_streamed)
+    seen = await chat_from_processes(url, options.load_processes, talk, on_ready)
     ((cpu, load, window),) = begun
     arm = "streams" if is_streamed else "endpoint"
     figures = figures_of(arm, load, window, seen.turns, cpu.used(children_of_this()))

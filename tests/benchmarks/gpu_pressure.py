@@ -1,0 +1,348 @@
+"""Agents whose contexts are several times an engine's KV: the service on one GPU, `vllm serve` on the other.
+
+    python -m tests.benchmarks.gpu_pressure --rows plain,streams,loops            # two GPUs; 5 minutes a row
+    python -m tests.benchmarks.gpu_pressure --rows plain --agents 512 --prompt-words 150 --kv-share 1
+
+Both get the same load in the same minutes: agents of `--turns` turns with tools that take `--pause-s` in the mean,
+so many at once; an agent that ends is followed by another. `plain` and `streams` are agents of the chat endpoint in
+sessions, `loops` are agent loops of the service. The agents of `vllm serve` have prompts of the same lengths. They
+send token ids to `/v1/completions`, so that it finds every earlier context that is still cached: text would be
+tokenized again, and might not match. It has the same engine arguments, and returns no logprobs.
+
+Figures are of a window of `--window-s` that begins after `--warm-up-s`, and by thirds of it. `hits`: cached prompt
+tokens of all prompt tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+import uvloop
+
+from agentloop_servers.config import CHECKOUT, ServiceConfig
+from agentloop_servers.local import free_port, running_service
+from tests.benchmarks import report
+from tests.benchmarks.endpoint_load import Connection
+from tests.benchmarks.gpu_load import ChatLoad, Turn, Window, Workload, chat_from_processes, sessions, turns_of
+from tests.benchmarks.gpu_models import model_folder
+from tests.benchmarks.gpu_throughput import quantile, run_loops
+from tests.benchmarks.report import say
+from tests.benchmarks.shapes import TOKENS_START
+
+ROWS = ("plain", "streams", "loops")
+START_S = 420.0
+VOCAB_SIZE = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens of a trajectory's first prompt, and of each tool's answer with what the chat template adds."""
+
+    num_prompt: int
+    num_observed: int
+
+
+async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, num_at_once: int) -> ChatLoad:
+    """Let agents have these trajectories as completions of token ids, so many at once."""
+    load, seats = ChatLoad(), asyncio.Semaphore(num_at_once)
+    where = urlsplit(url)
+    address = where.hostname or "", where.port or 0
+
+    async def turn(connection: Connection, number: int, ids: list[int], length: int) -> list[int]:
+        body = {
+            "model": "default",
+            "prompt": ids,
+            "max_tokens": length,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        data = orjson.dumps(body | {"temperature": 1.0})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json"
+        began_at = time.perf_counter()
+        status, answer = await connection.ask(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        if not status.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"a call was refused: {answer[:500]!r}")
+        found: list[int] = orjson.loads(answer)["choices"][0]["token_ids"]
+        load.turns.append(Turn(began_at, time.perf_counter(), len(found), number=number))
+        return found
+
+    async def one(number: int) -> None:
+        choose = random.Random(number)
+        async with seats:
+            connection = Connection()
+            await asyncio.get_running_loop().create_connection(lambda: connection, *address)
+            ids = choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_prompt)
+            turns = zip(workload.lengths(number), workload.tools(number), strict=True)
+            for index, (length, (pause_s, _)) in enumerate(turns):
+                if time.perf_counter() >= workload.until:
+                    break
+                ids += await turn(connection, index, ids, length)
+                ids += choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_observed)
+                await asyncio.sleep(pause_s)
+            else:
+                load.finished_at.append(time.perf_counter())
+            connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for number in numbers:
+            group.create_task(one(number))
+    return load
+
+
+def completions(sizes: Sizes, url: str, workload: Workload, numbers: range, num_at_once: int) -> ChatLoad:
+    """Run `complete` in a process of its own."""
+    return uvloop.run(complete(url, workload, sizes, numbers, num_at_once))
+
+
+@contextmanager
+def vllm_server(options: argparse.Namespace, model: Path, log: Path) -> Iterator[str]:
+    """Run `vllm serve` on the second GPU; yields its URL at once, before it is up."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "default", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--max-model-len", str(options.context), "--max-num-seqs", str(options.seats)]
+    command += ["--kv-cache-memory-bytes", str(options.kv_mib << 20), "--block-size", "16"]
+    command += ["--enable-prefix-caching", "--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    with log.open("w") as out:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def wait_until_up(url: str, log: Path) -> None:
+    """Wait until the server answers. Raises TimeoutError, with the log printed."""
+    async with httpx.AsyncClient() as client:
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    try:
+                        if (await client.get(f"{url}/health")).status_code == 200:
+                            return
+                    except httpx.TransportError:
+                        await asyncio.sleep(1.0)
+        except TimeoutError:
+            say(await asyncio.to_thread(log.read_text))
+            raise
+
+
+async def counter(url: str, name: str) -> float:
+    """Return the sum of a counter of `url`/metrics over its labels."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics")).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one side did in a row's window."""
+
+    row: str
+    tokens_per_s: float
+    thirds: tuple[float, ...]  # tokens per second in each third of the window
+    turn_p50_s: float
+    turn_p99_s: float
+    first_p50_s: float  # of the turns that begin a trajectory, waiting included
+    finished_per_min: float
+    hits: float | None
+    num_refused: int
+
+
+def side_of(row: str, window: Window, load: ChatLoad, hits: float | None) -> Side:
+    """Return the figures of a side's window."""
+    within = window.ended_within(load.turns)
+    turn_s = [turn.ended_at - turn.began_at for turn in within]
+    edges = [window.begins_at + window.seconds * third / 3 for third in range(4)]
+    parts = [Window(begin, end) for begin, end in itertools.pairwise(edges)]
+    return Side(
+        row,
+        window.num_tokens(load.turns) / window.seconds,
+        tuple(part.num_tokens(load.turns) / part.seconds for part in parts),
+        statistics.median(turn_s),
+        quantile(turn_s, 0.99),
+        statistics.median([turn.ended_at - turn.began_at for turn in within if turn.number == 0] or [0.0]),
+        60 * sum(window.begins_at <= at < window.ends_at for at in load.finished_at) / window.seconds,
+        hits,
+        load.num_refused,
+    )
+
+
+class Bench:
+    """One service and one `vllm serve`, and the rows that both run at the same time."""
+
+    def __init__(self, options: argparse.Namespace, url: str, vllm_url: str) -> None:
+        self._options = options
+        self._url = url
+        self._vllm_url = vllm_url
+        self._sizes = Sizes(0, 0)
+
+    def _load(self, warm_up_s: float, window_s: float) -> tuple[Workload, Window]:
+        options = self._options
+        begins_at = time.perf_counter() + warm_up_s
+        window = Window(begins_at, begins_at + window_s)
+        load = Workload(
+            num_trajectories=60 * options.agents,
+            num_at_once=options.agents,
+            until=window.ends_at,
+            num_turns=options.turns,
+            num_sampled=options.sampled,
+            spread=0.37,
+            prompt_words=options.prompt_words,
+            has_tools=False,
+            answer_words=options.answer_words,
+            mean_pause_s=options.pause_s,
+        )
+        return load, window
+
+    async def measure_sizes(self) -> None:
+        """Learn from two trajectories how many tokens the prompts have, so that the other side's have as many."""
+        load, _ = self._load(60.0, 0.0)
+        small = replace(load, num_trajectories=2, num_at_once=2, num_turns=2, mean_pause_s=0.0)
+        records, _ = await run_loops(self._url, small)
+        path = records[0].path
+        self._sizes = Sizes(len(path.prompt_ids), path.turns[1].start - path.turns[0].end)
+        say(f"{self._sizes}")
+
+    async def run(self, row: str) -> tuple[Side, Side]:
+        """Run a row on both sides."""
+        load, window = self._load(self._options.warm_up_s, self._options.window_s)
+        return await asyncio.gather(self._ours(row, load, window), self._theirs(row, load, window))
+
+    async def _ours(self, row: str, load: Workload, window: Window) -> Side:
+        hits = asyncio.create_task(self._hits(self._url, window, "agentloop_turn_tokens_total"))
+        if row == "loops":
+            records, _ = await run_loops(self._url, load)
+            turns = [
+                replace(turn, number=number) for record in records for number, turn in enumerate(turns_of(record))
+            ]
+            ends = [turns_of(one)[-1].ended_at for one in records if len(turns_of(one)) == load.num_turns]
+            seen = ChatLoad(turns=turns, finished_at=ends)
+        else:
+            talk = partial(sessions, is_streamed=row == "streams")
+            seen = await chat_from_processes(self._url, self._options.load_processes, talk, lambda: load)
+        return side_of(f"{row}, service", window, seen, await hits)
+
+    async def _theirs(self, row: str, load: Workload, window: Window) -> Side:
+        hits = asyncio.create_task(self._hits(self._vllm_url, window, "vllm:prefix_cache"))
+        talk = partial(completions, self._sizes)
+        seen = await chat_from_processes(self._vllm_url, self._options.load_processes, talk, lambda: load)
+        return side_of(f"{row}, vllm serve", window, seen, await hits)
+
+    async def _hits(self, url: str, window: Window, name: str) -> float | None:
+        if name.startswith("vllm"):
+            names = [f"{name}_hits_total", f"{name}_queries_total"]
+        else:
+            names = [f'{name}{{kind="cached"', f'{name}{{kind="prompt"']
+        seen = []
+        for at in (window.begins_at, window.ends_at):
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            seen.append([await counter(url, name) for name in names])
+        hits, queries = (after - before for before, after in zip(*seen, strict=True))
+        return hits / queries if queries else None
+
+
+def tables(found: Sequence[tuple[Side, Side]]) -> dict[str, str]:
+    """Return the table of all rows."""
+    columns = ["row", "tok/s", "times", "by thirds", "turn p50 s", "p99 s", "first turn p50 s", "finished/min"]
+    columns += ["hits %", "503"]
+    rows = []
+    for ours, theirs in found:
+        for side in (ours, theirs):
+            ratio = ours.tokens_per_s / theirs.tokens_per_s if side is ours else None
+            thirds = ", ".join(f"{value:,.0f}" for value in side.thirds)
+            hits = None if side.hits is None else 100 * side.hits
+            waits = side.turn_p50_s, side.turn_p99_s, side.first_p50_s
+            rows.append(
+                (side.row, side.tokens_per_s, ratio, thirds, *waits, side.finished_per_min, hits, side.num_refused)
+            )
+    return {"": report.table(columns, rows)}
+
+
+async def measure(options: argparse.Namespace, found: list[tuple[Side, Side]]) -> None:
+    """Start both sides, and run the rows."""
+    model = model_folder(options.shape, "cuda")
+    engine = {
+        "kind": "vllm",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_running": options.seats,
+        "block_size": 16,
+        "max_context_tokens": options.context,
+        "kv_cache_mib": options.kv_mib,
+    }
+    fields = {"model": str(model), "mode": "debug", "port": 0, "engine": engine, "workers": {"capacity": 1024}}
+    config = ServiceConfig.model_validate(fields)
+    with tempfile.TemporaryDirectory() as folder:
+        log = (options.out or Path(folder) / "pressure.json").with_suffix(".vllm.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with vllm_server(options, model, log) as vllm_url:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+            async with running_service(config, Path(folder) / "run") as url:
+                await wait_until_up(vllm_url, log)
+                say("both are up")
+                bench = Bench(options, url, vllm_url)
+                await bench.measure_sizes()
+                for row in options.rows:
+                    found.append(await bench.run(row))
+                    say(report.table(["side"], [(str(side),) for side in found[-1]]))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-4b")
+    parser.add_argument("--rows", default="plain", help=f"of {', '.join(ROWS)}; one may come several times")
+    parser.add_argument("--agents", type=int, default=256, help="at once, on each side")
+    parser.add_argument("--seats", type=int, default=512, help="requests that an engine runs at once")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--sampled", type=int, default=190, help="tokens a turn, in the mean")
+    parser.add_argument("--prompt-words", type=int, default=1500, help="of a trajectory's first message")
+    parser.add_argument("--answer-words", type=int, default=200, help="of a tool's answer")
+    parser.add_argument("--pause-s", type=float, default=1.5, help="of a tool, in the mean")
+    parser.add_argument("--context", type=int, default=12288)
+    parser.add_argument("--kv-mib", type=int, default=46000, help="of each engine's KV cache")
+    parser.add_argument("--warm-up-s", type=float, default=120.0)
+    parser.add_argument("--window-s", type=float, default=180.0)
+    parser.add_argument("--load-processes", type=int, default=3, help="on each side")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.rows = options.rows.split(",")
+    if unknown := set(options.rows) - set(ROWS):
+        parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main() -> None:
+    """Print the table, also of the rows before a failure."""
+    options = parse()
+    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the workers import the loop
+    found: list[tuple[Side, Side]] = []
+    try:
+        asyncio.run(measure(options, found))
+    finally:
+        report.finish(f"KV pressure, {options.shape}", tables(found), found, options.out)
+
+
+if __name__ == "__main__":
+    main()
