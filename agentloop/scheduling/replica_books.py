@@ -42,6 +42,10 @@ class Promise:
     def tokens(self) -> float:
         return min(_GROWTH_TURNS * self._turn_tokens, self._growth_tokens)
 
+    @property
+    def next_turn_tokens(self) -> float:
+        return self.tokens / _GROWTH_TURNS
+
     def turn(self, num_tokens: float) -> None:
         """Learn from a turn that grew a context by so many tokens."""
         self._num_turns = min(self._num_turns + 1, _NUM_AVERAGED)
@@ -193,9 +197,11 @@ class ReplicaBooks:
         return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
-        """Tell if a holder with so much KV has room within `share` of a replica's, behind the holders that wait.
+        """Return True if a holder with so much KV has room on a replica, behind the holders that wait.
 
-        An empty replica has room for any holder, and one that does not report its KV for all.
+        The contexts of holders, each with its next turn, are within the capacity that the engine reported; with all
+        promised growth they are within `share` of that. An empty replica has room for any holder, and one that does
+        not report its KV for all.
         """
         book, replica = self.book(replica_id), self.placeable[replica_id]
         if book.line and next(iter(book.line)) != demand.holder_id:
@@ -204,8 +210,16 @@ class ReplicaBooks:
             return True
         group = book.groups.get(demand.group_id) if demand.group_size > 1 else None
         own_tokens = num_tokens - (group.prompt_tokens if group is not None else 0.0)
-        growth_tokens = (book.num_kept + 1) * self.promise.tokens
-        return book.held_tokens + own_tokens + growth_tokens <= share * replica.capacity_tokens
+        held_tokens, num_kept = book.held_tokens + own_tokens, book.num_kept + 1
+        is_held = held_tokens + num_kept * self.promise.next_turn_tokens <= replica.capacity_tokens
+        return is_held and held_tokens + num_kept * self.promise.tokens <= share * replica.capacity_tokens
+
+    def is_over(self, replica_id: str) -> bool:
+        """Return True if the contexts of a replica's holders, each with its next turn, exceed the engine's KV."""
+        book, replica = self.book(replica_id), self._fleet.get(replica_id)
+        if replica is None or replica.registration.info.kv_capacity_tokens <= 0:
+            return False
+        return book.held_tokens + book.num_kept * self.promise.next_turn_tokens > replica.capacity_tokens
 
     def placed(self, replica_id: str) -> ReplicaRecord:
         """Note that a lease on a replica is granted, so that equal replicas take turns. Returns the replica."""

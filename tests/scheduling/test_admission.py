@@ -129,6 +129,24 @@ def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arriva
     balancer.check()
 
 
+@pytest.mark.parametrize("asked", [lambda name: demand(name, name, 1000, name), lambda name: session(name, 9.0)])
+def test_holders_whose_contexts_have_outgrown_the_capacity_ask_before_their_next_turn(asked):
+    balancer = Balancer(small_fleet(), SHORT)
+    leases = {name: balancer.acquire(replace(asked(name), process_id=name), 0.0) for name in "abcd"}
+    for lease in leases.values():
+        turn(balancer, lease, 1500, 1.0)
+    for name in "abc":
+        turn(balancer, leases[name], 3000, 2.0, known=1500)
+    is_let_go = [balancer.orders(name) == ((lease.lease_id, None),) for name, lease in leases.items()]
+    assert is_let_go == [False, False, False, True], "the one with the fewest turns; the others have 9,000"
+    with pytest.raises(NoHealthyReplica):
+        balancer.move(leases["d"], is_failed=False)
+    for name in "ab":
+        balancer.release(leases[name], None, 3.0)
+    assert balancer.move(leases["d"], is_failed=False).replica_id == "r0"
+    balancer.check()
+
+
 def test_a_turn_that_began_before_its_order_was_heard_counts_again():
     balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
