@@ -59,6 +59,7 @@ class BalancerConfig:
     lease_ttl_s: float = 60.0  # silence of a process after which its leases end
     usual_growth_tokens: float = 8192.0  # of a trajectory beyond its prompt, before any has ended
     share: ShareBounds = field(default_factory=ShareBounds)
+    limits_kv: bool = True  # False: no holder asks before a turn because contexts have outgrown the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,7 +514,7 @@ class Balancer:
 
     def _let_go_beyond_capacity(self, replica_id: str) -> None:
         """Let holders at their tools go until the contexts of the others fit the engine's KV."""
-        if not self._books.is_over(replica_id):
+        if not self._config.limits_kv or not self._books.is_over(replica_id):
             return
         idle = [one for one in self._table.on_replica(replica_id) if one.is_kept and one.idle_since is not None]
         for holding in sorted(idle, key=lambda one: one.num_turns):  # the oldest ones end soonest

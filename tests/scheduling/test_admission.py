@@ -147,6 +147,14 @@ def test_holders_whose_contexts_have_outgrown_the_capacity_ask_before_their_next
     balancer.check()
 
 
+def test_without_a_limit_no_holder_asks_because_contexts_have_outgrown_the_capacity():
+    balancer = Balancer(small_fleet(), replace(SHORT, limits_kv=False))
+    leases = [balancer.acquire(demand(name, name, 1000), 0.0) for name in "abcd"]
+    for lease in leases:
+        turn(balancer, lease, 5000, 1.0)
+    assert balancer.orders("w1") == ()
+
+
 def test_a_turn_that_began_before_its_order_was_heard_counts_again():
     balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
