@@ -517,7 +517,8 @@ class Balancer:
         if not self._config.limits_kv or not self._books.is_over(replica_id):
             return
         idle = [one for one in self._table.on_replica(replica_id) if one.is_kept and one.idle_since is not None]
-        for holding in sorted(idle, key=lambda one: one.num_turns):  # the oldest ones end soonest
+        # The oldest ones end soonest; of equally old ones the fewest that free enough. Ids: a run can be repeated.
+        for holding in sorted(idle, key=lambda one: (one.num_turns, -one.num_tokens, one.demand.holder_id)):
             if self._books.is_over(replica_id):
                 self._let_go(holding)
 
