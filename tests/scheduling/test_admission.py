@@ -97,6 +97,19 @@ def test_siblings_share_their_prompt_in_the_count():
     assert num == 15  # 5,000 once, and 1,000 promised each
 
 
+def test_a_common_beginning_of_prompts_counts_once():
+    balancer, leases = Balancer(small_fleet(kv_tokens=20_000), SHORT), []
+    common = {"num_prompt_tokens": 5000, "prefixes": (("ids-4096", 4096), ("ids-512", 512))}
+    while balancer.has_room(one := replace(session(f"s{len(leases)}", 9.0), **common)):
+        leases.append(balancer.acquire(one, 0.0))
+        turn(balancer, leases[-1], 5000, 1.0)
+    assert len(leases) == 8  # 4,096 tokens once; for each 904 more and 1,000 promised
+    balancer.check()
+    for lease in leases:
+        balancer.release(lease, None, 2.0)
+    balancer.check()
+
+
 def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arrival():
     balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
