@@ -38,7 +38,8 @@ MAX_HAND_IN = 64
 """Records handed in by one call."""
 
 
-_PREFIX_LENGTHS = (8192, 2048, 512)  # tokens
+PREFIX_LENGTHS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+"""The lengths, in tokens, at which the beginning of a prompt has a key."""
 
 Prefix: TypeAlias = tuple[str, int]
 """A key, and the number of tokens with which all prompts of this key begin."""
@@ -46,8 +47,15 @@ Prefix: TypeAlias = tuple[str, int]
 
 def prefixes_of(token_ids: Sequence[int]) -> tuple[Prefix, ...]:
     """Return keys that prompts with equal beginnings share, the longest first."""
-    lengths = [length for length in _PREFIX_LENGTHS if length <= len(token_ids)]
-    return tuple((f"ids-{crc32(array('i', token_ids[:length])):x}", length) for length in lengths)
+    found: list[Prefix] = []
+    begin = checksum = 0
+    for end in PREFIX_LENGTHS:
+        if end > len(token_ids):
+            break
+        checksum = crc32(array("i", token_ids[begin:end]), checksum)
+        found.append((f"ids-{checksum:x}", end))
+        begin = end
+    return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True)

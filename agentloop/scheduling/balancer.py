@@ -4,8 +4,9 @@ The rule. A trajectory or session that holds a lease goes where it was. A new on
 longest routed beginning of its prompt, is, unless the least loaded replica has less by a multiple of that prompt;
 then there. It begins if the KV of all that run there and their promised growth leave room within the share of KV
 that may be used (`kv_share.py`). While something waits for room, holders whose tools have run for some seconds are
-let go of: their KV counts no more, and each asks before its next turn, in order of arrival. In the tail, when few
-trajectories are left, a turn's end moves its trajectory to a replica that has much less.
+let go of: their KV counts no more, and each asks before its next turn, in order of arrival. When the contexts on a
+replica outgrow its KV, it lets holders at their tools go too, those with the fewest turns first. In the tail, when
+few trajectories are left, a turn's end moves its trajectory to a replica that has much less.
 
 Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
 and owns the lease table, the replicas' books, the share, and the index of routed prefixes.
@@ -58,6 +59,7 @@ class BalancerConfig:
     lease_ttl_s: float = 60.0  # silence of a process after which its leases end
     usual_growth_tokens: float = 8192.0  # of a trajectory beyond its prompt, before any has ended
     share: ShareBounds = field(default_factory=ShareBounds)
+    limits_kv: bool = True  # False: no holder asks before a turn because contexts have outgrown the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +331,7 @@ class Balancer:
         holding.is_warm, holding.is_flushed = is_here, False
         self._count(holding, is_kept=is_kept)
         if is_here:
+            self._let_go_beyond_capacity(holding.lease.replica_id)
             self._balance_tail(holding)
             self._clear(holding)
 
@@ -508,6 +511,16 @@ class Balancer:
             self._recount(holding, is_kept=False)
             self._table.have_ask(holding)
             self._is_freed = True
+
+    def _let_go_beyond_capacity(self, replica_id: str) -> None:
+        """Let holders at their tools go until the contexts of the others fit the engine's KV."""
+        if not self._config.limits_kv or not self._books.is_over(replica_id):
+            return
+        idle = [one for one in self._table.on_replica(replica_id) if one.is_kept and one.idle_since is not None]
+        # The oldest ones end soonest; of equally old ones the fewest that free enough. Ids: a run can be repeated.
+        for holding in sorted(idle, key=lambda one: (one.num_turns, -one.num_tokens, one.demand.holder_id)):
+            if self._books.is_over(replica_id):
+                self._let_go(holding)
 
     def _recount(self, holding: Holding, *, is_kept: bool) -> None:
         self._uncount(holding)

@@ -36,6 +36,19 @@ class Demand:
     needs: Needs = NO_NEEDS  # of an engine, as far as is known: what a turn has needed it may need again
     prefixes: tuple[Prefix, ...] = ()  # of its prompt, the longest first
 
+    def shared_parts(self, num_prompt_tokens: float) -> Iterator[tuple[str, float]]:
+        """Yield the key and the tokens of each part of its prompt that other holders may have too, in their order.
+
+        An engine keeps each part once, for each adapter. The samples of a group have their whole prompt in common.
+        """
+        begin = 0.0
+        for key, num_tokens in reversed(self.prefixes):
+            end = min(float(num_tokens), num_prompt_tokens)
+            yield f"{self.needs.adapter} {key}", end - begin
+            begin = end
+        if self.group_size > 1 and self.group_id:
+            yield self.group_id, num_prompt_tokens - begin
+
 
 @dataclass(slots=True, eq=False)
 class Holding:
@@ -46,7 +59,7 @@ class Holding:
     prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
     context_tokens: float = 0.0  # at the end of its last turn
     counted_tokens: float = 0.0  # in its replica's book
-    counted_group: str = ""  # whose prompt it shares there; empty: none
+    counted_parts: tuple[str, ...] = ()  # keys of the prompt parts counted once for all holders
     num_turns: int = 0  # that have ended
     idle_since: float | None = None  # the end of its last turn, while its tools run
     is_counted: bool = True  # not so once its replica was dropped

@@ -1,8 +1,8 @@
 """Replica books: the KV that holders of leases have on each replica, and the choice of the least loaded replica.
 
 A replica's load is the share of its KV that its holders have and are promised. What they have is known from their
-turns' reports: the context of each, a group's prompt once. Each is promised the growth of its next turns, a running
-mean over all trajectories. A holder at a tool that was let go of counts as a lease, and with no KV.
+turns' reports: the context of each, and once what several prompts begin with. Each is promised the growth of its
+next turns, a running mean over all trajectories. A holder at a tool that was let go of counts as a lease, and with no KV.
 
 Ownership: the Balancer alone. Invariants: a book is the sum of the holdings counted in it; each is counted once.
 """
@@ -42,6 +42,10 @@ class Promise:
     def tokens(self) -> float:
         return min(_GROWTH_TURNS * self._turn_tokens, self._growth_tokens)
 
+    @property
+    def next_turn_tokens(self) -> float:
+        return self.tokens / _GROWTH_TURNS
+
     def turn(self, num_tokens: float) -> None:
         """Learn from a turn that grew a context by so many tokens."""
         self._num_turns = min(self._num_turns + 1, _NUM_AVERAGED)
@@ -54,11 +58,11 @@ class Promise:
 
 
 @dataclass(slots=True)
-class _SharedPrompt:
-    """The prompt of one group on a replica, and its holders there."""
+class _SharedPart:
+    """A part of prompts that several holders on a replica may have, and their number."""
 
     num_holders: int
-    prompt_tokens: float
+    num_tokens: float
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +73,7 @@ class ReplicaBook:
     num_kept: int = 0  # of them, whose KV counts
     own_tokens: float = 0.0
     shared_tokens: float = 0.0
-    groups: dict[str, _SharedPrompt] = field(default_factory=dict)
+    shared: dict[str, _SharedPart] = field(default_factory=dict)
     placed_at: int = 0  # number of its last placement
     line: OrderedDict[str, None] = field(default_factory=OrderedDict)
     hits: CacheHits = field(default_factory=CacheHits)
@@ -84,14 +88,14 @@ class ReplicaBook:
         if not holding.is_kept:
             return
         self.num_kept += 1
-        holding.counted_tokens = holding.num_tokens
-        holding.counted_group = holding.demand.group_id if holding.demand.group_size > 1 else ""
-        if holding.counted_group:
-            holding.counted_tokens -= holding.prompt_tokens
-            group = self.groups.setdefault(holding.counted_group, _SharedPrompt(0, holding.prompt_tokens))
-            group.num_holders += 1
-            if group.num_holders == 1:
-                self.shared_tokens += group.prompt_tokens
+        parts = tuple(holding.demand.shared_parts(holding.prompt_tokens))
+        holding.counted_parts = tuple(key for key, _ in parts)
+        holding.counted_tokens = holding.num_tokens - sum(num_tokens for _, num_tokens in parts)
+        for key, num_tokens in parts:
+            part = self.shared.setdefault(key, _SharedPart(0, num_tokens))
+            part.num_holders += 1
+            if part.num_holders == 1:
+                self.shared_tokens += part.num_tokens
         self.own_tokens += holding.counted_tokens
 
     def remove(self, holding: Holding) -> None:
@@ -101,12 +105,12 @@ class ReplicaBook:
             return
         self.num_kept -= 1
         self.own_tokens -= holding.counted_tokens
-        if holding.counted_group:
-            group = self.groups[holding.counted_group]
-            group.num_holders -= 1
-            if group.num_holders == 0:
-                self.shared_tokens -= group.prompt_tokens
-                del self.groups[holding.counted_group]
+        for key in holding.counted_parts:
+            part = self.shared[key]
+            part.num_holders -= 1
+            if part.num_holders == 0:
+                self.shared_tokens -= part.num_tokens
+                del self.shared[key]
         if self.num_kept == 0:  # the sums of floats must not drift
             self.own_tokens = self.shared_tokens = 0.0
 
@@ -193,19 +197,29 @@ class ReplicaBooks:
         return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
-        """Tell if a holder with so much KV has room within `share` of a replica's, behind the holders that wait.
+        """Return True if a holder with so much KV has room on a replica, behind the holders that wait.
 
-        An empty replica has room for any holder, and one that does not report its KV for all.
+        The contexts of holders, each with its next turn, are within the capacity that the engine reported; with all
+        promised growth they are within `share` of that. An empty replica has room for any holder, and one that does
+        not report its KV for all.
         """
         book, replica = self.book(replica_id), self.placeable[replica_id]
         if book.line and next(iter(book.line)) != demand.holder_id:
             return False
         if book.num_kept == 0 or replica.registration.info.kv_capacity_tokens <= 0:
             return True
-        group = book.groups.get(demand.group_id) if demand.group_size > 1 else None
-        own_tokens = num_tokens - (group.prompt_tokens if group is not None else 0.0)
-        growth_tokens = (book.num_kept + 1) * self.promise.tokens
-        return book.held_tokens + own_tokens + growth_tokens <= share * replica.capacity_tokens
+        parts = (book.shared.get(key) for key, _ in demand.shared_parts(num_tokens))
+        own_tokens = max(0.0, num_tokens - sum(part.num_tokens for part in parts if part is not None))
+        held_tokens, num_kept = book.held_tokens + own_tokens, book.num_kept + 1
+        is_held = held_tokens + num_kept * self.promise.next_turn_tokens <= replica.capacity_tokens
+        return is_held and held_tokens + num_kept * self.promise.tokens <= share * replica.capacity_tokens
+
+    def is_over(self, replica_id: str) -> bool:
+        """Return True if the contexts of a replica's holders, each with its next turn, exceed the engine's KV."""
+        book, replica = self.book(replica_id), self._fleet.get(replica_id)
+        if replica is None or replica.registration.info.kv_capacity_tokens <= 0:
+            return False
+        return book.held_tokens + book.num_kept * self.promise.next_turn_tokens > replica.capacity_tokens
 
     def placed(self, replica_id: str) -> ReplicaRecord:
         """Note that a lease on a replica is granted, so that equal replicas take turns. Returns the replica."""
@@ -221,11 +235,11 @@ class ReplicaBooks:
             book.num_leases += 1
             book.num_kept += holding.is_kept
             book.own_tokens += holding.counted_tokens if holding.is_kept else 0.0
-            if holding.is_kept and holding.counted_group:
-                book.groups.setdefault(holding.counted_group, _SharedPrompt(0, 0.0)).num_holders += 1
+            for key in holding.counted_parts if holding.is_kept else ():
+                book.shared.setdefault(key, _SharedPart(0, 0.0)).num_holders += 1
         for name in expected.keys() | self._books.keys():
             found, wanted = self.book(name), expected.get(name, ReplicaBook())
-            members = [{group: one.num_holders for group, one in book.groups.items()} for book in (found, wanted)]
+            members = [{key: one.num_holders for key, one in book.shared.items()} for book in (found, wanted)]
             is_right = found.num_leases == wanted.num_leases and found.num_kept == wanted.num_kept
             if not is_right or members[0] != members[1] or abs(found.own_tokens - wanted.own_tokens) > 1.0:
                 raise InvariantBroken(f"the book of replica {name} is not what its leases add up to")

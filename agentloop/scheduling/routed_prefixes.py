@@ -18,7 +18,7 @@ from agentloop.api.coordinator import Prefix
 class RoutedPrefixes:
     """The index, in order of use."""
 
-    def __init__(self, max_prefixes: int = 8192) -> None:
+    def __init__(self, max_prefixes: int = 32768) -> None:
         self._max_prefixes = max_prefixes
         self._replicas: OrderedDict[str, set[str]] = OrderedDict()
 

@@ -81,6 +81,7 @@ def balancer_config(config: ServiceConfig) -> BalancerConfig:
         lease_ttl_s=settings.lease_ttl_s,
         usual_growth_tokens=min(own.usual_growth_tokens, model_sizes(config).max_context_tokens / _PRIOR_GROWTHS),
         share=ShareBounds(min(least, most), most),
+        limits_kv=settings.limits_kv,
     )
 
 

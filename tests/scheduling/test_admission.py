@@ -97,6 +97,19 @@ def test_siblings_share_their_prompt_in_the_count():
     assert num == 15  # 5,000 once, and 1,000 promised each
 
 
+def test_a_common_beginning_of_prompts_counts_once():
+    balancer, leases = Balancer(small_fleet(kv_tokens=20_000), SHORT), []
+    common = {"num_prompt_tokens": 5000, "prefixes": (("ids-4096", 4096), ("ids-512", 512))}
+    while balancer.has_room(one := replace(session(f"s{len(leases)}", 9.0), **common)):
+        leases.append(balancer.acquire(one, 0.0))
+        turn(balancer, leases[-1], 5000, 1.0)
+    assert len(leases) == 8  # 4,096 tokens once; for each 904 more and 1,000 promised
+    balancer.check()
+    for lease in leases:
+        balancer.release(lease, None, 2.0)
+    balancer.check()
+
+
 def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arrival():
     balancer = Balancer(small_fleet(), SHORT)
     leases = fill(balancer)
@@ -127,6 +140,32 @@ def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arriva
     assert balancer.orders("t3") == ()
     assert balancer.next_up() == ("t1",)
     balancer.check()
+
+
+@pytest.mark.parametrize("asked", [lambda name: demand(name, name, 1000, name), lambda name: session(name, 9.0)])
+def test_holders_whose_contexts_have_outgrown_the_capacity_ask_before_their_next_turn(asked):
+    balancer = Balancer(small_fleet(), SHORT)
+    leases = {name: balancer.acquire(replace(asked(name), process_id=name), 0.0) for name in "abcd"}
+    for lease in leases.values():
+        turn(balancer, lease, 1500, 1.0)
+    for name in "abc":
+        turn(balancer, leases[name], 3000, 2.0, known=1500)
+    is_let_go = [balancer.orders(name) == ((lease.lease_id, None),) for name, lease in leases.items()]
+    assert is_let_go == [False, False, False, True], "the one with the fewest turns; the others have 9,000"
+    with pytest.raises(NoHealthyReplica):
+        balancer.move(leases["d"], is_failed=False)
+    for name in "ab":
+        balancer.release(leases[name], None, 3.0)
+    assert balancer.move(leases["d"], is_failed=False).replica_id == "r0"
+    balancer.check()
+
+
+def test_without_a_limit_no_holder_asks_because_contexts_have_outgrown_the_capacity():
+    balancer = Balancer(small_fleet(), replace(SHORT, limits_kv=False))
+    leases = [balancer.acquire(demand(name, name, 1000), 0.0) for name in "abcd"]
+    for lease in leases:
+        turn(balancer, lease, 5000, 1.0)
+    assert balancer.orders("w1") == ()
 
 
 def test_a_turn_that_began_before_its_order_was_heard_counts_again():

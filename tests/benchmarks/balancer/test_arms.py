@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
+from agentloop.api.coordinator import Prefix
 from tests.benchmarks.balancer.__main__ import ARMS, missing, read_rows
 from tests.benchmarks.balancer.arms.oracle import LongestFirst
+from tests.benchmarks.balancer.arms.ours import OursPolicy
 from tests.benchmarks.balancer.arms.peers import CacheAware, Counting, LeastLoaded, RoundRobin, Sticky
 from tests.benchmarks.balancer.compare import Row, regime_table
-from tests.benchmarks.balancer.policy import FleetShape, Policy, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import EngineLoad, FleetShape, Policy, StepTimes, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.regimes import REGIMES, fleet
 from tests.benchmarks.balancer.simulate import Disturbance, run
-from tests.benchmarks.balancer.workload import Trajectory, Workload, WorkloadParameters, generate
+from tests.benchmarks.balancer.workload import ToolTimes, Trajectory, Workload, WorkloadParameters, generate
 
 BLOCK = 16
 TIMES = StepTimes(0.01, 0.01, 1e-5, 0.0, 0.01, 1e-5, 1e-8)
@@ -221,3 +226,68 @@ def test_a_table_has_the_ratio_of_what_its_regime_is_judged_by() -> None:
     ]
     assert "0.900 (0.900 to 0.900)" in regime_table(rows, is_steady=False, against="ours")
     assert "1.500 (1.500 to 1.500)" in regime_table(rows, is_steady=True, against="ours")
+
+
+class HeldKV(OursPolicy):
+    """Counts the KV that running requests and holders at their tools have, independently of the balancer."""
+
+    most_held_tokens = 0
+
+    def began(self, turn: TurnAsk, replica: int, now: float) -> None:
+        super().began(turn, replica, now)
+        self._idle.pop(turn.trajectory, None)
+
+    def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
+        super().ended(turn, end, now)
+        self._idle[turn.trajectory] = end.num_context_tokens
+
+    def finished(self, trajectory: int, now: float) -> None:
+        super().finished(trajectory, now)
+        self._idle.pop(trajectory)
+
+    def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
+        super().look(loads, now)
+        [load] = loads
+        assert load is not None
+        idle = [tokens for number, tokens in self._idle.items() if not self.balancer.orders(str(number))]
+        self.most_held_tokens = max(self.most_held_tokens, load.num_held_blocks * BLOCK + sum(idle))
+
+    @cached_property
+    def _idle(self) -> dict[int, int]:
+        return {}
+
+
+AGENTS = WorkloadParameters(
+    num_groups=192,
+    num_samples=1,
+    system_tokens=256,
+    prompt=(1300.0, 0.3),
+    turns=(8.0, 0.05),
+    output=(185.0, 0.25),
+    observation=(480.0, 0.3),
+    aborted=0.0,
+    tools=ToolTimes(short=(1.0, 0.9), shares=(1.0, 0.0, 0.0)),
+)
+"""Agents whose contexts grow to three times the KV of `pressed`."""
+
+
+@pytest.mark.parametrize("share", [1.0, 1.81], ids=["fresh", "after an earlier load"])
+@pytest.mark.parametrize("prefixes", [None, dict.fromkeys(range(192), ())], ids=["trajectories", "sessions"])
+def test_held_kv_never_exceeds_what_the_engine_reported(
+    share: float, prefixes: Mapping[int, tuple[Prefix, ...]] | None
+) -> None:
+    shape, workload, policies = (
+        replace(fleet(REGIMES["base"]), num_replicas=1, max_live=64),
+        generate(AGENTS, 0),
+        [],
+    )
+    pressed = replace(shape, capacity_blocks=82_000 // BLOCK)
+
+    def make(*_: object) -> HeldKV:
+        policies.append(HeldKV(pressed, dict.fromkeys(range(192), 1), prefixes))
+        policies[-1].balancer.share.value = share
+        return policies[-1]
+
+    record = run(make, pressed, workload, Disturbance())
+    assert 0.8 * pressed.capacity_tokens < policies[0].most_held_tokens <= pressed.capacity_tokens
+    assert record.num_cached_tokens > 0.6 * record.num_input_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from agentloop.api.coordinator import Prefix, ReplicaRegistration, ReplicaReport, TurnEnded
+from agentloop.api.coordinator import PREFIX_LENGTHS, Prefix, ReplicaRegistration, ReplicaReport, TurnEnded
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet.registry import Fleet
@@ -131,7 +131,7 @@ def ours_sessions(shape: FleetShape, workload: Workload, seed: int) -> OursPolic
                 else f"group-{one.group}-{length}",
                 length,
             )
-            for length in (8192, 2048, 512)
+            for length in reversed(PREFIX_LENGTHS)
             if length <= one.num_group_tokens
         )
         for one in workload.trajectories
