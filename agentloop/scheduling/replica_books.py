@@ -2,7 +2,8 @@
 
 A replica's load is the share of its KV that its holders have and are promised. What they have is known from their
 turns' reports: the context of each, and once what several prompts begin with. Each is promised the growth of its
-next turns, a running mean over all trajectories. A holder at a tool that was let go of counts as a lease, and with no KV.
+next turns, a running mean over all trajectories. A holder that was let go of while its tool runs counts as a lease,
+and with no KV.
 
 Ownership: the Balancer alone. Invariants: a book is the sum of the holdings counted in it; each is counted once.
 """

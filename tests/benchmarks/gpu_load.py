@@ -90,8 +90,8 @@ class Workload:
     spread: float = 0.0
     prompt_words: int = 16
     has_tools: bool = True
-    answer_words: int = 0  # of each tool's answer; 0: ANSWER
-    mean_pause_s: float = 0.0  # of a tool's run, exponentially distributed
+    answer_words: int = 0  # each tool's answer; 0: ANSWER
+    mean_pause_s: float = 0.0  # a tool's run time, exponentially distributed
 
     def text(self, number: int) -> str:
         """A trajectory's first message: none begins as another one."""
@@ -182,7 +182,7 @@ class ChatLoad:
     first_s: list[float] = field(default_factory=list)  # to a stream's first piece
     open_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
-    finished_at: list[float] = field(default_factory=list)  # of agents that took all their turns
+    finished_at: list[float] = field(default_factory=list)  # agents that took all their turns
     num_chunks: int = 0
     num_refused: int = 0  # calls that were asked again after a 503
 
@@ -217,8 +217,7 @@ class ChatAgent:
         self._messages: list[dict[str, object]] = []
 
     async def talk(self, workload: Workload, number: int) -> None:
-        """Say a trajectory's text, and after each turn what its tool has answered; no turn begins after the load's
-        end."""
+        """Have the conversation of a trajectory. No turn begins after the load's end."""
         await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
         lengths, tools, said = workload.lengths(number), workload.tools(number), workload.text(number)
         try:
@@ -304,7 +303,7 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
 
 
 def sessions(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
-    """Run `chat` in a process of its own."""
+    """Run `chat` in a process that only does this."""
     return uvloop.run(chat(url, workload, numbers, num_at_once, is_streamed=is_streamed))
 
 

@@ -1,11 +1,11 @@
 """Agents whose contexts are several times an engine's KV: the service on one GPU, `vllm serve` on the other.
 
     python -m tests.benchmarks.gpu_pressure --rows plain,streams,loops            # two GPUs; 5 minutes a row
-    python -m tests.benchmarks.gpu_pressure --rows plain --agents 512 --prompt-words 150 --kv-share 1
 
 Both get the same load in the same minutes: agents of `--turns` turns with tools that take `--pause-s` in the mean,
 so many at once; an agent that ends is followed by another. `plain` and `streams` are agents of the chat endpoint in
-sessions, `loops` are agent loops of the service. The agents of `vllm serve` have prompts of the same lengths. They
+sessions, `loops` are agent loops of the service; `fits` has twice as many plain agents with a tenth of the context,
+which the KV has room for, in a quarter of the time. The agents of `vllm serve` have prompts of the same lengths. They
 send token ids to `/v1/completions`, so that it finds every earlier context that is still cached: text would be
 tokenized again, and might not match. It has the same engine arguments, and returns no logprobs.
 
@@ -46,14 +46,14 @@ from tests.benchmarks.gpu_throughput import quantile, run_loops
 from tests.benchmarks.report import say
 from tests.benchmarks.shapes import TOKENS_START
 
-ROWS = ("plain", "streams", "loops")
+ROWS = ("plain", "streams", "loops", "fits")
 START_S = 420.0
 VOCAB_SIZE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of a trajectory's first prompt, and of each tool's answer with what the chat template adds."""
+    """Tokens of a trajectory's first prompt, and of each tool's answer, the chat template's marks included."""
 
     num_prompt: int
     num_observed: int
@@ -107,7 +107,7 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
 
 
 def completions(sizes: Sizes, url: str, workload: Workload, numbers: range, num_at_once: int) -> ChatLoad:
-    """Run `complete` in a process of its own."""
+    """Run `complete` in a process that only does this."""
     return uvloop.run(complete(url, workload, sizes, numbers, num_at_once))
 
 
@@ -162,7 +162,7 @@ class Side:
     thirds: tuple[float, ...]  # tokens per second in each third of the window
     turn_p50_s: float
     turn_p99_s: float
-    first_p50_s: float  # of the turns that begin a trajectory, waiting included
+    first_p50_s: float  # turns that begin a trajectory, waiting included
     finished_per_min: float
     hits: float | None
     num_refused: int
@@ -194,39 +194,37 @@ class Bench:
         self._options = options
         self._url = url
         self._vllm_url = vllm_url
-        self._sizes = Sizes(0, 0)
-
-    def _load(self, warm_up_s: float, window_s: float) -> tuple[Workload, Window]:
-        options = self._options
-        begins_at = time.perf_counter() + warm_up_s
-        window = Window(begins_at, begins_at + window_s)
-        load = Workload(
-            num_trajectories=60 * options.agents,
-            num_at_once=options.agents,
-            until=window.ends_at,
-            num_turns=options.turns,
-            num_sampled=options.sampled,
-            spread=0.37,
-            prompt_words=options.prompt_words,
-            has_tools=False,
-            answer_words=options.answer_words,
-            mean_pause_s=options.pause_s,
-        )
-        return load, window
-
-    async def measure_sizes(self) -> None:
-        """Learn from two trajectories how many tokens the prompts have, so that the other side's have as many."""
-        load, _ = self._load(60.0, 0.0)
-        small = replace(load, num_trajectories=2, num_at_once=2, num_turns=2, mean_pause_s=0.0)
-        records, _ = await run_loops(self._url, small)
-        path = records[0].path
-        self._sizes = Sizes(len(path.prompt_ids), path.turns[1].start - path.turns[0].end)
-        say(f"{self._sizes}")
 
     async def run(self, row: str) -> tuple[Side, Side]:
         """Run a row on both sides."""
-        load, window = self._load(self._options.warm_up_s, self._options.window_s)
-        return await asyncio.gather(self._ours(row, load, window), self._theirs(row, load, window))
+        options, scale = self._options, 10 if row == "fits" else 1
+        load = Workload(
+            num_trajectories=60 * options.agents,
+            num_at_once=options.agents * (1 if scale == 1 else 2),
+            num_turns=options.turns,
+            num_sampled=options.sampled,
+            spread=0.37,
+            prompt_words=options.prompt_words // scale,
+            has_tools=False,
+            answer_words=options.answer_words // scale,
+            mean_pause_s=options.pause_s,
+        )
+        sizes = await self._sizes_of(load)
+        begins_at = time.perf_counter() + (options.warm_up_s if scale == 1 else options.warm_up_s / 4)
+        window_s = options.window_s if scale == 1 else options.window_s / 4
+        window = Window(begins_at, begins_at + window_s)
+        load = replace(load, until=window.ends_at)
+        return await asyncio.gather(self._ours(row, load, window), self._theirs(row, load, window, sizes))
+
+    async def _sizes_of(self, load: Workload) -> Sizes:
+        """Return the lengths of prompts in the service, so that the other side's are as long."""
+        until = time.perf_counter() + 60.0
+        small = replace(load, num_trajectories=2, num_at_once=2, num_turns=2, mean_pause_s=0.0, until=until)
+        records, _ = await run_loops(self._url, small)
+        path = records[0].path
+        sizes = Sizes(len(path.prompt_ids), path.turns[1].start - path.turns[0].end)
+        say(f"{sizes}")
+        return sizes
 
     async def _ours(self, row: str, load: Workload, window: Window) -> Side:
         hits = asyncio.create_task(self._hits(self._url, window, "agentloop_turn_tokens_total"))
@@ -242,9 +240,9 @@ class Bench:
             seen = await chat_from_processes(self._url, self._options.load_processes, talk, lambda: load)
         return side_of(f"{row}, service", window, seen, await hits)
 
-    async def _theirs(self, row: str, load: Workload, window: Window) -> Side:
+    async def _theirs(self, row: str, load: Workload, window: Window, sizes: Sizes) -> Side:
         hits = asyncio.create_task(self._hits(self._vllm_url, window, "vllm:prefix_cache"))
-        talk = partial(completions, self._sizes)
+        talk = partial(completions, sizes)
         seen = await chat_from_processes(self._vllm_url, self._options.load_processes, talk, lambda: load)
         return side_of(f"{row}, vllm serve", window, seen, await hits)
 
@@ -301,7 +299,6 @@ async def measure(options: argparse.Namespace, found: list[tuple[Side, Side]]) -
                 await wait_until_up(vllm_url, log)
                 say("both are up")
                 bench = Bench(options, url, vllm_url)
-                await bench.measure_sizes()
                 for row in options.rows:
                     found.append(await bench.run(row))
                     say(report.table(["side"], [(str(side),) for side in found[-1]]))
