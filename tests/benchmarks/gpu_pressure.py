@@ -4,10 +4,10 @@
 
 Both get the same load in the same minutes: agents of `--turns` turns with tools that take `--pause-s` in the mean,
 so many at once; an agent that ends is followed by another. `plain` and `streams` are agents of the chat endpoint in
-sessions, `loops` are agent loops of the service; `fits` has twice as many plain agents with a tenth of the context,
-which the KV has room for, in a quarter of the time. The agents of `vllm serve` have prompts of the same lengths.
-They send token ids to `/v1/completions`, so that it finds every earlier context that is still cached: text would be
-tokenized again, and might not match. It has the same engine arguments, and returns no logprobs.
+sessions, `loops` are agent loops of the service; `fits` has twice as many plain agents with a tenth of the context
+and three turns, which the KV has room for, in a quarter of the time. The agents of `vllm serve` have prompts of the
+same lengths. They send token ids to `/v1/completions`, so that it finds every earlier context that is still cached:
+text would be tokenized again, and might not match. It has the same engine arguments, and returns no logprobs.
 
 Figures are of a window of `--window-s` that begins after `--warm-up-s`, and by thirds of it. `hits`: cached prompt
 tokens of all prompt tokens.
@@ -201,7 +201,7 @@ class Bench:
         load = Workload(
             num_trajectories=60 * options.agents,
             num_at_once=options.agents * (1 if scale == 1 else 2),
-            num_turns=options.turns,
+            num_turns=options.turns if scale == 1 else 3,
             num_sampled=options.sampled,
             spread=0.37,
             prompt_words=options.prompt_words // scale,
