@@ -94,6 +94,7 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             *checker.token_problems(world, stored),
             *checker.staleness_problems(world, stored),
             *checker.tool_problems(world),
+            *checker.state_problems(stored),
         ]
         assert not problems, "; ".join(problems)
         world.coordinator.rollouts.queue.check()
@@ -142,6 +143,7 @@ def _told(stored: dict[str, list[Trajectory]]) -> Counter[str]:
     records = [record for records in stored.values() for record in records]
     told = Counter(f"ended: {record.stop_reason}" for record in records)
     told["begun again"] = sum(record.attempt > 0 for record in records)
+    told["resumed turns"] = sum(record.num_resumed_turns for record in records)
     told["resampled turns"] = sum(record.num_resampled_turns for record in records)
     mixed = [path for record in records for path in record.paths if len(path.weight_versions) > len(path.turns)]
     told["swapped in flight"] = len(mixed)
