@@ -209,7 +209,9 @@ class AdapterSync:
 
         Raises AdaptersFull, which names those that the owner of the new one sees, and NoHealthyReplica.
         """
-        if not (takers := self._takers()):  # one that joins meanwhile, without the files of some, may have room
+        if not (
+            takers := self._takers()
+        ):  # a replica that joins without the files of some adapters may have room for one more
             raise _refusal(())
         num_places = min(one.registration.info.max_loras or 0 for one in takers)
         if len(self.served) < num_places or num_places == 0:

@@ -17,6 +17,7 @@ from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.adapter_world import held_by
 from tests.support.fleet.poisons import FIRST_STATE
 from tests.support.fleet.proving_policy import logprobs_of
+from tests.support.fleet.schedules import World
 from tests.support.fleet.whole_world import WholeWorld
 
 SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
@@ -49,7 +50,7 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
         yield f"unknown replicas: {sorted(known)}"
 
 
-def version_problems(world: WholeWorld) -> Iterator[str]:
+def version_problems(world: World) -> Iterator[str]:
     """What is wrong with the version that the fleet has come to."""
     history, version = world.history, world.coordinator.replicas.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
@@ -256,6 +257,7 @@ async def restart_problems(world: WholeWorld) -> list[str]:
 
 
 def file_problems(world: WholeWorld) -> Iterator[str]:
-    """Journals of trajectories that have ended."""
-    if left := [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]:
+    """Journals of trajectories that have ended. One with a damaged header is removed only when it is old."""
+    left = [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]
+    if left := [path for path in left if path.name.partition(".")[0] not in world.damaged_journals]:
         yield f"journals are left: {left}"

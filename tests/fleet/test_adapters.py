@@ -334,7 +334,7 @@ async def test_a_replica_keeps_no_other_content_under_a_served_version(clock: Vi
     shutil.rmtree(folders.folder_of("a"))
     async with running(clock, folder, num_engines=0, store=store) as run:
         spec = replace(SPEC, lora_rank=8, max_loras=8)
-        late = run.engines["sim://late"] = ToldEngine(spec, clock=clock, policy=ProvingPolicy())
+        late = run.engines["sim://late"] = SimulatedEngine(spec, clock=clock, policy=ProvingPolicy())
         await late.start()
         await late.load_adapter(Adapter("a", 1, folders.folder_of("b")))
         await run.coordinator.replicas.register(

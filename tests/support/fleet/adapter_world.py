@@ -117,6 +117,10 @@ class AdapterWorld(WholeWorld):
                 digest = digest_of(process, one)
                 assert digest in ("", one.digest), f"{process.url} has {digest} as {one}"
 
+    def served_digest(self, directory: str) -> str:
+        served = self.coordinator.replicas.sync.adapters.served
+        return next((one.digest for one in served if one.directory == directory), "")
+
     def restore_folders(self) -> None:
         for one in self.coordinator.replicas.sync.adapters.served:
             self.folders.restore(one.directory, one.digest)

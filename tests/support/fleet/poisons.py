@@ -124,11 +124,11 @@ class _Noting:
         return None
 
 
-FIRST_STATE = "new"  # of a session
+FIRST_STATE = "new"  # sessions begin in it
 
 
 class ChainTool(NoteTool):
-    """A NoteTool whose sessions have random state. An answer has the state before its call and the state after it."""
+    """A NoteTool whose sessions have random state. An answer has the states before and after its call."""
 
     has_state = True
 

@@ -179,6 +179,11 @@ class WholeWorld(World):
         for _ in range(self.rng.randint(1, 3)):
             self.start_worker()
 
+    @property
+    def models(self) -> tuple[World, ...]:
+        """The fleets of the service."""
+        return (self,)
+
     def spec(self, version: int | None) -> SimulatedSpec:
         return SimulatedSpec(RENDERER.vocab_size, 2048, 32, 200, 8, LATENCY, initial_version=version)
 
@@ -318,13 +323,20 @@ class WholeWorld(World):
         try:
             await again
             is_compared = self.folders.num_reads[directory] > num_reads and self.network.is_perfect
-            assert not is_compared, f"{directory} was rewritten, and is the served version all the same"
+            is_other = self.served_digest(directory) != (await self.folders.read(directory)).digest
+            assert not (is_compared and is_other), (
+                f"{directory} was rewritten, and is the served version all the same"
+            )
         except Conflict as error:
             self.history.counts["rewritten folder refused"] += "is served with digest" in error.message
             raise
         finally:
             self._is_rewriting = False
             self.restore_folders()
+
+    def served_digest(self, directory: str) -> str:
+        served = self.coordinator.replicas.sync.served_source()
+        return served.update.digest if served is not None and served.update.directory == directory else ""
 
     def restore_folders(self) -> None:
         """The folder of the served version gets the content that is served."""

@@ -1,0 +1,118 @@
+"""The whole service in virtual time. Its model and a judge, a second fleet, take turns on their accelerators."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from agentloop.api.coordinator import ServiceStatus
+from agentloop.clock import VirtualClock
+from agentloop.engine import MemoryTag
+from agentloop.types import GenerateRequest, SamplingParams
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
+from tests.support.fleet.schedules import NOISE, World
+from tests.support.fleet.whole_world import WholeWorld
+
+
+class TurnsWorld(WholeWorld):
+    """All of one schedule. The judge has its own coordinator and trainer, and calls that come one by one."""
+
+    def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
+        super().__init__(seed, clock, checkpoint, folder, has_words=True)
+        self.judge = judge = World(seed, clock, checkpoint)
+        judge.network, judge.push_share = self.network, 0.0
+        self.initial_version = judge.initial_version = 0  # an engine without weights cannot sleep twice
+        self.boot_versions = (0,)
+        judge.config = replace(judge.config, begins_asleep=True)
+        self._turns: asyncio.Task[None] | None = None
+        self._call_numbers = count()
+
+    @property
+    def models(self) -> tuple[World, ...]:
+        return (self, self.judge)
+
+    async def start(self) -> None:
+        await self.judge.start()
+        await super().start()
+
+    async def start_coordinator(self) -> None:
+        """Start the turns too: they are a task of this model's coordinator."""
+        await super().start_coordinator()
+        replicas, judge = self.coordinator.replicas, self.judge
+
+        async def status() -> ServiceStatus:
+            return await judge.ask(Coordinator.status)
+
+        async def sleep(level: int, reason: str) -> None:
+            await judge.ask(lambda c: c.replicas.sleep(level, reason))
+
+        async def wake(tags: frozenset[MemoryTag]) -> None:
+            await judge.ask(lambda c: c.replicas.wake(tags))
+            self.history.counts["turn of the judge"] += 1
+
+        models = {
+            "": TurnsModel(self.coordinator.status, replicas.sleep, replicas.wake, 1),
+            "judge": TurnsModel(status, sleep, wake, 1),
+        }
+        turns = ModelTurns(models, self.clock, min_stay_s=0.5, max_wait_s=1.0, start_timeout_s=5.0)
+        self._turns = asyncio.create_task(turns.run(), name="turns")
+
+    async def crash_coordinator(self) -> None:
+        if not self._is_down:
+            await self._stop_turns()
+        await super().crash_coordinator()
+
+    async def _stop_turns(self) -> None:
+        if self._turns is not None:
+            assert not self._turns.done(), f"the turns have ended: {self._turns}"
+            self._turns.cancel()
+            await asyncio.wait([self._turns])
+
+    async def heartbeat(self) -> None:
+        await asyncio.gather(super().heartbeat(), self.judge.heartbeat())
+
+    def watch(self) -> None:
+        super().watch()
+        awake = [[one.url for one in model.placeable()] for model in self.models]
+        assert not all(awake), f"two models take traffic at once: {awake}"
+
+    async def train(self) -> None:
+        await asyncio.gather(super().train(), self.judge.train())
+
+    async def talk_alike(self, session_id: str) -> None:
+        await asyncio.gather(super().talk_alike(session_id), self._call_judge())
+
+    async def _call_judge(self) -> None:
+        async def once() -> None:
+            process = self.rng.choice(tuple(self.judge.processes.values()))
+            name = f"judge-{next(self._call_numbers)}"
+            await process.link.generate(GenerateRequest(name, (1,), SamplingParams(max_tokens=20), 15.0))
+
+        while await self._goes_on(1.0):
+            await self.insist(once)
+            self.history.counts["the judge answered"] += 1
+
+    async def _sleep_and_wake(self) -> None:
+        """No operator does: the turns put models to sleep."""
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """No operator does: a push that waits for the turn gets it."""
+
+    async def needs_a_push(self) -> bool:
+        served = self.judge.coordinator.replicas.sync.served_source()
+        return served is None or served.version in NOISE or await super().needs_a_push()
+
+    async def push_until_done(self) -> None:
+        await asyncio.gather(super().push_until_done(), self.judge.push_until_done())
+
+    async def heal(self) -> None:
+        await super().heal()
+        await self.judge.heal()
+
+    async def close(self) -> None:
+        await self._stop_turns()
+        await self.judge.close()
+        await super().close()
