@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
-from agentloop.api.coordinator import ServiceStatus
 from agentloop.clock import VirtualClock
 from agentloop.engine import MemoryTag
 from agentloop.types import GenerateRequest, SamplingParams
@@ -27,12 +27,8 @@ class TurnsWorld(WholeWorld):
         self.initial_version = judge.initial_version = 0  # an engine without weights cannot sleep twice
         self.boot_versions = (0,)
         judge.config = replace(judge.config, begins_asleep=True)
+        self.models = (self, judge)
         self._turns: asyncio.Task[None] | None = None
-        self._call_numbers = count()
-
-    @property
-    def models(self) -> tuple[World, ...]:
-        return (self, self.judge)
 
     async def start(self) -> None:
         await self.judge.start()
@@ -43,21 +39,16 @@ class TurnsWorld(WholeWorld):
         await super().start_coordinator()
         replicas, judge = self.coordinator.replicas, self.judge
 
-        async def status() -> ServiceStatus:
-            return await judge.ask(Coordinator.status)
-
-        async def sleep(level: int, reason: str) -> None:
-            await judge.ask(lambda c: c.replicas.sleep(level, reason))
-
         async def wake(tags: frozenset[MemoryTag]) -> None:
             await judge.ask(lambda c: c.replicas.wake(tags))
             self.history.counts["turn of the judge"] += 1
 
-        models = {
-            "": TurnsModel(self.coordinator.status, replicas.sleep, replicas.wake, 1),
-            "judge": TurnsModel(status, sleep, wake, 1),
-        }
-        turns = ModelTurns(models, self.clock, min_stay_s=0.5, max_wait_s=1.0, start_timeout_s=5.0)
+        status = partial(judge.ask, Coordinator.status)
+        policy = TurnsModel(self.coordinator.status, replicas.sleep, replicas.wake, 1)
+        other = TurnsModel(status, lambda *order: judge.ask(lambda c: c.replicas.sleep(*order)), wake, 1)
+        turns = ModelTurns(
+            {"": policy, "judge": other}, self.clock, min_stay_s=0.5, max_wait_s=1.0, start_timeout_s=5.0
+        )
         self._turns = asyncio.create_task(turns.run(), name="turns")
 
     async def crash_coordinator(self) -> None:
@@ -86,9 +77,12 @@ class TurnsWorld(WholeWorld):
         await asyncio.gather(super().talk_alike(session_id), self._call_judge())
 
     async def _call_judge(self) -> None:
+        """Call one of the judge's replicas after the other, also while it sleeps."""
+        numbers = count()
+
         async def once() -> None:
             process = self.rng.choice(tuple(self.judge.processes.values()))
-            name = f"judge-{next(self._call_numbers)}"
+            name = f"judge-{next(numbers)}"
             await process.link.generate(GenerateRequest(name, (1,), SamplingParams(max_tokens=20), 15.0))
 
         while await self._goes_on(1.0):

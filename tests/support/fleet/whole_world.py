@@ -141,6 +141,7 @@ class WholeWorld(World):
         super().__init__(seed, clock, checkpoint)
         self.seed = seed
         self.has_words = has_words
+        self.models: tuple[World, ...] = (self,)  # the fleets of the service
         self.say = Random(f"words {seed}")  # of its own: without words a seed is the schedule that it was
         retention = RetentionPolicy(deletes_acknowledged=True)
         self.config = replace(self.config, retention=retention, retention_interval_s=0.5)
@@ -178,11 +179,6 @@ class WholeWorld(World):
         await self.start_ingress(self._sessions_path)
         for _ in range(self.rng.randint(1, 3)):
             self.start_worker()
-
-    @property
-    def models(self) -> tuple[World, ...]:
-        """The fleets of the service."""
-        return (self,)
 
     def spec(self, version: int | None) -> SimulatedSpec:
         return SimulatedSpec(RENDERER.vocab_size, 2048, 32, 200, 8, LATENCY, initial_version=version)
