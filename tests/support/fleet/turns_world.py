@@ -67,6 +67,8 @@ class TurnsWorld(WholeWorld):
 
     def watch(self) -> None:
         super().watch()
+        for process in self.processes.values():  # no turn ends while a replica cannot be put to sleep
+            process.is_heard = process.is_alive
         awake = [[one.url for one in model.placeable()] for model in self.models]
         assert not all(awake), f"two models take traffic at once: {awake}"
 
@@ -96,11 +98,17 @@ class TurnsWorld(WholeWorld):
         """No operator does: a push that waits for the turn gets it."""
 
     async def needs_a_push(self) -> bool:
-        served = self.judge.coordinator.replicas.sync.served_source()
-        return served is None or served.version in NOISE or await super().needs_a_push()
+        return self._judge_needs_a_push() or await super().needs_a_push()
 
     async def push_until_done(self) -> None:
-        await asyncio.gather(super().push_until_done(), self.judge.push_until_done())
+        if self._judge_needs_a_push():
+            await self.judge.push_until_done()
+        if await super().needs_a_push():
+            await super().push_until_done()
+
+    def _judge_needs_a_push(self) -> bool:
+        served = self.judge.coordinator.replicas.sync.served_source()
+        return served is None or served.version in NOISE
 
     async def heal(self) -> None:
         await super().heal()
