@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from agentloop.clock import VirtualClock
-from agentloop.engine import MemoryTag
+from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
@@ -23,10 +23,13 @@ class TurnsWorld(WholeWorld):
     def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
         super().__init__(seed, clock, checkpoint, folder, has_words=True)
         self.judge = judge = World(seed, clock, checkpoint)
-        judge.network, judge.push_share = self.network, 0.0
-        self.initial_version = judge.initial_version = 0  # an engine without weights cannot sleep twice
-        self.boot_versions = (0,)
-        judge.config = replace(judge.config, begins_asleep=True)
+        judge.network = self.network
+        # An engine without weights cannot sleep twice, so there is always a folder that brings it new ones.
+        self.initial_version = judge.initial_version = 0
+        self.boot_versions, self.push_share, judge.push_share = (0,), 0.0, 0.0
+        initial = WeightUpdate(0, self.checkpoint)
+        self.config = replace(self.config, initial_weights=initial)
+        judge.config = replace(judge.config, initial_weights=initial, begins_asleep=True)
         self.models = (self, judge)
         self._turns: asyncio.Task[None] | None = None
 

@@ -315,10 +315,10 @@ class WholeWorld(World):
         self._is_rewriting = True
         self._rewrites.choice((self.folders.write, self.folders.damage))(directory)
         self.history.counts["folder rewritten"] += 1
-        num_reads = self.folders.num_reads[directory]
+        num_reads, was_steady = self.folders.num_reads[directory], self._is_steady()
         try:
             await again
-            is_compared = self.folders.num_reads[directory] > num_reads and self.network.is_perfect
+            is_compared = self.folders.num_reads[directory] > num_reads and was_steady and self._is_steady()
             is_other = self.served_digest(directory) != (await self.folders.read(directory)).digest
             assert not (is_compared and is_other), (
                 f"{directory} was rewritten, and is the served version all the same"
@@ -329,6 +329,11 @@ class WholeWorld(World):
         finally:
             self._is_rewriting = False
             self.restore_folders()
+
+    def _is_steady(self) -> bool:
+        """Return True if folders are read only to compare a push, and no answer to the coordinator is lost."""
+        is_complete = len(self.placeable()) == sum(one.is_alive for one in self.processes.values())
+        return is_complete and self.coordinator.replicas.sync.progress is None and self.network.is_perfect
 
     def served_digest(self, directory: str) -> str:
         served = self.coordinator.replicas.sync.served_source()
