@@ -65,7 +65,7 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
     where = urlsplit(url)
     address = where.hostname or "", where.port or 0
 
-    async def turn(connection: Connection, number: int, ids: list[int], length: int) -> list[int]:
+    async def turn(number: int, ids: list[int], length: int) -> list[int]:
         body = {
             "model": "default",
             "prompt": ids,
@@ -76,9 +76,12 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
         data = orjson.dumps(body | {"temperature": 1.0})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json"
         began_at = time.perf_counter()
+        connection = Connection()  # uvicorn closes one that is idle for 5 s
+        await asyncio.get_running_loop().create_connection(lambda: connection, *address)
         status, answer = await connection.ask(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
         if not status.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"a call was refused: {answer[:500]!r}")
+        connection.close()
         found: list[int] = orjson.loads(answer)["choices"][0]["token_ids"]
         load.turns.append(Turn(began_at, time.perf_counter(), len(found), number=number))
         return found
@@ -86,19 +89,16 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
     async def one(number: int) -> None:
         choose = random.Random(number)
         async with seats:
-            connection = Connection()
-            await asyncio.get_running_loop().create_connection(lambda: connection, *address)
             ids = choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_prompt)
             turns = zip(workload.lengths(number), workload.tools(number), strict=True)
             for index, (length, (pause_s, _)) in enumerate(turns):
                 if time.perf_counter() >= workload.until:
                     break
-                ids += await turn(connection, index, ids, length)
+                ids += await turn(index, ids, length)
                 ids += choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_observed)
                 await asyncio.sleep(pause_s)
             else:
                 load.finished_at.append(time.perf_counter())
-            connection.close()
 
     async with asyncio.TaskGroup() as group:
         for number in numbers:
@@ -313,8 +313,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seats", type=int, default=512, help="requests that an engine runs at once")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--sampled", type=int, default=190, help="tokens a turn, in the mean")
-    parser.add_argument("--prompt-words", type=int, default=1500, help="of a trajectory's first message")
-    parser.add_argument("--answer-words", type=int, default=200, help="of a tool's answer")
+    parser.add_argument("--prompt-words", type=int, default=350, help="of a trajectory's first message")
+    parser.add_argument("--answer-words", type=int, default=45, help="of a tool's answer")
     parser.add_argument("--pause-s", type=float, default=1.5, help="of a tool, in the mean")
     parser.add_argument("--context", type=int, default=12288)
     parser.add_argument("--kv-mib", type=int, default=46000, help="of each engine's KV cache")
