@@ -179,7 +179,7 @@ def _of_queue(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
     num_held = sum(one.num_held for one in status.rollouts)
     num_queued = sum(one.num_queued for one in status.rollouts)
     if 0 < num_held == num_queued and not any(one.num_running for one in status.rollouts) and not status.update:
-        text = f"{num_held} samples are held by their staleness limit until new weights come"
+        text = f"{num_held} samples are held until new weights come: by their version, adapter or staleness limit"
         yield Finding(Cause.STALE, text, "push weights, or raise `max_staleness` or `trajectories_per_version`")
     if status.queue.reason and status.is_ready and not _is_busy(status, flights):
         num = status.queue.num_queued + status.queue.num_waiting

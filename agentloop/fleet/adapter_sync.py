@@ -148,6 +148,9 @@ class AdapterSync:
                     )
                     if not isinstance(error, CheckpointUnreadable):
                         raise
+                    if (known := held.get(one.name)) is not None and known.version == one.version:
+                        # Other content under this version: only an earlier coordinator knew.
+                        await self._unload(replica, one.name)
                     self._fleet.note_adapter(replica, one.name, is_held=False)
             loaded = tuple(wanted.values())
 
@@ -204,9 +207,13 @@ class AdapterSync:
     async def _make_room(self, owner: str) -> NamedAdapter | None:
         """Take the place of the adapter that was pushed longest ago and is in no use, if all places are taken.
 
-        Raises AdaptersFull, which names those that the owner of the new one sees.
+        Raises AdaptersFull, which names those that the owner of the new one sees, and NoHealthyReplica.
         """
-        num_places = min((one.registration.info.max_loras or 0 for one in self._takers()), default=0)
+        if not (
+            takers := self._takers()
+        ):  # a replica that joins without the files of some adapters may have room for one more
+            raise _refusal(())
+        num_places = min(one.registration.info.max_loras or 0 for one in takers)
         if len(self.served) < num_places or num_places == 0:
             return None
         in_use = self.in_use()

@@ -475,6 +475,10 @@ class ReplicaSync:
         if previous_version is not None and update.version <= previous_version:
             kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
+        known = self._desired.weights.served
+        if known is not None and known.version == update.version and update.is_repeatable and not force:
+            # No replica holds the version any more. Other content needs another version, or `force`.
+            update = replace(update, digest=known.update.digest)
         source = UpdateSource.of(replace(update, is_forced=force), kv_policy)
         run = await self._stage_and_switch(self._takers(update.receivers), source, ALL_MEMORY)
         report = UpdateReport(

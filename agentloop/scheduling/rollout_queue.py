@@ -91,7 +91,7 @@ class RolloutQueue:
         self._suspects = SuspectTrials()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
-        self._versions = FleetVersions()
+        self._versions, self._now = FleetVersions(), 0.0  # as of the last `set_versions`
         self._workers: dict[str, _WorkerSamples] = {COORDINATOR: _WorkerSamples()}
         self._done: deque[RolloutStatus] = deque(maxlen=64)
 
@@ -173,7 +173,7 @@ class RolloutQueue:
         if budget is not None:
             budget.restore(num_trained, first_version)
         rollout = LiveRollout(
-            rollout_id, terms, budget, num_accepted=num_finished, num_finished_before=num_finished
+            rollout_id, terms, budget, now, num_accepted=num_finished, num_finished_before=num_finished
         )
         self._rollouts[rollout_id] = rollout
         self._order.join(rollout)
@@ -188,12 +188,13 @@ class RolloutQueue:
             self._num_bytes += one.num_bytes
             ids = [assignment_id_of(rollout_id, group.group_id, index) for index in sample_indexes]
             samples = [
-                Sample(assignment_id, rollout, group, index, now, is_restored=is_restored)
+                Sample(assignment_id, rollout, group, index, is_restored=is_restored)
                 for assignment_id, index in zip(ids, sample_indexes, strict=True)
             ]
             self._live |= zip(ids, samples, strict=True)
             rollout.num_accepted += len(samples)
             rollout.num_queued += len(samples)
+            rollout.demands[group.task.weight_version] += len(samples)
             if samples:
                 self._order.add_group(samples)
             if one.is_full:
@@ -201,8 +202,9 @@ class RolloutQueue:
 
     # --- workers ---
 
-    def set_versions(self, versions: FleetVersions) -> None:
+    def set_versions(self, versions: FleetVersions, now: float) -> None:
         """Measure staleness against what the fleet serves, and against what is coming."""
+        self._now = now
         self._budgets.learn(versions)
         if versions != self._versions:
             self._versions = versions
@@ -499,7 +501,8 @@ class RolloutQueue:
                 sum(sample.rollout is rollout for sample in running),
                 len(rollout.finished) + rollout.num_finished_before,
             )
-            if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
+            noted = rollout.num_queued, rollout.num_running, rollout.demands.total()
+            if noted != (*counted[:2], counted[0]) or sum(counted) != rollout.num_accepted:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
         groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
         if any(one.keep is not None and one.num_complete + len(one.keep_places) > one.keep for one in groups):
@@ -555,15 +558,18 @@ class RolloutQueue:
         self._suspects.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
-        """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""
+        """Count the queued samples that wait for weights: those that their run does not admit now, whose rollouts
+        are admitted in their order, or those that wait for a version or an adapter. What waits for these is passed
+        by, so the larger number is that of both."""
+        num_awaiting = rollout.num_awaiting_weights(self._versions, self._now)
         if rollout.budget is None:
-            return 0
+            return num_awaiting
         num_queued = 0
         for other in self._rollouts.values():
             num_queued += other.num_queued if other.budget is rollout.budget else 0
             if other is rollout:
                 break
-        return max(0, min(rollout.num_queued, num_queued - rollout.budget.room(self._versions)))
+        return max(num_awaiting, min(rollout.num_queued, num_queued - rollout.budget.room(self._versions)))
 
     def _fail(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
         """Take a sample from its worker for a reason of its own: it goes out again before what was never begun."""

@@ -15,6 +15,7 @@ from enum import StrEnum
 from agentloop import codec
 from agentloop.api.coordinator import RolloutStatus, RolloutTerms
 from agentloop.errors import InvariantBroken
+from agentloop.sampling import VersionDemand
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 from agentloop.types import LossCause, RolloutGroup, StopReason
 
@@ -59,7 +60,6 @@ class Sample:
     rollout: LiveRollout
     group: RolloutGroup
     sample_index: int
-    queued_at: float
     queued_s: float = 0.0  # how long it had waited when it was last handed out
     is_restored: bool = False  # an earlier coordinator accepted it, and may have handed it out
     state: SampleState = SampleState.QUEUED
@@ -102,7 +102,7 @@ class Sample:
 
     def note_wait(self, now: float) -> None:
         """Note how long the sample has waited, as it leaves the queue."""
-        self.queued_s = max(0.0, now - self.queued_at)
+        self.queued_s = max(0.0, now - self.rollout.queued_at)
 
     def forgive(self, silence: Silence) -> None:
         """Take back the losses that were counted for a worker's silence."""
@@ -113,8 +113,9 @@ class Sample:
         """Change the state, and the rollout's counts. Raises InvariantBroken for a move that cannot be."""
         if state not in _MOVES[self.state]:
             raise InvariantBroken(f"{self.assignment_id} cannot go from {self.state} to {state}")
-        rollout = self.rollout
-        rollout.num_queued += (state is SampleState.QUEUED) - (self.state is SampleState.QUEUED)
+        rollout, num_queued = self.rollout, (state is SampleState.QUEUED) - (self.state is SampleState.QUEUED)
+        rollout.num_queued += num_queued
+        rollout.demands[self.group.task.weight_version] += num_queued
         rollout.num_running += (state is SampleState.RUNNING) - (self.state is SampleState.RUNNING)
         self.state = state
 
@@ -143,6 +144,8 @@ class LiveRollout:
     rollout_id: str
     terms: RolloutTerms
     budget: StalenessBudget | None
+    queued_at: float
+    demands: Counter[VersionDemand | None] = field(default_factory=Counter)  # of its queued samples
     groups: dict[str, LiveGroup] = field(default_factory=dict)
     num_accepted: int = 0
     num_finished_before: int = 0  # by a coordinator before this one
@@ -150,6 +153,20 @@ class LiveRollout:
     num_running: int = 0
     finished: set[str] = field(default_factory=set)
     is_cancelled: bool = False
+
+    def awaits_weights(self, demand: VersionDemand | None, versions: FleetVersions, now: float) -> bool:
+        """Return True if samples with this demand stay queued: their adapter is not served, or other versions than
+        they accept are and their wait is not over."""
+        served = versions.of(self.terms.adapter).served
+        if self.terms.adapter and served is None:
+            return True
+        if demand is None or served is None or demand.accepts(served):
+            return False
+        return now - self.queued_at < demand.wait_s
+
+    def num_awaiting_weights(self, versions: FleetVersions, now: float) -> int:
+        """Count the queued samples that wait for an adapter or a version that they demand."""
+        return sum(num for demand, num in self.demands.items() if self.awaits_weights(demand, versions, now))
 
     def status(self, num_held: int = 0) -> RolloutStatus:
         num_finished = self.num_accepted - self.num_queued - self.num_running

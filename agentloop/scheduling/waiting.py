@@ -198,7 +198,9 @@ class Waiting:
         return self._balancer.has_room(demand, over)
 
     def _grant(self, demand: Demand, able: frozenset[str], ticket: _Ticket) -> Lease:
-        """Raises NoHealthyReplica unless there is room, and no other call's turn comes before."""
+        """Raises NoHealthyReplica unless there is room, and no other call's turn comes before. Raises
+        WeightVersionNotServed or ModelNotFound first: a call for other weights does not wait for room."""
+        self._fleet.check_weights(demand.needs)
         now, user = self._clock.now(), self._user_of(demand.holder_id)
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         if not has_lease and not self._may_begin(demand, user, able, ticket, now):

@@ -41,6 +41,9 @@ PATIENCE = {  # settings of what Ray lets be set
     "RAY_worker_register_timeout_seconds": "300",
 }
 QUIET = {  # settings of what Ray and Serve do by the clock, which is most of the CPU of an idle service
+    "RAY_event_stats": "0",  # else each process times every event of its loops, for Ray's own debug dump
+    "RAY_num_workers_soft_limit": "0",  # idle workers that Ray keeps; else as many as there are free CPUs
+    "RAY_idle_worker_killing_time_threshold_ms": "60000",  # users' next Ray tasks reuse their workers; else 1000
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # else 0.1
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # of each process; else 100
     "REPORTER_UPDATE_INTERVAL_MS": "30000",  # of the node's own metrics; else 5000
@@ -131,6 +134,9 @@ class PatientNode(ray_node.Node):  # type: ignore[misc] # Ray has no types
 
     def start_log_monitor(self) -> None:
         """Start none: it reads all logs ten times a second for drivers that print them, which this one does not."""
+
+    def start_monitor(self) -> None:
+        """Start none: it adds nodes to a cluster, and this one has one node."""
 
     def start_raylet(self, *arguments: Any, **options: Any) -> None:
         for (name, field), port in zip(_AGENT_PORTS.items(), _free_ports(len(_AGENT_PORTS)), strict=True):

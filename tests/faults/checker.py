@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
-from agentloop.rollout.turn_journal import YOUNG_S
+from agentloop.rollout.turn_journal import YOUNG_S, mark_of
 from agentloop.types import KVPolicy, StopReason, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.adapter_world import held_by
+from tests.support.fleet.poisons import FIRST_STATE
 from tests.support.fleet.proving_policy import logprobs_of
+from tests.support.fleet.schedules import World
 from tests.support.fleet.whole_world import WholeWorld
 
 SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
@@ -48,7 +50,7 @@ def fleet_problems(world: WholeWorld) -> Iterator[str]:
         yield f"unknown replicas: {sorted(known)}"
 
 
-def version_problems(world: WholeWorld) -> Iterator[str]:
+def version_problems(world: World) -> Iterator[str]:
     """What is wrong with the version that the fleet has come to."""
     history, version = world.history, world.coordinator.replicas.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
@@ -212,6 +214,7 @@ def tool_problems(world: WholeWorld) -> Iterator[str]:
         for group in groups
     }
     everyone = (*world.workers, *world.dead)
+    begin_again = {name for one in everyone for name in one.tool.without_snapshot}
     for dead in world.dead:
         if not dead.has_good_disk:
             continue  # a journal that could not be written has ended
@@ -222,12 +225,26 @@ def tool_problems(world: WholeWorld) -> Iterator[str]:
             (one.trajectory_id, one.key)
             for one in dead.tool.calls
             if one.ended_at < written_by and begun_at[one.trajectory_id] < written_by - YOUNG_S
+            if one.trajectory_id not in begin_again and mark_of(one.trajectory_id) not in world.damaged_journals
         }
         for other in everyone:
             for one in other.tool.calls if other is not dead else ():
                 begins_anew = limits[one.trajectory_id.rpartition("/")[0]] is not None
                 if (one.trajectory_id, one.key) in kept and one.begun_at > dead.died_at and not begins_anew:
                     yield f"{other.name} asked {one.key} of {one.trajectory_id} again, which {dead.name} had"
+
+
+def state_problems(stored: dict[str, list[Trajectory]]) -> Iterator[str]:
+    """Answers of an environment that do not begin in the state that the answer before them left."""
+    for record in (record for records in stored.values() for record in records):
+        expected = FIRST_STATE
+        for message in record.messages:
+            if message.role == "tool" and message.content.startswith("noted ") and ": " in message.content:
+                before, after = message.content.partition(": ")[2].split()
+                if before != expected:
+                    name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
+                    yield f"{name}: the environment went from {expected} to {before}"
+                expected = after
 
 
 async def restart_problems(world: WholeWorld) -> list[str]:
@@ -240,6 +257,7 @@ async def restart_problems(world: WholeWorld) -> list[str]:
 
 
 def file_problems(world: WholeWorld) -> Iterator[str]:
-    """Journals of trajectories that have ended."""
-    if left := [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]:
+    """Journals of trajectories that have ended. One with a damaged header is removed only when it is old."""
+    left = [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]
+    if left := [path for path in left if path.name.partition(".")[0] not in world.damaged_journals]:
         yield f"journals are left: {left}"

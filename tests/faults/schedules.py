@@ -18,6 +18,7 @@ from tests.faults import checker
 from tests.support.fleet.adapter_world import AdapterWorld
 from tests.support.fleet.batch_world import BatchWorld
 from tests.support.fleet.live_run import write_checkpoint
+from tests.support.fleet.turns_world import TurnsWorld
 from tests.support.fleet.whole_world import WholeWorld, make_groups
 
 MAX_HEALING_S = 120.0
@@ -27,6 +28,8 @@ FIRST_OF_ADAPTERS = 1_000_000
 """From here on schedules have adapters by name in place of updates."""
 FIRST_OF_BATCHES = 2_000_000
 """From here on clients are trainers that take batches, and carry what is unfinished or end it."""
+FIRST_OF_TURNS = 3_000_000
+"""From here on the service has a second model, and both take turns on their accelerators."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
 MAX_THREAD_END_S = 10.0
@@ -43,8 +46,10 @@ def run_schedule(seed: int) -> Counter[str]:
         checkpoint = folder / "checkpoint"
         checkpoint.mkdir()
         given = clock, write_checkpoint(checkpoint), folder
-        if seed >= FIRST_OF_BATCHES:
-            world: WholeWorld = BatchWorld(seed, *given, has_words=True)
+        if seed >= FIRST_OF_TURNS:
+            world: WholeWorld = TurnsWorld(seed, *given)
+        elif seed >= FIRST_OF_BATCHES:
+            world = BatchWorld(seed, *given, has_words=True)
         elif seed >= FIRST_OF_ADAPTERS:
             world = AdapterWorld(seed, *given)
         else:
@@ -94,6 +99,7 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
             *checker.token_problems(world, stored),
             *checker.staleness_problems(world, stored),
             *checker.tool_problems(world),
+            *checker.state_problems(stored),
         ]
         assert not problems, "; ".join(problems)
         world.coordinator.rollouts.queue.check()
@@ -117,7 +123,7 @@ async def _until_quiet(world: WholeWorld, clients: list[asyncio.Task[None]]) -> 
             await world.push_until_done()
         problems = [
             *checker.fleet_problems(world),
-            *checker.version_problems(world),
+            *(problem for model in world.models for problem in checker.version_problems(model)),
             *checker.lease_problems(world),
             *await checker.restart_problems(world),
             *(checker.file_problems(world) if all(client.done() for client in clients) else ()),
@@ -142,6 +148,7 @@ def _told(stored: dict[str, list[Trajectory]]) -> Counter[str]:
     records = [record for records in stored.values() for record in records]
     told = Counter(f"ended: {record.stop_reason}" for record in records)
     told["begun again"] = sum(record.attempt > 0 for record in records)
+    told["resumed turns"] = sum(record.num_resumed_turns for record in records)
     told["resampled turns"] = sum(record.num_resampled_turns for record in records)
     mixed = [path for record in records for path in record.paths if len(path.weight_versions) > len(path.turns)]
     told["swapped in flight"] = len(mixed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.run import run_batch
-from tests.faults.schedules import FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FOUND_SEEDS
+from tests.faults.schedules import FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FIRST_OF_TURNS, FOUND_SEEDS
 from tests.support.fleet.faulty_link import Fault
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ HAPPENINGS = (
     *("ended: loop_failed", "ended: cancelled", "order refused"),
     *("cancelled", "refused other work", "acknowledged beyond", "damaged a record", "ran damaged ones again"),
     *("killed two", "WeightsRefused", "folder rewritten", "rewritten folder refused"),
-    *("alike: answer lost", "alike: retried"),
+    *("alike: answer lost", "alike: retried", "damaged a journal", "resumed turns"),
 )
 
 
@@ -44,6 +44,7 @@ def test_schedules_with_adapters() -> None:
         "_kill",
         "_crash",
         "client: model_not_found",
+        "rewritten folder refused",
     ):
         assert totals[what] > 0, f"{what} never happened in {totals}"
 
@@ -60,6 +61,13 @@ def test_schedules_with_batches() -> None:
         "_kill",
         "_crash",
     ):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
+
+
+def test_schedules_with_turns_of_models() -> None:
+    totals, wrong = run_batch([FIRST_OF_TURNS + number for number in range(NUM_SEEDS)])
+    assert not wrong
+    for what in ("turn of the judge", "the judge answered", "update", "_kill", "_crash"):
         assert totals[what] > 0, f"{what} never happened in {totals}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -22,6 +23,7 @@ from agentloop.errors import (
     Conflict,
     InvalidRequest,
     ModelNotFound,
+    NoHealthyReplica,
 )
 from agentloop.fleet.desired_state import FleetAdapters
 from agentloop.simulation.engine import SimulatedEngine
@@ -40,6 +42,7 @@ from agentloop_servers.coordinator.coordinator import FLEET_ADAPTERS
 from tests.support.fleet.live_run import SPEC, LiveRun, live_run, talk, write_checkpoint
 from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.proving_policy import ProvingPolicy, logprobs_of
+from tests.support.fleet.weight_folders import WeightFolders
 
 TENANTS = tuple(f"t{number}" for number in range(8))
 
@@ -323,6 +326,51 @@ async def test_no_replica_unloads_an_adapter_that_a_rollout_uses(clock: VirtualC
 
 
 @virtually
+async def test_a_replica_keeps_no_other_content_under_a_served_version(clock: VirtualClock, folder: Path) -> None:
+    """The coordinator that knew of the other content has died."""
+    store, folders = MemoryStore(), WeightFolders(folder / "weights", Random(0))
+    async with running(clock, folder, num_engines=1, store=store) as run:
+        await push(run, "a", 1, folders.folder_of("a"))
+    shutil.rmtree(folders.folder_of("a"))
+    async with running(clock, folder, num_engines=0, store=store) as run:
+        spec = replace(SPEC, lora_rank=8, max_loras=8)
+        late = run.engines["sim://late"] = SimulatedEngine(spec, clock=clock, policy=ProvingPolicy())
+        await late.start()
+        await late.load_adapter(Adapter("a", 1, folders.folder_of("b")))
+        await run.coordinator.replicas.register(
+            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
+        )
+        while not run.coordinator.replicas.fleet.placeable():
+            await clock.sleep(0.1)
+        with pytest.raises(ModelNotFound):
+            await late.generate(GenerateRequest("c", (5, 6), SamplingParams(max_tokens=1), 5.0, adapter="a"))
+
+
+@virtually
+async def test_a_push_while_no_replica_serves_does_not_exceed_the_places(clock: VirtualClock, folder: Path) -> None:
+    """Otherwise no replica could hold all served adapters, and none would join again."""
+    store = SlowStore()
+    async with running(clock, folder, num_places=2, num_engines=1, store=store) as run:
+        gone = write_checkpoint(_made(folder / "gone"))
+        await push(run, "a")
+        await push(run, "b", directory=str(gone))
+        shutil.rmtree(gone)
+        await run.coordinator.replicas.deregister("a")
+        spec = replace(SPEC, lora_rank=8, max_loras=2)
+        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        late.load_s = 1.0
+        await late.start()
+        await run.coordinator.replicas.register(
+            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
+        )
+        await clock.sleep(0.5)
+        store.save_s = 2.0
+        with pytest.raises(NoHealthyReplica):
+            await push(run, "c")
+        assert len(await run.coordinator.adapters()) == 2
+
+
+@virtually
 async def test_a_refused_push_leaves_what_is_held_to_its_calls(clock: VirtualClock, folder: Path) -> None:
     """A replica that joins anew unloads nothing then, so it waits for no call."""
     async with running(clock, folder) as run, asyncio.TaskGroup() as group:
@@ -392,6 +440,12 @@ async def test_a_rollout_is_not_repeated_under_another_adapter(clock: VirtualClo
 
 
 class SlowStore(MemoryStore):
+    save_s = 0.0
+
+    async def save_state(self, *args) -> None:
+        await asyncio.sleep(self.save_s)
+        await super().save_state(*args)
+
     async def accept(self, *args, **options) -> None:
         await asyncio.sleep(2.0)
         await super().accept(*args, **options)

@@ -171,6 +171,27 @@ class SummedReceiver(Receiver):
         return StageReport(HeldIn.HOST, "shm", digest=f"sums:{update.push.token.partition(' ')[2]}")
 
 
+def test_a_version_that_no_replica_holds_any_more_keeps_its_content(tmp_path):
+    """Otherwise records of one version would be of two contents."""
+
+    @virtual
+    async def test(clock):
+        site = await two_replicas(clock, tmp_path)
+        latest = write(tmp_path / "latest", 1)
+        await site.push_folder(5, latest)
+        await site.sync.sleep(2)
+        write(latest, 2)
+        with pytest.raises(CheckpointUnreadable, match="other bytes"):
+            await site.push_folder(5, latest)
+        write(latest, 1)
+        await site.push_folder(5, latest)
+        await site.sync.sleep(2)
+        write(latest, 2)
+        await site.push_folder(5, latest, force=True)
+
+    test()
+
+
 def test_a_repeated_push_is_compared_by_its_senders_checksums(tmp_path):
     @virtual
     async def test(clock):

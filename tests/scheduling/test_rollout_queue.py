@@ -9,11 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentloop.api.coordinator import RolloutTerms
 from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
+from agentloop.sampling import VersionDemand
+from agentloop.scheduling.samples import NoPlace
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
 from tests.benchmarks.dispatch import LATE_S, simulate
-from tests.support.fleet.placing_queue import PlacingQueue
+from tests.support.fleet.placing_queue import LEASE, PlacingQueue
 
 
 def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):
@@ -467,7 +469,7 @@ def test_give_back():
 
 def limited(limit, *sizes, served=0, rollout_id="r", queue=None, **config):
     queue = queue or PlacingQueue(**config)
-    queue.set_versions(FleetVersions(served))
+    queue.set_versions(FleetVersions(served), 0.0)
     queue.reserve(rollout_id, [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)])
     queue.add(rollout_id, now=0.0)
     queue.check()
@@ -480,12 +482,12 @@ def test_no_more_is_begun_than_the_trainer_consumes_in_time():
     assert queue.take("w", 100, 0.0) == ()
     status = queue.status("r")
     assert (status.num_queued, status.num_held) == (4, 4)
-    queue.set_versions(FleetVersions(1))
+    queue.set_versions(FleetVersions(1), 0.0)
     assert queue.status("r").num_held == 2
     assert names(queue.take("w", 100, 0.0)) == ["r/g2/0", "r/g2/1"]
     queue.finished("r/g0/0")  # what is finished stays counted
     assert queue.take("w", 100, 0.0) == ()
-    queue.set_versions(FleetVersions(2))
+    queue.set_versions(FleetVersions(2), 0.0)
     assert len(queue.take("w", 100, 0.0)) == 2
     queue.check()
 
@@ -516,7 +518,7 @@ def test_a_late_record_of_a_queued_sample_takes_a_place():
 def test_a_group_is_divided_where_its_run_admits_a_part():
     queue = limited(StalenessLimit(0, trajectories_per_version=3), 8)
     assert names(queue.take("w", 8, 0.0)) == ["r/g0/0", "r/g0/1", "r/g0/2"]
-    queue.set_versions(FleetVersions(1))
+    queue.set_versions(FleetVersions(1), 0.0)
     assert names(queue.take("w", 2, 0.0)) == ["r/g0/3", "r/g0/4"]
     assert names(queue.take("v", 8, 0.0)) == ["r/g0/5"]
     queue.check()
@@ -527,17 +529,45 @@ def test_what_is_held_back_is_passed_by():
     limited(None, 2, rollout_id="s", queue=queue)
     assert names(queue.take("w", 9, 0.0)) == ["r/g0/0", "s/g0/0", "s/g0/1"]
     assert [status.num_held for status in queue.rollouts] == [3, 0]
-    queue.set_versions(FleetVersions(0, coming=1))
+    queue.set_versions(FleetVersions(0, coming=1), 0.0)
     assert [status.num_held for status in queue.rollouts] == [3, 0]
 
 
 def test_nothing_on_policy_is_begun_while_an_update_is_on_its_way():
     queue = limited(StalenessLimit(0), 2)
-    queue.set_versions(FleetVersions(0, coming=1))
+    queue.set_versions(FleetVersions(0, coming=1), 0.0)
     assert queue.take("w", 9, 0.0) == ()
     assert queue.status("r").num_held == 2
-    queue.set_versions(FleetVersions(1))
+    queue.set_versions(FleetVersions(1), 0.0)
     assert len(queue.take("w", 9, 0.0)) == 2
+
+
+def test_samples_that_wait_for_a_version_or_an_adapter_are_held():
+    limit, demanded = StalenessLimit(1, trajectories_per_version=2), VersionDemand(min_version=6, wait_s=100.0)
+    groups = [group(f"g{number}", 2, "r", limit) for number in range(3)]
+    groups[:2] = [replace(one, task=replace(one.task, weight_version=demanded)) for one in groups[:2]]
+    queue = PlacingQueue()
+    for name, work, adapter in (("r", groups, ""), ("s", groups[:1], ""), ("a", [group("g", 3, "a")], "a")):
+        work = [replace(one, rollout_id=name, staleness=limit if name == "r" else None) for one in work]
+        queue.reserve(name, work, RolloutTerms(adapter=adapter))
+        queue.add(name, now=10.0)
+
+    def held(versions, now):
+        queue.set_versions(versions, now)
+        return [status.num_held for status in queue.rollouts]
+
+    assert held(FleetVersions(), 10.0) == [2, 0, 3], (
+        "the budget admits four, and which version is served is not known"
+    )
+    assert held(FleetVersions(5), 10.0) == [4, 2, 3]
+    assert held(FleetVersions(5, adapters={"a": 1}), 10.0) == [4, 2, 0]
+    assert held(FleetVersions(5), 110.0) == [2, 0, 3], "they have waited as long as they demand"
+    assert held(FleetVersions(6), 10.0) == [2, 0, 3]
+    assert (
+        len(queue.take("w", 9, 110.0, lambda one: LEASE if one.rollout.rollout_id == "s" else NoPlace.LATER)) == 2
+    )
+    assert held(FleetVersions(5), 20.0) == [4, 0, 3], "what runs is not held"
+    queue.check()
 
 
 def test_a_cancelled_rollout_holds_nothing_back():
@@ -562,7 +592,7 @@ def test_rollouts_of_one_run_share_the_budget():
     with pytest.raises(InvalidRequest):
         limited(StalenessLimit(1, run_id="run"), 1, rollout_id="t", queue=queue)
     assert queue.finished("s/g0/0")
-    queue.set_versions(FleetVersions(1))
+    queue.set_versions(FleetVersions(1), 0.0)
     assert names(queue.take("w", 9, 0.0)) == ["s/g0/1"]
 
 
@@ -588,7 +618,7 @@ def test_a_dropped_sample_is_begun_anew_until_its_attempts_are_used_up():
 def test_a_restored_queue_counts_what_was_finished():
     limit = StalenessLimit(1, trajectories_per_version=2)
     queue = PlacingQueue()
-    queue.set_versions(FleetVersions(6))
+    queue.set_versions(FleetVersions(6), 0.0)
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
     queue.adopt("w", {"r/g/4": 0}, 0.0)
     assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 runs
@@ -599,9 +629,9 @@ def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_firs
     queue = PlacingQueue()
     queue.restore("r", [(group("g", 4, "r", StalenessLimit(0, trajectories_per_version=1)), (0, 1, 2, 3))], 0.0)
     queue.adopt("w", {"r/g/0": 0}, 0.0)
-    queue.set_versions(FleetVersions(0))
+    queue.set_versions(FleetVersions(0), 0.0)
     assert queue.take("w", 9, 0.0) == ()
-    queue.set_versions(FleetVersions(1))
+    queue.set_versions(FleetVersions(1), 0.0)
     assert len(queue.take("w", 9, 0.0)) == 1
 
 
@@ -702,7 +732,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(is_coming=st.booleans())
     def update(self, is_coming):
         self.served += 1
-        self.queue.set_versions(FleetVersions(self.served, self.served + 1 if is_coming else None))
+        self.queue.set_versions(FleetVersions(self.served, self.served + 1 if is_coming else None), self.now)
 
     @rule(worker=workers)
     def obey(self, worker):
@@ -740,7 +770,7 @@ class QueueMachine(RuleBasedStateMachine):
         """A new coordinator knows only what is durable."""
         before, self.queue = self.queue, PlacingQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
         before.check()
-        self.queue.set_versions(FleetVersions(self.served))
+        self.queue.set_versions(FleetVersions(self.served), self.now)
         rollouts = {name.partition("/")[0] for name in self.accepted}
         for rollout_id in sorted(rollouts):
             mine = {n: g for n, g in self.accepted.items() if n.startswith(f"{rollout_id}/")}
@@ -769,7 +799,7 @@ class QueueMachine(RuleBasedStateMachine):
         for worker in self.at_worker:
             self.queue.worker_lost(worker, self.now)
         # What was begun before the fleet's version is known counts from the first one known: it is told first.
-        self.queue.set_versions(FleetVersions(self.served))
+        self.queue.set_versions(FleetVersions(self.served), self.now)
         while self.queue.num_queued:
             handed = self.queue.take("last", 100, self.now)
             for name in names(handed):
@@ -777,7 +807,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert handed or not self.is_stuck, "no version lets anything go"
             self.is_stuck = not handed
             self.served += 1  # the trainer has consumed its batch
-            self.queue.set_versions(FleetVersions(self.served))
+            self.queue.set_versions(FleetVersions(self.served), self.now)
         self.write_owed()
         assert self.finished == self.accepted.keys()
 

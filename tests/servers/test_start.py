@@ -11,12 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 import yaml
 
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import check_resources
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.local import start_ray, stop_ray
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "servers" / "simulated.yaml"
@@ -157,6 +160,28 @@ def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., 
     start.process.send_signal(signal.SIGTERM)
     status, output = start.end()
     assert (status, "once more" in output) == (0, False)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_rays_idle_workers_end_and_no_monitor_scales_the_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pid_of_worker() -> int:  # local, so that Ray carries it by value
+        return os.getpid()
+
+    monkeypatch.setenv("RAY_idle_worker_killing_time_threshold_ms", "500")
+    start_ray(tmp_path)
+    try:
+        worker = psutil.Process(ray.get(ray.remote(pid_of_worker).remote()))
+        deadline_at = time.monotonic() + 60
+        while worker.is_running() and time.monotonic() < deadline_at:
+            time.sleep(0.1)
+        assert not worker.is_running()
+        of_ray = [" ".join(one.cmdline()) for one in psutil.Process().children()]
+        assert not [line for line in of_ray if "monitor.py" in line]
+    finally:
+        stop_ray(is_deployed=False)
 
 
 @pytest.mark.ray

@@ -9,7 +9,6 @@ from agentloop.api.coordinator import Prefix, group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.samples import PendingRecord, Sample
-from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.types import Assignment, Lease, RolloutTask, Timings, Trajectory, TrajectoryTimes
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before it is rendered
@@ -59,18 +58,6 @@ def needs_of_task(task: RolloutTask) -> Needs:
     """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
     needs = needs_of(task.sampling(1), _num_prompt_tokens(task), has_images=bool(task.images))
     return replace(needs, version=None) if needs.features else NO_NEEDS  # how long the prompt is, is a guess
-
-
-def is_awaiting_weights(sample: Sample, versions: FleetVersions, now: float) -> bool:
-    """Tell if a sample stays in the queue: its adapter is not served, or other versions than it accepts are and
-    its wait for them is not over."""
-    wanted, adapter = sample.group.task.weight_version, sample.rollout.terms.adapter
-    served = versions.of(adapter).served
-    if adapter and served is None:
-        return True
-    if wanted is None or served is None or wanted.accepts(served):
-        return False
-    return now - sample.queued_at < wanted.wait_s
 
 
 def _prefixes(task: RolloutTask) -> tuple[Prefix, ...]:

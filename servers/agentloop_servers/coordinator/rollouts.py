@@ -64,7 +64,6 @@ from agentloop.types import (
 from agentloop_servers.coordinator.assignments import (
     assignment,
     demand,
-    is_awaiting_weights,
     needs_of_task,
     owed_record,
 )
@@ -379,7 +378,7 @@ class Rollouts:
     def look(self, now: float) -> None:
         """Count the silence of workers and of processes that report, and end the grace of a restart."""
         self._reports.expire(now)
-        self.queue.set_versions(self._replicas.versions)
+        self.queue.set_versions(self._replicas.versions, now)
         for worker_id, poll in list(self._polls.items()):
             is_cut = poll.cut_at is not None and now - poll.cut_at >= self._config.worker_cut_s
             if is_cut or now - poll.seen_at >= self._config.worker_timeout_s:
@@ -652,10 +651,10 @@ class Rollouts:
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         waiting, now, versions = self._replicas.waiting, self._clock.now(), self._replicas.versions
-        self.queue.set_versions(versions)
+        self.queue.set_versions(versions, now)
 
         def place(sample: Sample) -> Lease | NoPlace:
-            if is_awaiting_weights(sample, versions, now):
+            if sample.rollout.awaits_weights(sample.group.task.weight_version, versions, now):
                 return NoPlace.LATER
             return waiting.try_to_place(demand(worker_id, sample))
 
@@ -745,7 +744,7 @@ class Rollouts:
         return known.rollout_id, owner if user_names is None else known.owner
 
     async def _by_id(self, rollout_id: str) -> RolloutStatus:
-        self.queue.set_versions(self._replicas.versions)
+        self.queue.set_versions(self._replicas.versions, self._clock.now())
         status = self.queue.status(rollout_id)
         if status is None:
             num_accepted, num_finished = await self._store.counts(rollout_id)

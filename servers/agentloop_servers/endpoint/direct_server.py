@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentloop.aio import deadline_after, is_set_by
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.http.connections import BoundedHttp, ConnectionLimits, Connections
 from agentloop_servers.private_http.trust import Gate, Trust
@@ -124,7 +125,7 @@ class DirectServer:
     async def close(self) -> None:
         """Stop listening; open requests have a few seconds. Idempotent."""
         for server in self._servers:
-            server.should_exit = True
+            server.stop()
         if self._serving:
             serving, self._serving = self._serving, []
             await asyncio.wait(serving)
@@ -162,6 +163,17 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        self._is_stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """Begin to end. Idempotent."""
+        self.should_exit = True
+        self._is_stopped.set()
+
+    async def main_loop(self) -> None:
+        # uvicorn's own loop runs ten times a second, and each tenth time renews the `Date` header.
+        while not await self.on_tick(0):
+            await is_set_by(self._is_stopped, deadline_after(1.0))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
-from agentloop.errors import NoHealthyReplica
+from agentloop.capabilities import Needs
+from agentloop.engine import ALL_MEMORY
+from agentloop.errors import NoHealthyReplica, WeightVersionNotServed
+from agentloop.sampling import VersionDemand
 from agentloop.scheduling.waiting import WaitingConfig
-from tests.support.engine.engines import INFO
+from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.service import CONFIG, assignment_ids, hand_in, record, report, service
 from tests.support.records.samples import make_group
 
@@ -105,6 +108,20 @@ async def test_calls_begin_beyond_the_room_of_samples_and_then_wait_in_their_ord
     await ingress.release(leases[1])
     assert (await after).replica_id == "a"
     assert (await coordinator.status()).queue.num_waiting == 0
+
+
+@service("a", info=SLEEPER)
+async def test_a_call_for_another_version_does_not_wait_for_room_while_the_fleet_sleeps(site, coordinator):
+    await coordinator.replicas.sleep(1)
+    later, served = (Needs(version=VersionDemand(min_version=number)) for number in (1, 0))
+    asking = asyncio.create_task(coordinator.rollouts.lease("later", 10, "ingress", later))
+    waiting = asyncio.create_task(coordinator.rollouts.lease("served", 10, "ingress", served))
+    await site.clock.sleep(0.1)
+    assert (await coordinator.status()).queue.num_waiting == 1
+    with pytest.raises(WeightVersionNotServed, match="version 1 or a later one is demanded, and version 0 served"):
+        await asking
+    await coordinator.replicas.wake(ALL_MEMORY)
+    assert (await waiting).replica_id == "a"
 
 
 @service("a", info=SMALL)

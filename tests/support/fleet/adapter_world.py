@@ -6,12 +6,13 @@ own.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentloop.api.coordinator import AdapterPush
+from agentloop.api.coordinator import AdapterPush, NamedAdapter
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY, Adapter, StageReport, WeightUpdate
 from agentloop.errors import AdapterInUse, AdaptersFull, ModelNotFound
@@ -30,10 +31,11 @@ class HoldingEngine(SimulatedEngine):
     def __init__(self, spec: SimulatedSpec, **parts: Any) -> None:
         super().__init__(spec, **parts)
         self.held: dict[str, int] = {}
+        self.digests: dict[str, str] = {}
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         report = await super().load_adapter(adapter)
-        self.held[adapter.name] = adapter.version
+        self.held[adapter.name], self.digests[adapter.name] = adapter.version, report.digest
         return report
 
     async def unload_adapter(self, name: str) -> None:
@@ -73,10 +75,19 @@ class AdapterWorld(WholeWorld):
         if name in OTHERS and rng.random() < 0.3:
             await self._refused_or(name, self.ask(lambda c: c.replicas.unload_adapter(name)))
             return
+        for known in replicas.sync.adapters.served:
+            if known.name == name and self.may_rewrite(known.directory):
+                await self.push_rewritten(known.directory, self._push(name, known.version, known.directory))
+                return
         served = replicas.fleet.version_of(name)
-        version = (0 if served is None else served) + rng.choice((-1, 0, 1, 1, 1, 2))
-        push = AdapterPush(name, self.checkpoint if is_readable else self.checkpoint + "-missing", max(version, 0))
-        self.pushed.setdefault(name, set()).add(push.version or 0)
+        version = max(0, (0 if served is None else served) + rng.choice((-1, 0, 1, 1, 1, 2)))
+        directory = self.folders.folder_of(f"{name}-{version}") if is_readable else self.checkpoint + "-missing"
+        self.maybe_rewrite_during_read(directory)
+        await self._push(name, version, directory)
+
+    async def _push(self, name: str, version: int, directory: str) -> None:
+        self.pushed.setdefault(name, set()).add(version)
+        push = AdapterPush(name, directory, version)
         await self._refused_or(name, self.ask(lambda c: c.replicas.push_adapter(push)))
 
     async def _refused_or(self, name: str, command) -> None:
@@ -98,28 +109,54 @@ class AdapterWorld(WholeWorld):
         served = {} if self._is_down else self.coordinator.replicas.fleet.adapters
         for process in self.placeable():
             held = held_by(process)
-            behind = {name for name, version in served.items() if held.get(name, version) < version}
+            record = self.coordinator.replicas.fleet.get(process.replica_id)
+            lacks = record.lacks if record is not None else frozenset()  # it gets no calls under these
+            behind = {name for name, version in served.items() if held.get(name, version) < version} - lacks
             assert not behind, f"{process.url} takes traffic under {served}, and has {held}"
+            for one in self.coordinator.replicas.sync.adapters.served if served else ():
+                digest = digest_of(process, one)
+                assert digest in ("", one.digest), f"{process.url} has {digest} as {one}"
+
+    def served_digest(self, directory: str) -> str:
+        served = self.coordinator.replicas.sync.adapters.served
+        return next((one.digest for one in served if one.directory == directory), "")
+
+    def restore_folders(self) -> None:
+        for one in self.coordinator.replicas.sync.adapters.served:
+            self.folders.restore(one.directory, one.digest)
 
     async def needs_a_push(self) -> bool:
-        orders = self.coordinator.replicas.sync.desired.orders
-        return bool(orders.asleep) or not set(USED) <= self.coordinator.replicas.fleet.adapters.keys()
+        self.restore_folders()
+        replicas = self.coordinator.replicas
+        is_complete = set(USED) <= replicas.fleet.adapters.keys() and not self._missing()
+        return bool(replicas.sync.desired.orders.asleep) or not is_complete
+
+    def _missing(self) -> list[NamedAdapter]:
+        """Return the served adapters that a replica in service does not have, as it could not read them."""
+        replicas = self.coordinator.replicas
+        lacks = {name for one in replicas.fleet.replicas for name in one.lacks}
+        return [one for one in replicas.sync.adapters.served if one.name in lacks]
 
     async def push_until_done(self) -> None:
         """All that clients use, and nothing else."""
         await self.wake(ALL_MEMORY)
         for _ in range(200):
-            for name in USED:
-                if name not in self.coordinator.replicas.fleet.adapters:
-                    self.pushed.setdefault(name, set()).add(0)
-                    push = AdapterPush(name, self.checkpoint, 0)
-                    try:
-                        await self._refused_or(name, self.ask(lambda c, push=push: c.replicas.push_adapter(push)))
-                    except REFUSALS:
-                        await self.clock.sleep(0.5)
+            unserved = {*USED} - self.coordinator.replicas.fleet.adapters.keys()
+            pushes = [(one.name, one.version, one.directory) for one in self._missing()]
+            pushes += [(name, 0, self.folders.folder_of(f"{name}-0")) for name in USED if name in unserved]
+            for name, version, directory in pushes:
+                with suppress(*REFUSALS):
+                    await self._push(name, version, directory)
             if not await self.needs_a_push():
                 return
+            await self.clock.sleep(0.5)
         raise AssertionError("not all adapters could be pushed")
+
+
+def digest_of(process: Process, adapter: NamedAdapter) -> str:
+    """The digest of a version of an adapter in an engine; empty if the engine does not serve it."""
+    is_held = held_by(process).get(adapter.name) == adapter.version
+    return process.engine.digests[adapter.name] if is_held and isinstance(process.engine, HoldingEngine) else ""
 
 
 def held_by(process: Process) -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from agentloop.api.encoded_record import EncodedRecord
@@ -107,6 +109,18 @@ class DiskThread(Executor):
             self._free_at = max(self._free_at, loop.time()) + self._disk.slowness_s
             loop.call_at(self._free_at, run)
         return future
+
+
+def damage(path: Path, rng: Random) -> None:
+    """Flip a byte of a file, or cut the file off there."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    if rng.random() < 0.5:
+        del data[at:]
+    else:
+        data[at] ^= rng.randint(1, 255)
+    (part := path.with_name("part")).write_bytes(data)
+    os.replace(part, path)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,15 +84,18 @@ class Noted:
 class NoteTool:
     """A tool that answers with its key after a while, and remembers every call (a Tool)."""
 
+    has_state = False
+
     def __init__(self, pause_s: float) -> None:
         self.calls: list[Noted] = []
+        self.without_snapshot: set[str] = set()  # trajectories that begin again if their worker dies
         self._pause_s = pause_s
 
     @property
     def spec(self) -> ToolSpec:
         text: Mapping[str, Any] = {"type": "string"}
         schema = {"type": "object", "properties": {"key": text}, "required": ["key"]}
-        return ToolSpec("note", "Note a key.", schema, timeout_s=5.0)
+        return ToolSpec("note", "Note a key.", schema, timeout_s=5.0, has_state=self.has_state)
 
     def open_session(self, trajectory_id: str, seed: int) -> _Noting:
         return _Noting(self, trajectory_id)
@@ -118,3 +122,37 @@ class _Noting:
 
     async def close(self) -> None:
         return None
+
+
+FIRST_STATE = "new"  # sessions begin in it
+
+
+class ChainTool(NoteTool):
+    """A NoteTool whose sessions have random state. An answer has the states before and after its call."""
+
+    has_state = True
+
+    def open_session(self, trajectory_id: str, seed: int) -> _Chain:
+        return _Chain(self, trajectory_id)
+
+
+class _Chain(_Noting):
+    state = FIRST_STATE
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        answer, before = await super().call(arguments), self.state
+        self.state = f"{random.getrandbits(64):016x}"
+        return f"{answer}: {before} {self.state}"
+
+    async def snapshot(self) -> bytes:
+        self._fail_sometimes()
+        return self.state.encode()
+
+    async def restore(self, state: bytes) -> None:
+        self._fail_sometimes()
+        self.state = state.decode()
+
+    def _fail_sometimes(self) -> None:
+        if random.random() < 0.05:
+            self._tool.without_snapshot.add(self._trajectory_id)
+            raise OSError("injected: no room for the state")

@@ -398,7 +398,7 @@ class World:
         for _ in range(100):
             try:
                 await self.ask(lambda c: c.replicas.wake(tags))
-            except Conflict:
+            except (Conflict, CheckpointUnreadable):
                 self.history.counts["wake needs new weights"] += 1
                 return
             except (*REFUSALS, EngineLost) as error:

@@ -58,9 +58,9 @@ from agentloop.weight_digest import FolderContents
 from agentloop_servers.coordinator.server import calls_of
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from tests.support.engine.scripted import RENDERER
-from tests.support.fleet.disk import Disk, DiskThread, FaultyStore
+from tests.support.fleet.disk import Disk, DiskThread, FaultyStore, damage
 from tests.support.fleet.faulty_link import FaultyPort, Stall
-from tests.support.fleet.poisons import POISONS, NoteTool
+from tests.support.fleet.poisons import POISONS, ChainTool, NoteTool
 from tests.support.fleet.proving_policy import ProvingPolicy
 from tests.support.fleet.schedules import LATENCY, NOISE, Process, World
 from tests.support.fleet.weight_folders import WeightFolders
@@ -70,6 +70,7 @@ T = TypeVar("T")
 CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
 MAX_TRIES = 400  # of a client's call; what needs more has been forgotten
+MAX_OLD_S = 12.0  # until the first journal, if there is one
 OWNER = ("",)
 BIG = "much to read " * 20_000  # in a record that holds its task's messages; no loop renders it
 _PARSER = get_parser("hermes")
@@ -140,6 +141,7 @@ class WholeWorld(World):
         super().__init__(seed, clock, checkpoint)
         self.seed = seed
         self.has_words = has_words
+        self.models: tuple[World, ...] = (self,)  # the fleets of the service
         self.say = Random(f"words {seed}")  # of its own: without words a seed is the schedule that it was
         retention = RetentionPolicy(deletes_acknowledged=True)
         self.config = replace(self.config, retention=retention, retention_interval_s=0.5)
@@ -149,6 +151,8 @@ class WholeWorld(World):
         self._rewrites = Random(f"rewrites {seed}")
         self.folders = WeightFolders(folder / "weights", self._rewrites)
         self._is_rewriting = False
+        self._tool_kind = self._rewrites.choice((NoteTool, ChainTool)) if has_words else NoteTool
+        self.damaged_journals: set[str] = set()  # the marks of their samples
         self._contents = dict[int, str]()  # version: the digest that it was first served with
         self.ledger = Ledger()
         self.wall_s = EPOCH_S
@@ -190,7 +194,7 @@ class WholeWorld(World):
         self._num_workers_started += 1
         name, stall = f"w{self._num_workers_started}", Stall(self.clock)
         port = FaultyPort(self.network, CALLS, self._deliver, stall)
-        tool = NoteTool(self.rng.choice((0.0, 0.05, 0.5)))
+        tool = self._tool_kind(self.rng.choice((0.0, 0.05, 0.5)))
         toolbox, thread = Toolbox([tool]), self.disk.executor()
         journal = TurnJournal(JournalFolder(self.turns, thread))
         worker = Worker(
@@ -275,38 +279,65 @@ class WholeWorld(World):
         return task.result()
 
     async def read_folder(self, directory: str) -> FolderContents:
-        return await self.folders.read(directory)
+        try:
+            return await self.folders.read(directory)
+        except Exception as error:
+            if not isinstance(error, AgentLoopError):
+                self.network.errors.append(error)
+            raise
 
     def folder_of(self, version: int) -> str:
-        return self.folders.folder_of(version) if self.has_words else super().folder_of(version)
+        return self.folders.folder_of(f"version-{version}") if self.has_words else super().folder_of(version)
 
     async def push(self, is_readable: bool = True) -> None:
         """A trainer that may also write into the folder of a version that it has pushed, and push it again."""
-        rng, served = self._rewrites, self.coordinator.replicas.sync.served_source()
-        directory = None if served is None else served.update.directory
-        is_ours = served is not None and directory is not None and self.folders.has(directory)
-        if not is_ours or self.is_healed or self._is_rewriting or rng.random() < 0.8:
-            if self.has_words and is_readable and not self.is_healed and rng.random() < 0.2:
-                self.folders.rewrite_during_read(self.folder_of(self._next_version), rng.randint(10**6, 10**7))
-            await super().push(is_readable)
-            return
-        assert served is not None
-        assert directory is not None
-        self._is_rewriting = True
-        self.folders.write(directory, rng.randint(10**6, 10**7))
-        self.history.counts["folder rewritten"] += 1
-        num_reads = self.folders.num_reads[directory]
-        try:
+        served = self.coordinator.replicas.sync.served_source()
+        if served is not None and self.may_rewrite(directory := served.update.directory or ""):
             again = WeightUpdate(served.version, directory)
-            await self.ask(lambda c: c.replicas.update_weights(again, self.kv_policy))
-            is_compared = self.folders.num_reads[directory] > num_reads and self.network.is_perfect
-            assert not is_compared, f"{directory} was rewritten, and is version {served.version} all the same"
+            update = self.ask(lambda c: c.replicas.update_weights(again, self.kv_policy))
+            await self.push_rewritten(directory, update)
+            return
+        if is_readable:
+            self.maybe_rewrite_during_read(self.folder_of(self._next_version))
+        await super().push(is_readable)
+
+    def may_rewrite(self, directory: str) -> bool:
+        """Return True if a push is of this folder of served weights, which is rewritten before it."""
+        is_ours = self.folders.has(directory) and not self.is_healed and not self._is_rewriting
+        return is_ours and self._rewrites.random() < 0.2
+
+    def maybe_rewrite_during_read(self, directory: str) -> None:
+        if self.folders.has(directory) and not self.is_healed and self._rewrites.random() < 0.2:
+            self.folders.rewrite_during_read(directory)
+
+    async def push_rewritten(self, directory: str, again: Coroutine[Any, Any, object]) -> None:
+        """Rewrite or damage a folder of served weights, and push it again."""
+        self._is_rewriting = True
+        self._rewrites.choice((self.folders.write, self.folders.damage))(directory)
+        self.history.counts["folder rewritten"] += 1
+        num_reads, was_steady = self.folders.num_reads[directory], self._is_steady()
+        try:
+            await again
+            is_compared = self.folders.num_reads[directory] > num_reads and was_steady and self._is_steady()
+            is_other = self.served_digest(directory) != (await self.folders.read(directory)).digest
+            assert not (is_compared and is_other), (
+                f"{directory} was rewritten, and is the served version all the same"
+            )
         except Conflict as error:
             self.history.counts["rewritten folder refused"] += "is served with digest" in error.message
             raise
         finally:
             self._is_rewriting = False
             self.restore_folders()
+
+    def _is_steady(self) -> bool:
+        """Return True if folders are read only to compare a push, and no answer to the coordinator is lost."""
+        is_complete = len(self.placeable()) == sum(one.is_alive for one in self.processes.values())
+        return is_complete and self.coordinator.replicas.sync.progress is None and self.network.is_perfect
+
+    def served_digest(self, directory: str) -> str:
+        served = self.coordinator.replicas.sync.served_source()
+        return served.update.digest if served is not None and served.update.directory == directory else ""
 
     def restore_folders(self) -> None:
         """The folder of the served version gets the content that is served."""
@@ -593,6 +624,7 @@ class WholeWorld(World):
                 group.create_task(self._kill_two())
             if self.has_words:
                 group.create_task(self._trouble_the_database(Random(f"database {self.seed}")))
+                group.create_task(self._kill_workers(Random(f"old workers {self.seed}")))
             gap_s = self.rng.choice((0.4, 1.0, 3.0))
             while await self._goes_on(gap_s):
                 plague = self.rng.choice(self._plagues)
@@ -633,6 +665,19 @@ class WholeWorld(World):
         victim.task.cancel()
         await self.clock.sleep(self.rng.choice((0.0, 1.0, 4.0)))
         self.start_worker()
+
+    async def _kill_workers(self, rng: Random) -> None:
+        """Kill all workers once there are journals, some of which their successors find damaged."""
+        ends_at = self.clock.now() + MAX_OLD_S
+        while not (found := sorted(self.turns.iterdir())) and self.clock.now() < ends_at:
+            await self.clock.sleep(0.2)
+        await self.clock.sleep(rng.uniform(0.0, 1.0))
+        for path in found if rng.random() < 0.5 else ():
+            if path.exists() and path.stat().st_size:
+                damage(path, rng)
+                self.damaged_journals.add(path.name.partition(".")[0])
+                self.history.counts["damaged a journal"] += 1
+        await asyncio.gather(*map(self._kill_worker, [next(iter(self.processes.values()))] * len(self.workers)))
 
     async def _kill_two(self) -> None:
         """The coordinator and a worker die at one moment."""

@@ -1,0 +1,123 @@
+"""The whole service in virtual time. Its model and a judge, a second fleet, take turns on their accelerators."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from agentloop.clock import VirtualClock
+from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.types import GenerateRequest, SamplingParams
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
+from tests.support.fleet.schedules import NOISE, World
+from tests.support.fleet.whole_world import WholeWorld
+
+
+class TurnsWorld(WholeWorld):
+    """All of one schedule. The judge has its own coordinator and trainer, and calls that come one by one."""
+
+    def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
+        super().__init__(seed, clock, checkpoint, folder, has_words=True)
+        self.judge = judge = World(seed, clock, checkpoint)
+        judge.network = self.network
+        # An engine without weights cannot sleep twice, so there is always a folder that brings it new ones.
+        self.initial_version = judge.initial_version = 0
+        self.boot_versions, self.push_share, judge.push_share = (0,), 0.0, 0.0
+        initial = WeightUpdate(0, self.checkpoint)
+        self.config = replace(self.config, initial_weights=initial)
+        judge.config = replace(judge.config, initial_weights=initial, begins_asleep=True)
+        self.models = (self, judge)
+        self._turns: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.judge.start()
+        await super().start()
+
+    async def start_coordinator(self) -> None:
+        """Start the turns too: they are a task of this model's coordinator."""
+        await super().start_coordinator()
+        replicas, judge = self.coordinator.replicas, self.judge
+
+        async def wake(tags: frozenset[MemoryTag]) -> None:
+            await judge.ask(lambda c: c.replicas.wake(tags))
+            self.history.counts["turn of the judge"] += 1
+
+        status = partial(judge.ask, Coordinator.status)
+        policy = TurnsModel(self.coordinator.status, replicas.sleep, replicas.wake, 1)
+        other = TurnsModel(status, lambda *order: judge.ask(lambda c: c.replicas.sleep(*order)), wake, 1)
+        turns = ModelTurns(
+            {"": policy, "judge": other}, self.clock, min_stay_s=0.5, max_wait_s=1.0, start_timeout_s=5.0
+        )
+        self._turns = asyncio.create_task(turns.run(), name="turns")
+
+    async def crash_coordinator(self) -> None:
+        if not self._is_down:
+            await self._stop_turns()
+        await super().crash_coordinator()
+
+    async def _stop_turns(self) -> None:
+        if self._turns is not None:
+            assert not self._turns.done(), f"the turns have ended: {self._turns}"
+            self._turns.cancel()
+            await asyncio.wait([self._turns])
+
+    async def heartbeat(self) -> None:
+        await asyncio.gather(super().heartbeat(), self.judge.heartbeat())
+
+    def watch(self) -> None:
+        super().watch()
+        for process in self.processes.values():  # no turn ends while a replica cannot be put to sleep
+            process.is_heard = process.is_alive
+        awake = [[one.url for one in model.placeable()] for model in self.models]
+        assert not all(awake), f"two models take traffic at once: {awake}"
+
+    async def train(self) -> None:
+        await asyncio.gather(super().train(), self.judge.train())
+
+    async def talk_alike(self, session_id: str) -> None:
+        await asyncio.gather(super().talk_alike(session_id), self._call_judge())
+
+    async def _call_judge(self) -> None:
+        """Call one of the judge's replicas after the other, also while it sleeps."""
+        numbers = count()
+
+        async def once() -> None:
+            process = self.rng.choice(tuple(self.judge.processes.values()))
+            name = f"judge-{next(numbers)}"
+            await process.link.generate(GenerateRequest(name, (1,), SamplingParams(max_tokens=20), 15.0))
+
+        while await self._goes_on(1.0):
+            await self.insist(once)
+            self.history.counts["the judge answered"] += 1
+
+    async def _sleep_and_wake(self) -> None:
+        """No operator does: the turns put models to sleep."""
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """No operator does: a push that waits for the turn gets it."""
+
+    async def needs_a_push(self) -> bool:
+        return self._judge_needs_a_push() or await super().needs_a_push()
+
+    async def push_until_done(self) -> None:
+        if self._judge_needs_a_push():
+            await self.judge.push_until_done()
+        if await super().needs_a_push():
+            await super().push_until_done()
+
+    def _judge_needs_a_push(self) -> bool:
+        served = self.judge.coordinator.replicas.sync.served_source()
+        return served is None or served.version in NOISE
+
+    async def heal(self) -> None:
+        await super().heal()
+        await self.judge.heal()
+
+    async def close(self) -> None:
+        await self._stop_turns()
+        await self.judge.close()
+        await super().close()
