@@ -218,7 +218,7 @@ class RolloutStatus:
     num_finished: int
     num_running: int
     num_queued: int
-    num_held: int = 0  # of the queued ones: they wait for a version, an adapter, or their run's staleness limit
+    num_held: int = 0  # queued samples that wait for a version, an adapter, or their run's staleness limit
     owner: str = ""  # as in its terms
     priority: int = 0
     num_damaged: int = 0  # of the finished ones: records that a read found damaged on the disk, and did not deliver

@@ -209,9 +209,9 @@ class AdapterSync:
 
         Raises AdaptersFull, which names those that the owner of the new one sees, and NoHealthyReplica.
         """
-        if not (
-            takers := self._takers()
-        ):  # a replica that joins without the files of some adapters may have room for one more
+        takers = self._takers()
+        if not takers:
+            # A replica that is joining without the files of some adapters would accept one more than its places.
             raise _refusal(())
         num_places = min(one.registration.info.max_loras or 0 for one in takers)
         if len(self.served) < num_places or num_places == 0:

@@ -4,14 +4,14 @@ The rule. A trajectory or session that holds a lease goes where it was. A new on
 longest routed beginning of its prompt, is, unless the least loaded replica has less by a multiple of that prompt;
 then there. It begins if the KV of all that run there and their promised growth leave room within the share of KV
 that may be used (`kv_share.py`). While something waits for room, holders whose tools have run for some seconds are
-let go of: their KV counts no more, and each asks before its next turn, in order of arrival. When the contexts on a
-replica outgrow its KV, it lets holders at their tools go too, those with the fewest turns first. In the tail, when
-few trajectories are left, a turn's end moves its trajectory to a replica that has much less.
+let go of: their KV no longer counts, and each asks before its next turn, in order of arrival. When the contexts on
+a replica outgrow its KV, it lets holders at their tools go too, those with the fewest turns first. In the tail,
+when few trajectories are left, a turn's end moves its trajectory to a replica that has much less.
 
 Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
 and owns the lease table, the replicas' books, the share, and the index of routed prefixes.
 
-The life of a trajectory here: `has_room`, then `acquire`; `turn_begun` and `turn_ended` at each turn, told in
+The life of a trajectory here: `has_room`, then `acquire`; `turn_begun` and `turn_ended` at each turn, reported in
 batches by the process that runs it; perhaps an order to go elsewhere or to ask first, followed at the next turn
 (`move`); `release`.
 

@@ -198,7 +198,7 @@ class ReplicaBooks:
         return sorted((name for name in replica_ids if self.suits(name, needs)), key=self._order())
 
     def fits(self, replica_id: str, demand: Demand, num_tokens: float, share: float) -> bool:
-        """Return True if a holder with so much KV has room on a replica, behind the holders that wait.
+        """Return True if a replica has room for a holder with `num_tokens` of KV, after the holders waiting there.
 
         The contexts of holders, each with its next turn, are within the capacity that the engine reported; with all
         promised growth they are within `share` of that. An empty replica has room for any holder, and one that does

@@ -145,7 +145,7 @@ class LiveRollout:
     terms: RolloutTerms
     budget: StalenessBudget | None
     queued_at: float
-    demands: Counter[VersionDemand | None] = field(default_factory=Counter)  # of its queued samples
+    demands: Counter[VersionDemand | None] = field(default_factory=Counter)  # queued samples by demanded version
     groups: dict[str, LiveGroup] = field(default_factory=dict)
     num_accepted: int = 0
     num_finished_before: int = 0  # by a coordinator before this one

@@ -159,7 +159,7 @@ class Turns:
             took_s = time.perf_counter() - began_at
             times |= {f"began_at.{number}": began_at, f"turn_s.{number}": took_s}
             times[f"outside_s.{number}"] = took_s - (ctx.engine_s - before_s)
-            if pause_s and number < len(lengths) - 1:
+            if pause_s:
                 await asyncio.sleep(pause_s)
         ctx.set_metrics(**times)
 
@@ -170,7 +170,7 @@ def turns_of(record: Trajectory) -> list[Turn]:
     for number, turn in enumerate(record.path.turns if "began_at.0" in metrics else ()):
         began_at = metrics[f"began_at.{number}"]
         ended_at = began_at + metrics[f"turn_s.{number}"]
-        found.append(Turn(began_at, ended_at, turn.end - turn.start, metrics[f"outside_s.{number}"]))
+        found.append(Turn(began_at, ended_at, turn.end - turn.start, metrics[f"outside_s.{number}"], number))
     return found
 
 
@@ -217,7 +217,7 @@ class ChatAgent:
         self._messages: list[dict[str, object]] = []
 
     async def talk(self, workload: Workload, number: int) -> None:
-        """Have the conversation of a trajectory. No turn begins after the load's end."""
+        """Run the conversation of a trajectory. No turn begins after the load's end."""
         await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
         lengths, tools, said = workload.lengths(number), workload.tools(number), workload.text(number)
         try:

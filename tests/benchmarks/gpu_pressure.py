@@ -36,19 +36,21 @@ import httpx
 import orjson
 import uvloop
 
-from agentloop_servers.config import CHECKOUT, ServiceConfig
+from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import free_port, running_service
 from tests.benchmarks import report
 from tests.benchmarks.endpoint_load import Connection
 from tests.benchmarks.gpu_load import ChatLoad, Turn, Window, Workload, chat_from_processes, sessions, turns_of
 from tests.benchmarks.gpu_models import model_folder
-from tests.benchmarks.gpu_throughput import quantile, run_loops
+from tests.benchmarks.gpu_throughput import let_workers_import_loop, quantile, run_loops
 from tests.benchmarks.report import say
 from tests.benchmarks.shapes import TOKENS_START
 
 ROWS = ("plain", "streams", "loops", "fits")
 START_S = 420.0
 VOCAB_SIZE = 100_000
+SERVICE_HITS = 'agentloop_turn_tokens_total{kind="cached"', 'agentloop_turn_tokens_total{kind="prompt"'
+VLLM_HITS = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
         data = orjson.dumps(body | {"temperature": 1.0})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json"
         began_at = time.perf_counter()
-        connection = Connection()  # uvicorn closes one that is idle for 5 s
+        connection = Connection()  # one per call: uvicorn closes a connection after 5 idle seconds
         await asyncio.get_running_loop().create_connection(lambda: connection, *address)
         status, answer = await connection.ask(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
         if not status.startswith(b"HTTP/1.1 200 "):
@@ -153,6 +155,16 @@ async def counter(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
+async def hits_within(url: str, window: Window, names: tuple[str, str]) -> float | None:
+    """Return the ratio of two counters' growth within a window: of cached prompt tokens, and of all."""
+    seen = []
+    for at in (window.begins_at, window.ends_at):
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        seen.append([await counter(url, name) for name in names])
+    hits, queries = (after - before for before, after in zip(*seen, strict=True))
+    return hits / queries if queries else None
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """What one side did in a row's window."""
@@ -227,13 +239,11 @@ class Bench:
         return sizes
 
     async def _ours(self, row: str, load: Workload, window: Window) -> Side:
-        hits = asyncio.create_task(self._hits(self._url, window, "agentloop_turn_tokens_total"))
+        hits = asyncio.create_task(hits_within(self._url, window, SERVICE_HITS))
         if row == "loops":
             records, _ = await run_loops(self._url, load)
-            turns = [
-                replace(turn, number=number) for record in records for number, turn in enumerate(turns_of(record))
-            ]
-            ends = [turns_of(one)[-1].ended_at for one in records if len(turns_of(one)) == load.num_turns]
+            turns = [turn for record in records for turn in turns_of(record)]
+            ends = [turn.ended_at for turn in turns if turn.number == load.num_turns - 1]
             seen = ChatLoad(turns=turns, finished_at=ends)
         else:
             talk = partial(sessions, is_streamed=row == "streams")
@@ -241,22 +251,10 @@ class Bench:
         return side_of(f"{row}, service", window, seen, await hits)
 
     async def _theirs(self, row: str, load: Workload, window: Window, sizes: Sizes) -> Side:
-        hits = asyncio.create_task(self._hits(self._vllm_url, window, "vllm:prefix_cache"))
+        hits = asyncio.create_task(hits_within(self._vllm_url, window, VLLM_HITS))
         talk = partial(completions, sizes)
         seen = await chat_from_processes(self._vllm_url, self._options.load_processes, talk, lambda: load)
         return side_of(f"{row}, vllm serve", window, seen, await hits)
-
-    async def _hits(self, url: str, window: Window, name: str) -> float | None:
-        if name.startswith("vllm"):
-            names = [f"{name}_hits_total", f"{name}_queries_total"]
-        else:
-            names = [f'{name}{{kind="cached"', f'{name}{{kind="prompt"']
-        seen = []
-        for at in (window.begins_at, window.ends_at):
-            await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            seen.append([await counter(url, name) for name in names])
-        hits, queries = (after - before for before, after in zip(*seen, strict=True))
-        return hits / queries if queries else None
 
 
 def tables(found: Sequence[tuple[Side, Side]]) -> dict[str, str]:
@@ -332,8 +330,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print the table, also of the rows before a failure."""
     options = parse()
-    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the workers import the loop
+    let_workers_import_loop()
     found: list[tuple[Side, Side]] = []
     try:
         asyncio.run(measure(options, found))

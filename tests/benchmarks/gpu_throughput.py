@@ -88,6 +88,12 @@ class Figures:
         return self.num_tokens / self.seconds
 
 
+def let_workers_import_loop() -> None:
+    """Put this checkout on the path of the service's workers, which import the benchmark's loop."""
+    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """A value that so much of them is below."""
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
@@ -517,8 +523,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print the tables; exit with 1 if an arm failed. Goals that are not met are named, and are no failure."""
     options = parse()
-    paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the workers import the loop
+    let_workers_import_loop()
     measurement = Measurement(options)
     with tempfile.TemporaryDirectory() as work:
         try:

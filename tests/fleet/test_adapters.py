@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import pytest
 
@@ -44,6 +45,7 @@ from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.proving_policy import ProvingPolicy, logprobs_of
 from tests.support.fleet.weight_folders import WeightFolders
 
+E = TypeVar("E", bound=SimulatedEngine)
 TENANTS = tuple(f"t{number}" for number in range(8))
 
 
@@ -52,11 +54,26 @@ async def running(
     clock: VirtualClock, folder: Path, num_places: int = 8, kind: type[SimulatedEngine] = SimulatedEngine, **options
 ) -> AsyncIterator[LiveRun]:
     def engine(clock: VirtualClock) -> SimulatedEngine:
-        spec = replace(SPEC, lora_rank=8, max_loras=num_places)
-        return kind(spec, clock=clock, policy=ProvingPolicy())
+        return engine_of(kind, clock, num_places)
 
     async with live_run(clock, write_checkpoint(folder), make_engine=engine, **options) as run:
         yield run
+
+
+def engine_of(kind: type[E], clock: VirtualClock, num_places: int = 8) -> E:
+    return kind(replace(SPEC, lora_rank=8, max_loras=num_places), clock=clock, policy=ProvingPolicy())
+
+
+async def start_late(run: LiveRun, engine: E) -> E:
+    """Start an engine that no replica has registered yet (`register_late`)."""
+    run.engines["sim://late"] = engine
+    await engine.start()
+    return engine
+
+
+async def register_late(run: LiveRun, engine: SimulatedEngine) -> None:
+    registration = ReplicaRegistration("late", "sim://late", engine.info, engine.weight_version)
+    await run.coordinator.replicas.register(registration)
 
 
 async def push(run: LiveRun, name: str, version: int | None = None, directory: str = "", **options):
@@ -225,12 +242,8 @@ async def test_an_adapter_whose_files_are_gone_keeps_no_replica_from_the_others(
         await push(run, "a")
         await push(run, "b", directory=str(gone))
         shutil.rmtree(gone)
-        spec = replace(SPEC, lora_rank=8, max_loras=8)
-        late = run.engines["sim://late"] = ToldEngine(spec, clock=clock, policy=ProvingPolicy())
-        await late.start()
-        await run.coordinator.replicas.register(
-            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
-        )
+        late = await start_late(run, engine_of(ToldEngine, clock))
+        await register_late(run, late)
         while len(run.coordinator.replicas.fleet.placeable()) < 2:
             await clock.sleep(0.1)
 
@@ -255,13 +268,10 @@ async def test_an_adapter_that_is_unloaded_while_a_replica_joins_is_held_nowhere
     async with running(clock, folder, num_engines=1, kind=SlowEngine) as run:
         for name in "ab":
             await push(run, name)
-        run.engines["sim://a"].unload_s, spec = 4.0, replace(SPEC, lora_rank=8, max_loras=8)
-        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        run.engines["sim://a"].unload_s = 4.0
+        late = await start_late(run, engine_of(SlowEngine, clock))
         late.load_s = 1.0
-        await late.start()
-        await run.coordinator.replicas.register(
-            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
-        )
+        await register_late(run, late)
         await clock.sleep(0.5)
         await run.coordinator.replicas.unload_adapter("a")
         await clock.sleep(0.5)
@@ -276,13 +286,9 @@ async def test_an_adapter_that_is_pushed_while_a_replica_joins_is_held_there_too
 ) -> None:
     async with running(clock, folder, num_engines=1, kind=SlowEngine) as run:
         await push(run, "a")
-        spec = replace(SPEC, lora_rank=8, max_loras=8)
-        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        late = await start_late(run, engine_of(SlowEngine, clock))
         late.load_s = 2.0
-        await late.start()
-        await run.coordinator.replicas.register(
-            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
-        )
+        await register_late(run, late)
         await clock.sleep(1.0)
         await push(run, "b")
         while len(run.coordinator.replicas.fleet.placeable()) < 2:
@@ -333,13 +339,9 @@ async def test_a_replica_keeps_no_other_content_under_a_served_version(clock: Vi
         await push(run, "a", 1, folders.folder_of("a"))
     shutil.rmtree(folders.folder_of("a"))
     async with running(clock, folder, num_engines=0, store=store) as run:
-        spec = replace(SPEC, lora_rank=8, max_loras=8)
-        late = run.engines["sim://late"] = SimulatedEngine(spec, clock=clock, policy=ProvingPolicy())
-        await late.start()
+        late = await start_late(run, engine_of(SimulatedEngine, clock))
         await late.load_adapter(Adapter("a", 1, folders.folder_of("b")))
-        await run.coordinator.replicas.register(
-            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
-        )
+        await register_late(run, late)
         while not run.coordinator.replicas.fleet.placeable():
             await clock.sleep(0.1)
         with pytest.raises(ModelNotFound):
@@ -356,13 +358,9 @@ async def test_a_push_while_no_replica_serves_does_not_exceed_the_places(clock: 
         await push(run, "b", directory=str(gone))
         shutil.rmtree(gone)
         await run.coordinator.replicas.deregister("a")
-        spec = replace(SPEC, lora_rank=8, max_loras=2)
-        late = run.engines["sim://late"] = SlowEngine(spec, clock=clock, policy=ProvingPolicy())
+        late = await start_late(run, engine_of(SlowEngine, clock, 2))
         late.load_s = 1.0
-        await late.start()
-        await run.coordinator.replicas.register(
-            ReplicaRegistration("late", "sim://late", late.info, late.weight_version)
-        )
+        await register_late(run, late)
         await clock.sleep(0.5)
         store.save_s = 2.0
         with pytest.raises(NoHealthyReplica):

@@ -95,7 +95,7 @@ class NoteTool:
     def spec(self) -> ToolSpec:
         text: Mapping[str, Any] = {"type": "string"}
         schema = {"type": "object", "properties": {"key": text}, "required": ["key"]}
-        return ToolSpec("note", "Note a key.", schema, timeout_s=5.0, has_state=self.has_state)
+        return ToolSpec("note", "Record a key.", schema, timeout_s=5.0, has_state=self.has_state)
 
     def open_session(self, trajectory_id: str, seed: int) -> _Noting:
         return _Noting(self, trajectory_id)
