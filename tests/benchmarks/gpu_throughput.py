@@ -14,6 +14,8 @@ endpoint; `bare`: requests of the same sizes into the engine itself, final-only,
 engine arguments; `scored`: loops, and beside them sequences of `--scored` ids that are scored, 512 at a time.
 `idle`: nothing, whose row of the CPU table is thousandths of a core.
 `--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
+`--split N`: N engines share the GPU, and the places and KV of one. `--alternate FILE`: another command with this
+file runs on the same GPU, their windows alternate, and each takes half of the memory.
 
 All engines are up at once, each with its share of the GPU's memory, and the arms run in turn, `--cycles` times. A
 figure is of a steady window: `--window-s` seconds that begin `--ramp-s` after the load. `idle`: the share of the
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import random
@@ -33,8 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -332,6 +335,12 @@ class Measurement:
             await bare.run(replace(load, until=time.perf_counter() + self.options.arm_s), self.sizes, 120)
 
     async def _run_arm(self, url: str, arm: str, at_once: int, bare: BareProcess | None) -> Figures:
+        if self.options.alternate is not None:
+            await asyncio.sleep(1.0)  # the other command takes the lock that this one has just given up
+        with locked(self.options.alternate):
+            return await self._measure(url, arm, at_once, bare)
+
+    async def _measure(self, url: str, arm: str, at_once: int, bare: BareProcess | None) -> Figures:
         if arm in ("endpoint", "streams"):
             return await run_chat(self.options, url, at_once, is_streamed=arm == "streams")
         if arm == "idle":
@@ -376,13 +385,15 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "kind": options.engine,
         "device": options.device,
         "dtype": "float32" if is_cpu else "bfloat16",
-        "max_running": -(-most // options.replicas),
+        "max_running": -(-most // (options.replicas * options.split)),
         "block_size": 32 if is_cpu else 16,
-        "gpu_memory_utilization": 0.85 / options.num_engines,  # of the GPU's memory that is free at the start
+        "gpu_memory_utilization": 0.85 / options.num_engines / options.split,  # of what is free at the start
+        "gpu_share": 1 / options.split,
         "tensor_parallel_size": options.tp,
         "max_context_tokens": options.context if options.model is None else None,
     }
-    engine["kv_cache_mib"] = options.kv_mib or (256 if is_cpu else kv_mib_of_this_gpu(options))
+    kv_mib = options.kv_mib or (256 if is_cpu else kv_mib_of_this_gpu(options))
+    engine["kv_cache_mib"] = kv_mib // options.split
     if is_cpu:
         engine["num_cpus"] = 0.5
     fields: dict[str, object] = {"workers": {"capacity": most}, "endpoint": {"score_share": options.score_share}}
@@ -390,7 +401,14 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         fields["ingress_replicas"] = options.ingress
     model = model_folder(options.shape, options.device) if options.model is None else options.model
     return ServiceConfig.model_validate(
-        {"model": str(model), "mode": "debug", "port": 0, "replicas": options.replicas, "engine": engine, **fields}
+        {
+            "model": str(model),
+            "mode": "debug",
+            "port": 0,
+            "replicas": options.replicas * options.split,
+            "engine": engine,
+            **fields,
+        }
     )
 
 
@@ -418,6 +436,17 @@ def wait_for(gate: Path | None) -> None:
     """Wait until others on this host have ended, which the file's existence says."""
     while gate is not None and not gate.exists():
         time.sleep(0.2)
+
+
+@contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold the lock of a file, which may belong to another command until then."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def ratios(found: Sequence[Figures]) -> dict[str, float]:
@@ -501,6 +530,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--score-share", type=float, default=1.0, help="`endpoint.score_share` of the service")
     parser.add_argument("--no-tools", action="store_true", help="a user's message stands for the tool's answer")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--split", type=int, default=1, help="engines of the service on each GPU")
+    parser.add_argument("--alternate", type=Path, help="the file that another command has too")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ingress", type=int, help="ingress processes; else the service's default")
     parser.add_argument("--load-processes", type=int, default=4)
@@ -516,7 +547,7 @@ def parse() -> argparse.Namespace:
     plain = [("bare", "")] if "bare" in options.arms else []
     options.bares = plain + [(f"bare {settings}", settings) for settings in options.bare]
     has_service = any(arm != "bare" for arm in options.arms)
-    options.num_engines = len(options.bares) + has_service
+    options.num_engines = (len(options.bares) + has_service) * (1 if options.alternate is None else 2)
     return options
 
 
