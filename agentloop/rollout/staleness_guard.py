@@ -68,9 +68,10 @@ class StalenessGuard:
 
     def _over(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> tuple[int, int] | None:
         """Return the oldest and the newest version, if they are too far apart."""
-        known = [span.version for span in sampled]
-        known += [] if path.oldest_version is None else [path.oldest_version]
-        oldest, newest = min(known, default=None), self._newest.value
-        if oldest is None or newest is None or newest - oldest <= self._limit.max_staleness:
+        versions = path.versions | {span.version for span in sampled}
+        if not versions:
             return None
-        return oldest, newest
+        # The worker may have heard since that the fleet was taken back to a version before the path's newest.
+        heard = set() if self._newest.value is None else {self._newest.value}
+        oldest, newest = min(versions), max(versions | heard)
+        return (oldest, newest) if newest - oldest > self._limit.max_staleness else None

@@ -9,7 +9,7 @@ sampled ids; a turn's prompt is exactly the path so far. A turn becomes a node w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class GrowingPath:
         self._context_ids: list[int] = []
         self._context_images: tuple[ImageSpan, ...] = ()
         self._turn: _OpenTurn | None = None
-        self._oldest_version: int | None = None
+        self._versions: set[int] = set()
         self._is_masked: list[Callable[[int], bool]] = []
 
     @classmethod
@@ -59,7 +59,7 @@ class GrowingPath:
         path, last = cls(), nodes[-1]
         for node in nodes[:-1]:
             path._graph.add(node)
-            path._note_versions(node.reply)
+            path._versions |= _versions_of(node.reply)
         parent_id = last.parent_id
         if last.node_id != path._next_id or (parent_id is not None and not path._graph.has_turn(parent_id)):
             raise InvariantBroken(f"turn {last.node_id} does not follow the {len(nodes) - 1} turns before it")
@@ -136,9 +136,9 @@ class GrowingPath:
         return {**self._graph.constraints, **own}
 
     @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version of all sampled tokens."""
-        return self._oldest_version
+    def versions(self) -> Set[int]:
+        """The weight versions of all sampled tokens."""
+        return self._versions
 
     def observe(self, *messages: Message) -> None:
         """Append messages that the policy did not write; the next prompt brings their tokens."""
@@ -202,12 +202,7 @@ class GrowingPath:
         turn.reply = self._graph.told_once(reply)
         self._context_ids += reply.token_ids.tolist()
         self._messages.append(reply.message)
-        self._note_versions(reply)
-
-    def _note_versions(self, reply: Reply) -> None:
-        for span in reply.weight_versions:
-            oldest = self._oldest_version
-            self._oldest_version = span.version if oldest is None else min(oldest, span.version)
+        self._versions |= _versions_of(reply)
 
     def mask_older_than(self, version: int) -> None:
         """Take tokens of versions before `version` out of the mask; ids, logprobs and spans stay."""
@@ -271,3 +266,7 @@ class GrowingPath:
         messages = (*turn.observed, *own, *self._pending)
         observed_ids = np.array(turn.observed_ids, np.int32)
         return Tail(turn.parent_id, messages, observed_ids, turn.reply, turn.split, self._next_id, turn.images)
+
+
+def _versions_of(reply: Reply) -> set[int]:
+    return {span.version for span in reply.weight_versions}

@@ -198,6 +198,13 @@ def test_a_turn_that_spans_updates_is_settled_token_by_token(
     assert not path.response_mask[[2, 9]].any(), "observed tokens are never in the mask"
 
 
+def test_a_fleet_that_was_taken_back_leaves_a_mixed_path_over_its_limit() -> None:
+    guard, growing, newest = guarded(StalenessLimit(0, OnStale.DROP), generation(0, 1, replica_id="a"))
+    newest.see(generation(0, replica_id="a"))
+    assert newest.value == 0
+    assert guard.settle(growing) is OnStale.DROP
+
+
 def test_mask_may_leave_nothing() -> None:
     guard, growing, _ = guarded(StalenessLimit(0, OnStale.MASK), generation(0, load_version=1))
     assert guard.settle(growing) is OnStale.MASK
