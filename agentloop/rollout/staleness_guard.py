@@ -71,7 +71,7 @@ class StalenessGuard:
         versions = path.versions | {span.version for span in sampled}
         if not versions:
             return None
-        # The worker may have heard since that the fleet was taken back to a version before the path's newest.
-        heard = set() if self._newest.value is None else {self._newest.value}
-        oldest, newest = min(versions), max(versions | heard)
+        # The newest version of the fleet is older than the path's newest where the fleet was taken back.
+        of_fleet = set() if self._newest.value is None else {self._newest.value}
+        oldest, newest = min(versions), max(versions | of_fleet)
         return (oldest, newest) if newest - oldest > self._limit.max_staleness else None

@@ -149,7 +149,7 @@ def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
     assert path.response_ids.tolist() == before.response_ids.tolist()
     assert (path.weight_versions, path.turns) == (before.weight_versions, before.turns)
     assert path.trained_versions == {span.version for span in path.weight_versions if mask[span.start]}
-    assert growing.oldest_version == 0
+    assert growing.versions == {0, 1, 2}
 
 
 def test_masking_reaches_every_path():
@@ -262,7 +262,7 @@ def test_everything_aligns_however_a_rollout_goes(turns):
         # What is made anew of the turns so far goes on as this one does: the rest of the turns checks it.
         same = GrowingPath.restored(nodes)
         assert encode(same.paths()) == encode(growing.paths())
-        assert same.oldest_version == growing.oldest_version
+        assert same.versions == growing.versions
         assert (same.messages, same.context_ids, same.last_turn_id) == (
             growing.messages,
             growing.context_ids,
