@@ -301,24 +301,16 @@ class EngineLifecycle:
     # --- sleep --------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, *, can_sleep: bool) -> None:
-        """Raise InvalidRequest for a level other than 1 and 2 or an engine without sleep, or EngineLost."""
-        self.require_alive()
+        """Raise InvalidRequest for a level other than 1 and 2 or an engine without sleep."""
         if level not in (1, 2):
             raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
         if not can_sleep:
             raise InvalidRequest("this engine was started without sleep: only modes hybrid and colocated have it")
 
     def has_to_sleep(self, level: int) -> bool:
-        """Tell if the paused engine has memory to give back for this level, or weights to discard.
-
-        Raises Conflict if discarded weights are awake.
-        """
+        """Return True if the paused engine has memory to release for this level, or weights to discard."""
         self.require_alive()
-        if self.asleep == ALL_MEMORY and (level == 1 or self.version is None):
-            return False
-        if self.asleep and self.version is None:
-            raise Conflict("weights are committed before the engine sleeps again: these were discarded")
-        return True
+        return self.asleep != ALL_MEMORY or (level == 2 and self.version is not None)
 
     def slept(self, level: int) -> None:
         """Record that all memory was given back; level 2 has discarded the weights."""

@@ -353,9 +353,15 @@ class SimulatedEngine:
 
     async def sleep(self, level: int) -> None:
         self._lifecycle.check_sleep(level, can_sleep=self._spec.can_sleep)
+        try:
+            await self.check_health()
+        except EngineLost:  # it has ended, and holds no memory
+            return
         await self.pause(PauseMode.KEEP)
         async with self._lifecycle.control:
             if self._lifecycle.has_to_sleep(level):
+                if self.asleep and self._lifecycle.version is None:
+                    self._refuse()
                 self._scheduler.drop_kv()
                 self._weights.release()
                 self._lifecycle.slept(level)

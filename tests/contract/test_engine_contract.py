@@ -817,6 +817,26 @@ async def test_discarded_weights_are_unusable_until_a_commit_and_no_request_is_l
     assert [span.version for span in both.weight_versions] == [old_version, update.version]
 
 
+async def test_an_engine_with_discarded_weights_sleeps_again(sleeper: EngineCase) -> None:
+    case, engine = sleeper, sleeper.engine
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await engine.sleep(2)
+    await engine.wake(WEIGHTS)
+    await engine.sleep(1)
+    assert engine.asleep == ALL_MEMORY
+    with pytest.raises(EngineUnusable):
+        await reading.end()
+    update = case.next_update()
+    await engine.wake(WEIGHTS)
+    await engine.stage(update)
+    await engine.commit(update.version)
+    await engine.wake(KV_CACHE)
+    await engine.resume()
+    after = await generated(case, case.request(case.prompt(), 8))
+    assert after.weight_versions[0].version == update.version
+
+
 # --- KV reuse and its events ------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ _DIGEST, _LIFECYCLE = "agentloop/weight_digest.py", "agentloop/engine_lifecycle.
 _SCHEMA, _MCP = "agentloop/parsers/json_schema.py", "tools/agentloop_tools/mcp.py"
 _PUT = 'self._store.put(index, sorted(folder.glob("*.safetensors")))'
 _ADVANCE = "self._store.advance(version)"
-_SLEEP = "await self._sleep([one for one, status in statuses.items() if one != name and not status.asleep])"
+_SLEEP = "await self._sleep([one for one in others if one != name])"
 _WAKE = "if statuses[name].asleep:\n            await self._models[name].wake(ALL_MEMORY)"
 _STORE_TESTS = ("tests/storage",)
 _QUEUE_TESTS = ("tests/scheduling",)

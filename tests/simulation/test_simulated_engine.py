@@ -388,6 +388,9 @@ async def test_a_killed_engine_fails_generate_and_stream() -> None:
         await call
     with pytest.raises(EngineLost):
         _ = [piece async for piece in stream]
+    await engine.sleep(1)  # its memory is free
+    with pytest.raises(EngineLost):
+        await engine.wake()
     await engine.close()
 
 

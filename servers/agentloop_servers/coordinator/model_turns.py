@@ -65,6 +65,7 @@ class ModelTurns:
         self._start_timeout_s = start_timeout_s
         self._turns: dict[str, _Turn] = {}
         self._wanted_since: dict[str, float] = {}
+        self._next = next(iter(models))  # the model that the last switch was to
 
     async def run(self) -> None:
         """Start the models one after the other, the policy last; then let them take turns."""
@@ -103,8 +104,8 @@ class ModelTurns:
                 self._wanted_since.pop(name, None)
             else:
                 self._wanted_since.setdefault(name, now)
-        if len(awake) != 1:
-            await self._give(awake[0] if awake else next(iter(self._models)))
+        if len(awake) != 1:  # a switch has failed halfway, or it is a new coordinator's first look
+            await self._give(awake[0] if awake else self._next)
             return
         turn = self._turns.setdefault(awake[0], _Turn(now, now))
         turn.busy_at = now if _is_busy(statuses[awake[0]]) else turn.busy_at
@@ -119,9 +120,13 @@ class ModelTurns:
             _log.info("model_turn", model=wanted, **{name: round(value, 3) for name, value in times.items()})
 
     async def _give(self, name: str) -> None:
-        """Put all other models to sleep, then wake this one."""
-        statuses = await self._statuses()
-        await self._sleep([one for one, status in statuses.items() if one != name and not status.asleep])
+        """Put all other models to sleep, then wake this one. If this raises, the next look repeats it."""
+        self._next, statuses = name, await self._statuses()
+        # Those that sleep already too: a replica may not have followed. A sleep by somebody else keeps its reason.
+        others = [
+            one for one, status in statuses.items() if not status.asleep or status.sleep_reason == TURN_REASON
+        ]
+        await self._sleep([one for one in others if one != name])
         if statuses[name].asleep:
             await self._models[name].wake(ALL_MEMORY)
         now = self._clock.now()
@@ -152,7 +157,9 @@ def _is_busy(status: ServiceStatus) -> bool:
 
 
 def _is_wanted(status: ServiceStatus) -> bool:
-    """Return True if calls, samples or a weight update wait for a model that sleeps."""
+    """Return True if calls, samples or a weight update wait for a model that sleeps, and its turn helps them."""
+    can_run = bool(status.starting) or (status.weight_version is not None and bool(status.replicas))
     # Samples that are held need new weights: the turn of their model would not start them.
     num_ready = status.queue.num_queued - sum(one.num_held for one in status.rollouts)
-    return _is_busy(status) or num_ready + status.queue.num_waiting + status.num_awaiting_turn > 0
+    is_awaited = _is_busy(status) or num_ready + status.queue.num_waiting > 0
+    return status.num_awaiting_turn > 0 or (can_run and is_awaited)

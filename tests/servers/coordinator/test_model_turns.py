@@ -29,6 +29,8 @@ class Model:
         self.reason = TURN_REASON
         self.has_started = False
         self.failures = 0
+        self.sleep_failures = 0
+        self.version: int | None = 0
         self.rollouts: tuple[RolloutStatus, ...] = ()
         self.num_awaiting_turn = 0
 
@@ -39,7 +41,7 @@ class Model:
         return ServiceStatus(
             not self.asleep,
             False,
-            0,
+            self.version,
             replicas,
             0,
             self.rollouts,
@@ -52,6 +54,9 @@ class Model:
 
     async def sleep(self, level: int, reason: str) -> None:
         self.asleep, self.reason = ALL_MEMORY, reason
+        if self.sleep_failures:
+            self.sleep_failures -= 1
+            raise EngineLost("a replica does not sleep")
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         if self.failures:
@@ -195,6 +200,27 @@ async def test_a_model_that_does_not_wake_is_tried_again(site: Site) -> None:
     site.models["judge"].calls = [1.0]
     await site.clock.sleep(20)
     assert site.models["judge"].calls == []
+
+
+@virtually
+async def test_a_switch_is_repeated_until_all_others_sleep(site: Site) -> None:
+    site.models[""].sleep_failures = 3
+    site.models["judge"].calls = [1.0]
+    num_turns = len(site.turns)
+    await site.clock.sleep(5)
+    assert [name for name, _ in site.turns[num_turns:]] == ["judge"]
+    assert site.models[""].sleep_failures == 0, "it was woken next to a replica that is awake"
+
+
+@virtually
+async def test_a_model_without_weights_wants_the_turn_for_an_update_only(site: Site) -> None:
+    site.models["judge"].version, site.models["judge"].calls = None, [1.0]
+    num_turns = len(site.turns)
+    await site.clock.sleep(60)
+    assert site.turns[num_turns:] == []
+    site.models["judge"].num_awaiting_turn = 1
+    await site.clock.sleep(5)
+    assert site.turns[num_turns][0] == "judge"
 
 
 def test_models_whose_weights_the_host_cannot_hold_asleep_are_refused_with_the_sum() -> None:

@@ -9,7 +9,8 @@ from itertools import count
 from pathlib import Path
 
 from agentloop.clock import VirtualClock
-from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.engine import MemoryTag
+from agentloop.fleet.registry import ReplicaState
 from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.model_turns import ModelTurns, TurnsModel
@@ -24,12 +25,7 @@ class TurnsWorld(WholeWorld):
         super().__init__(seed, clock, checkpoint, folder, has_words=True)
         self.judge = judge = World(seed, clock, checkpoint)
         judge.network = self.network
-        # An engine without weights cannot sleep twice, so there is always a folder that brings it new ones.
-        self.initial_version = judge.initial_version = 0
-        self.boot_versions, self.push_share, judge.push_share = (0,), 0.0, 0.0
-        initial = WeightUpdate(0, self.checkpoint)
-        self.config = replace(self.config, initial_weights=initial)
-        judge.config = replace(judge.config, initial_weights=initial, begins_asleep=True)
+        judge.config = replace(judge.config, begins_asleep=True)
         self.models = (self, judge)
         self._turns: asyncio.Task[None] | None = None
 
@@ -70,8 +66,6 @@ class TurnsWorld(WholeWorld):
 
     def watch(self) -> None:
         super().watch()
-        for process in self.processes.values():  # no turn ends while a replica cannot be put to sleep
-            process.is_heard = process.is_alive
         awake = [[one.url for one in model.placeable()] for model in self.models]
         assert not all(awake), f"two models take traffic at once: {awake}"
 
@@ -110,8 +104,14 @@ class TurnsWorld(WholeWorld):
             await super().push_until_done()
 
     def _judge_needs_a_push(self) -> bool:
-        served = self.judge.coordinator.replicas.sync.served_source()
-        return served is None or served.version in NOISE
+        replicas = self.judge.coordinator.replicas
+        served = replicas.sync.served_source()
+        if served is None or served.version in NOISE:
+            return True
+        can_come_back = (ReplicaState.ASLEEP, ReplicaState.READY, ReplicaState.UPDATING)
+        holders = [one for one in replicas.fleet.replicas if one.state in can_come_back]
+        is_relayed = self.judge.wire.can_relay and any(map(replicas.fleet.is_current, holders))
+        return not served.update.is_repeatable and not is_relayed
 
     async def heal(self) -> None:
         await super().heal()

@@ -445,10 +445,17 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             raise InvalidRequest(
                 "base weights are not pushed to an engine with adapters: use level 1", param="level"
             )
+        try:
+            await self.check_health()
+        except EngineLost:  # its processes have ended, and hold no memory
+            return
         await self.pause(PauseMode.KEEP)
         async with self._lifecycle.control:
             if not self._lifecycle.has_to_sleep(level):
                 return
+            if self.asleep and self._lifecycle.version is None:
+                # vLLM wakes as a whole before it sleeps again, and may take a step: none may use unknown weights.
+                await self._refuse()
             await self._served_weights.release()
             await self._process.sleep(level, self.asleep)
             self._lifecycle.slept(level)

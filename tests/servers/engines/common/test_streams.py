@@ -23,7 +23,7 @@ NUM_TOKENS = 40
 
 
 class Settings:
-    drain_timeout_s, can_sleep, lora_rank = 10.0, False, None
+    drain_timeout_s, can_sleep, lora_rank = 10.0, True, None
     logprobs_mode, pace = LogprobsMode.SAMPLED, ReportPace()
 
 
@@ -39,6 +39,9 @@ class Process:
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    async def check_health(self) -> None:
+        raise EngineLost("its processes have ended")
 
     async def close(self) -> None:
         return
@@ -145,3 +148,9 @@ async def test_a_paced_stream_that_is_left_or_fails_ends_in_the_engine() -> None
     engine.fails_at = 5
     with pytest.raises(EngineLost, match="it died"):
         await asyncio.gather(*(read(engine, f"failing{index}") for index in range(16)))
+
+
+async def test_an_engine_whose_processes_have_ended_needs_no_sleep() -> None:
+    engine = Stepping()
+    await engine.sleep(1)  # else the process would be told to pause
+    assert not engine.is_paused
