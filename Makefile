@@ -77,7 +77,8 @@ see: $(VENV)/.dev
 	@mkdir -p runs
 	@$(BIN)/python -m pytest -rs --basetemp runs/see $(ARGS) tests/viewer/test_browser.py || test $$? -eq 5
 
-# A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
+# A thousand seeded schedules of faults in virtual time, of all their ranges; of one: ARGS="--seed 17", of many:
+# ARGS="--count 10000", of one range (see --help): ARGS="--first 3000000 --count 200".
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.run $(ARGS)
 

@@ -421,8 +421,8 @@ class EngineControl(TrainerFollower, AdapterServer, Protocol):
 
         Level 1 keeps the weights in host memory; level 2 discards them: the engine is unusable until a commit.
         The KV of all requests is dropped, and computed again after the resume. A second sleep before the commit
-        that follows level 2 ends all requests with EngineUnusable. No-op if the engine has ended: it holds no memory.
-        Raises InvalidRequest if the engine cannot sleep.
+        that follows level 2 ends all requests with EngineUnusable. No-op if the engine has ended: it holds no
+        memory. Raises InvalidRequest if the engine cannot sleep.
         """
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:

@@ -6,9 +6,13 @@ What happens is in `tests/support/fleet/`, what must be true then in `checker.py
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tests.faults.run import run_batch
+from agentloop.clock import VirtualClock
+from tests.faults import run
+from tests.faults.run import mixed_seeds, run_batch
 from tests.faults.schedules import FIRST_OF_ADAPTERS, FIRST_OF_BATCHES, FIRST_OF_TURNS, FOUND_SEEDS
 from tests.support.fleet.faulty_link import Fault
 
@@ -83,6 +87,26 @@ def test_in_schedules_everything_happens() -> None:
 def test_the_schedules_that_found_something() -> None:
     _, wrong = run_batch(list(FOUND_SEEDS))
     assert not wrong
+
+
+def test_a_plain_count_has_schedules_of_all_ranges() -> None:
+    seeds = mixed_seeds(200)
+    for first, num_seeds in ((0, 140), (FIRST_OF_ADAPTERS, 20), (FIRST_OF_BATCHES, 20), (FIRST_OF_TURNS, 20)):
+        assert {*range(first, first + num_seeds)} <= {*seeds}
+    assert len({*seeds}) == 200
+    assert mixed_seeds(10) == seeds[:10]
+
+
+def test_a_schedule_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_schedule", lambda seed: VirtualClock().run(spin()))
+    monkeypatch.setattr(run, "MAX_SCHEDULE_S", 0.05)
+    _, wrong = run_batch([FIRST_OF_TURNS, 1])
+    assert wrong == dict.fromkeys((FIRST_OF_TURNS, 1), "no end within 0.05 s")
+
+
+async def spin() -> None:
+    while True:
+        await asyncio.sleep(0)
 
 
 def test_a_schedule_can_be_run_again() -> None:

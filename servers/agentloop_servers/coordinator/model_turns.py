@@ -122,7 +122,7 @@ class ModelTurns:
     async def _give(self, name: str) -> None:
         """Put all other models to sleep, then wake this one. If this raises, the next look repeats it."""
         self._next, statuses = name, await self._statuses()
-        # Those that sleep already too: a replica may not have followed. A sleep by somebody else keeps its reason.
+        # Those that sleep already too: a replica may not have followed. The sleep of a trainer keeps its reason.
         others = [
             one for one, status in statuses.items() if not status.asleep or status.sleep_reason == TURN_REASON
         ]

@@ -152,5 +152,5 @@ async def test_a_paced_stream_that_is_left_or_fails_ends_in_the_engine() -> None
 
 async def test_an_engine_whose_processes_have_ended_needs_no_sleep() -> None:
     engine = Stepping()
-    await engine.sleep(1)  # else the process would be told to pause
+    await engine.sleep(1)  # else the process would receive a pause
     assert not engine.is_paused
