@@ -59,6 +59,7 @@ _DIGEST_TESTS = ("tests/fleet/test_weight_digest.py",)
 _CANARY_TESTS = ("tests/servers/engines/common/test_canary.py", "tests/test_canary.py")
 _SCHEMA_TESTS = ("tests/parsers/test_json_schema.py",)
 _MCP_TESTS = ("tests/tools/test_mcp.py",)
+_TURNS_TESTS = ("tests/servers/coordinator/test_model_turns.py",)
 _GRADE_TESTS = ("tests/tools/test_shell.py",)
 
 
@@ -295,6 +296,20 @@ MUTATIONS = (
         _ADAPTERS,
         "if version < least and not push.is_forced:",
         "if False:",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "adapter_loaded_without_a_replica_in_service",
+        _ADAPTERS,
+        "        if not takers:\n",
+        "        if not takers:\n            return None\n        if False:\n",
+        _ADAPTERS_TESTS,
+    ),
+    Mutation(
+        "adapter_of_other_content_kept",
+        _ADAPTERS,
+        "and known.version == one.version:",
+        "and False:",
         _ADAPTERS_TESTS,
     ),
     Mutation(
@@ -551,6 +566,13 @@ MUTATIONS = (
         _DIGEST_TESTS,
     ),
     Mutation(
+        "content_forgotten_with_its_last_replica",
+        "agentloop/fleet/replica_sync.py",
+        "update = replace(update, digest=known.update.digest)",
+        "pass",
+        _DIGEST_TESTS,
+    ),
+    Mutation(
         "canary_check_skipped",
         _LIFECYCLE,
         "self._needs_canary = not is_forced",
@@ -650,7 +672,28 @@ MUTATIONS = (
         "servers/agentloop_servers/coordinator/model_turns.py",
         f"        {_SLEEP}\n        {_WAKE}\n",
         f"        {_WAKE}\n        {_SLEEP}\n",
-        ("tests/servers/coordinator/test_model_turns.py",),
+        _TURNS_TESTS,
+    ),
+    Mutation(
+        "failed_switch_not_repeated",
+        "servers/agentloop_servers/coordinator/model_turns.py",
+        "await self._give(awake[0] if awake else self._next)",
+        "await self._give(awake[0] if awake else next(iter(self._models)))",
+        _TURNS_TESTS,
+    ),
+    Mutation(
+        "ended_engine_blocks_a_sleep",
+        "agentloop/simulation/engine.py",
+        "        except EngineLost:  # it has ended, and holds no memory\n            return\n",
+        "        except EngineLost:\n            raise\n",
+        ("tests/simulation/test_simulated_engine.py",),
+    ),
+    Mutation(
+        "unusable_engine_does_not_sleep_again",
+        _LIFECYCLE,
+        "return self.asleep != ALL_MEMORY or",
+        "return not self.asleep or",
+        ("tests/test_engine_lifecycle.py",),
     ),
 )
 
