@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
+from agentloop.api.flight import Doing
 from agentloop.capabilities import Needs
 from agentloop.engine import ALL_MEMORY
 from agentloop.errors import NoHealthyReplica, WeightVersionNotServed
@@ -108,6 +109,29 @@ async def test_calls_begin_beyond_the_room_of_samples_and_then_wait_in_their_ord
     await ingress.release(leases[1])
     assert (await after).replica_id == "a"
     assert (await coordinator.status()).queue.num_waiting == 0
+
+
+@service("a", info=SMALL)
+async def test_the_wait_for_room_is_seen_from_the_first_request_on(site, coordinator):
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    asked_at, name = site.clock.now(), f"s{len(leases)}"
+    await site.clock.sleep(4.0)
+    bobs = [asyncio.create_task(ingress.lease(f"bob~s{number}")) for number in range(50)]
+    with pytest.raises(NoHealthyReplica):
+        await waiting
+    again = asyncio.create_task(ingress.lease(name))
+    await site.clock.sleep(1.0)
+    longest_s, num_begun = site.clock.now() - asked_at, sum(task.done() for task in bobs)
+    status, page = await coordinator.status(), await coordinator.flight(2, "bob~s49")
+    assert 0 < num_begun < 40
+    assert (status.queue.longest_wait_s, status.queue.median_wait_s) == (longest_s, longest_s - 4.0)
+    assert [(one.name, one.waiting_calls) for one in status.users] == [("bob", 50 - num_begun)]
+    rows = [(one.id, one.flight.for_s) for one in page.sessions if one.flight.doing is Doing.PLACE]
+    assert rows == [(name, longest_s), *((f"bob~s{number}", longest_s - 4.0) for number in (num_begun, 49))]
+    for task in (again, *bobs):
+        task.cancel()
+    await asyncio.gather(again, *bobs, return_exceptions=True)
+    assert (await coordinator.status()).queue.longest_wait_s == 0.0
 
 
 @service("a", info=SLEEPER)
