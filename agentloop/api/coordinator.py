@@ -399,7 +399,7 @@ class QueueStatus:
     kv_predicted_tokens: int  # over the replicas that take traffic
     kv_limit_tokens: int
     reason: str = ""  # why nothing begins; empty: it does, or nothing waits
-    longest_wait_s: float = 0.0  # of the sessions and calls that wait, since their first request
+    longest_wait_s: float = 0.0  # since the first request of the call that has waited longest
     median_wait_s: float = 0.0
 
 

@@ -64,7 +64,7 @@ class FlightPage:
     by name comes after them."""
 
     oldest: tuple[FlightRow, ...]
-    sessions: tuple[FlightRow, ...]  # those that have waited for KV for longest, then those idle for longest
+    sessions: tuple[FlightRow, ...]  # the longest waits for KV, then the longest idle
     doing: tuple[tuple[str, int], ...]  # of all trajectories: "decode", "tool NAME", ...
     num_free: int  # places of workers
     silent: tuple[tuple[str, float], ...] = ()  # workers, and the seconds since they were heard

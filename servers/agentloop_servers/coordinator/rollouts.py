@@ -151,7 +151,7 @@ class Rollouts:
         return len(self._polls)
 
     def flights(self, limit: int, name: str = "") -> FlightPage:
-        """Return what the trajectories do, as their workers told last, and the sessions."""
+        """Return the live trajectories as workers last reported them, and the sessions."""
         now, balancer = self._clock.now(), self._replicas.balancer
         live = [
             (assignment_id, flight, worker_id, now - poll.told_at)

@@ -8,6 +8,7 @@ import pytest
 
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
 from agentloop.api.flight import Doing
+from agentloop.api.owners import UserLimits, UserTable
 from agentloop.capabilities import Needs
 from agentloop.engine import ALL_MEMORY
 from agentloop.errors import NoHealthyReplica, WeightVersionNotServed
@@ -277,6 +278,35 @@ async def test_a_users_crowd_keeps_no_other_user_out(site, coordinator):
     await site.clock.sleep(1.0)
     assert waiting.done()
     for task in crowd:
+        task.cancel()
+
+
+SHARES = UserTable(limits={"a": UserLimits(share=3.0), "b": UserLimits()})
+
+
+@service("a", info=SMALL, config=replace(CONFIG, read_users=lambda: SHARES))
+async def test_waiting_sessions_begin_by_their_users_shares(site, coordinator):
+    """A and B have many sessions each that wait; sessions that begin keep the places by share."""
+    ingress, begun = Process(coordinator), []
+    await ingress.report(leases=())
+
+    async def begin(name):
+        while True:
+            try:
+                begun.append((name, await ingress.lease(name)))
+                return
+            except NoHealthyReplica:
+                continue
+
+    waiting = [asyncio.create_task(begin(f"{user}~s{number}")) for number in range(100) for user in "ba"]
+    await site.clock.sleep(1.0)
+    for index in range(80):
+        await ingress.release(begun[index][1])
+        await site.clock.sleep(0.3)
+    held = Counter(name[0] for name, _ in begun[80:])
+    assert held["a"] + held["b"] >= 8
+    assert held["a"] == pytest.approx(3 * held["b"], abs=2)
+    for task in waiting:
         task.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Calls that wait for room on a replica: what their clients receive meanwhile, and in the end."""
+"""Calls that wait for room on a replica: what their clients receive during the wait, and at its end."""
 
 from __future__ import annotations
 
