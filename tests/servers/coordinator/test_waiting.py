@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,32 @@ async def test_the_wait_for_room_is_seen_from_the_first_request_on(site, coordin
         task.cancel()
     await asyncio.gather(again, *bobs, return_exceptions=True)
     assert (await coordinator.status()).queue.longest_wait_s == 0.0
+
+
+@service("a", info=SMALL)
+async def test_a_session_keeps_its_room_before_its_first_report_and_gives_it_back_if_none_follows(
+    site, coordinator
+):
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    balancer, reported = coordinator.replicas.balancer, leases[::2]
+    used_tokens = balancer.kv_use("a").predicted_tokens
+
+    async def insist():  # at any time another session wants the room
+        with suppress(NoHealthyReplica):
+            await waiting
+        while True:
+            with suppress(NoHealthyReplica):
+                return await ingress.lease(f"s{len(leases)}")
+
+    other = asyncio.create_task(insist())
+    orders = await ingress.report(turns=tuple(TurnBegun(lease.lease_id) for lease in reported))
+    for _ in range(60):
+        assert (orders.moves, balancer.kv_use("a").predicted_tokens, other.done()) == ((), used_tokens, False)
+        await site.clock.sleep(1.0)
+        orders = await ingress.report()
+    await site.clock.sleep(CONFIG.placement_wait_s + 2.0)
+    assert other.done()
+    assert [lease for lease in leases if balancer.holder_of(lease.lease_id) is not None] == reported
 
 
 @service("a", info=SLEEPER)
