@@ -157,6 +157,7 @@ class HeldLease:
     holder_id: str  # an assignment's id, or `session_holder`
     group_id: str  # siblings have one in common; empty: it has none
     num_context_tokens: int  # of the last turn
+    prefixes: tuple[Prefix, ...] = ()  # of a session's prompt, the longest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +400,8 @@ class QueueStatus:
     kv_predicted_tokens: int  # over the replicas that take traffic
     kv_limit_tokens: int
     reason: str = ""  # why nothing begins; empty: it does, or nothing waits
+    longest_wait_s: float = 0.0  # since the first request of the call that has waited longest
+    median_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from agentloop.api.flight import Doing, FlightPage, FlightRow
 SLOW_TOOL_S = 30.0
 SLOW_TURN_S = 120.0
 SLOW_UPDATE_S = 10.0
+LONG_WAIT_S = 10.0
 SILENT_SESSION_S = 60.0
 UNREAD_S = 300.0
 RECENT_BLOCK_S = 60.0
@@ -85,6 +86,14 @@ def findings(status: ServiceStatus, flights: FlightPage) -> tuple[Finding, ...]:
 def degraded(status: ServiceStatus) -> tuple[str, ...]:
     """Return why the service does not all that it could: the sentences about itself, its replicas and hosts."""
     return tuple(one.text for one in (*_of_service(status), *_of_replicas(status)))
+
+
+def waiting_calls(status: ServiceStatus) -> str:
+    """Return in a sentence how many sessions and calls wait for KV, for how long, and whose they are."""
+    queue = status.queue
+    users = ", ".join(f"{one.name} {one.waiting_calls}" for one in status.users if one.waiting_calls)
+    times = f"the longest for {queue.longest_wait_s:.0f} s, the median {queue.median_wait_s:.0f} s"
+    return f"{queue.num_waiting} session(s) and calls wait for KV{f' ({users})' if users else ''}: {times}"
 
 
 def about(name: str, flights: FlightPage) -> Finding | None:
@@ -185,6 +194,9 @@ def _of_queue(status: ServiceStatus, flights: FlightPage) -> Iterator[Finding]:
         num = status.queue.num_queued + status.queue.num_waiting
         text = f"{num} samples and calls wait for a place, and no engine has work: {status.queue.reason}"
         yield Finding(Cause.NO_ROOM, text, "those with places are at their tools; raise `balancer.min_kv_share`")
+    elif status.is_ready and status.queue.longest_wait_s >= LONG_WAIT_S:
+        action = "add replicas, or run fewer agents at a time; users' shares order this queue"
+        yield Finding(Cause.NO_ROOM, waiting_calls(status), action, status.queue.longest_wait_s)
 
 
 def _of_replicas(status: ServiceStatus) -> Iterator[Finding]:
@@ -250,7 +262,8 @@ def _of_rollouts(status: ServiceStatus) -> Iterator[Finding]:
 
 
 def _of_sessions(flights: FlightPage) -> Iterator[Finding]:
-    rows = [row for row in flights.sessions if row.flight.for_s >= SILENT_SESSION_S]
+    idle = (row for row in flights.sessions if row.flight.doing is not Doing.PLACE)
+    rows = [row for row in idle if row.flight.for_s >= SILENT_SESSION_S]
     if rows:
         text = f"{len(rows)} session(s) keep a place and make no call; the longest: {rows[0].id}"
         action = "is the agent alive? finish the session, or give it a shorter `ttl_s`"

@@ -41,7 +41,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class FlightRow:
-    """A live trajectory, or a session with a place (`worker` is then empty)."""
+    """A live trajectory, or a session that has a lease or waits for one (`worker` is then empty)."""
 
     id: str
     flight: Flight
@@ -64,7 +64,7 @@ class FlightPage:
     by name comes after them."""
 
     oldest: tuple[FlightRow, ...]
-    sessions: tuple[FlightRow, ...]  # those that have been idle for longest
+    sessions: tuple[FlightRow, ...]  # the longest waits for KV, then the longest idle
     doing: tuple[tuple[str, int], ...]  # of all trajectories: "decode", "tool NAME", ...
     num_free: int  # places of workers
     silent: tuple[tuple[str, float], ...] = ()  # workers, and the seconds since they were heard

@@ -51,6 +51,7 @@ class UserUsage:
     live_trajectories: int = 0
     queued_trajectories: int = 0
     tokens_last_minute: int = 0  # of prompts and answers
+    waiting_calls: int = 0  # sessions and direct calls that wait for KV
 
     def without(self, own: UserUsage | None) -> UserUsage:
         """Return the use in other processes than `own`; tokens are those of all."""

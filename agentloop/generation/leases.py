@@ -27,6 +27,7 @@ from agentloop.api.coordinator import (
     LeaseOrders,
     LeasePort,
     LeaseReport,
+    Prefix,
     TurnBegun,
     TurnEnded,
     WorkerPort,
@@ -247,6 +248,7 @@ class LeaseHolder:
         self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
         self._num_in_flight = 0
         self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
+        self._prefixes: tuple[Prefix, ...] = ()  # of the prompt for which a session's lease was granted
         if assigned is not None:
             self.hold(assigned)
 
@@ -358,7 +360,8 @@ class LeaseHolder:
         """Return the lease and its facts for a full report; they count as reported."""
         if self.lease is None:
             return None
-        return HeldLease(self.lease, self._holder_id, self._group_id, self._num_context_tokens)
+        facts = self._holder_id, self._group_id, self._num_context_tokens, self._prefixes
+        return HeldLease(self.lease, *facts)
 
     # --- inside ---
 
@@ -428,8 +431,8 @@ class LeaseHolder:
 
         async def granted() -> Lease:
             await self._reporter.acked(self._holder_id)
-            process_id, prefixes = self._reporter.process_id, prefixes_of(prompt_ids)
-            return await coordinator.lease(self._name, len(prompt_ids), process_id, needs, prefixes)
+            process_id, self._prefixes = self._reporter.process_id, prefixes_of(prompt_ids)
+            return await coordinator.lease(self._name, len(prompt_ids), process_id, needs, self._prefixes)
 
         return await self._in_time(granted())
 

@@ -176,7 +176,7 @@ class Balancer:
         (asked, chosen), self._found = self._found, (None, None)
         if asked is not demand or chosen is None or not self._books.suits(chosen, demand.needs):
             chosen = self._room_for(demand) or self._books.least(needs=demand.needs)
-        self._prefixes.note(self._prefixes_of(demand), chosen)
+        self._prefixes.note(demand.shared_prefixes(demand.num_prompt_tokens), chosen)
         lease = self._grant(chosen)
         self._begin(Holding(demand, lease, prompt_tokens=float(demand.num_prompt_tokens)), now)
         return lease
@@ -283,7 +283,8 @@ class Balancer:
         for held in leases:
             is_session = is_session_holder(held.holder_id)
             num_tokens = max(1, held.num_context_tokens)  # a lease without work would make a replica look idle
-            demand = Demand(held.holder_id, process_id, held.group_id, num_tokens, is_session=is_session)
+            facts = held.holder_id, process_id, held.group_id, num_tokens
+            demand = Demand(*facts, is_session=is_session, prefixes=held.prefixes)
             self.adopt(demand, held.lease, now)
             holding = self._table.of_lease(held.lease.lease_id)
             if holding is not None:
@@ -337,9 +338,8 @@ class Balancer:
 
     def new_epoch(self, *, is_flushed: bool, adapter: str = "") -> None:
         """Note new weights: new prompts share no KV of the old ones. If it was flushed, no holder finds its own
-        either. Of an adapter's version, these are those under it alone."""
-        if not adapter:
-            self._prefixes.clear()
+        either. A new version of an adapter concerns only prompts and holders under it."""
+        self._prefixes.clear(adapter)
         for holding in self._table if is_flushed else ():
             if not adapter or holding.demand.needs.adapter == adapter:
                 holding.is_flushed |= holding.is_warm or holding.idle_since is None
@@ -386,23 +386,12 @@ class Balancer:
     def _homes(self, demand: Demand, least: str) -> Iterator[str]:
         """Yield the replicas that its longest known prefix went to, within the slack, the least loaded first."""
         books = self._books
-        for key, num_tokens in self._prefixes_of(demand):
+        for key, num_tokens in demand.shared_prefixes(demand.num_prompt_tokens):
             homes = books.by_load(self._prefixes.replicas(key), demand.needs)
             if homes:
                 slack = _PREFIX_SLACK * num_tokens / books.placeable[least].capacity_tokens
                 yield from (name for name in homes if books.load(name) <= books.load(least) + slack)
                 return
-
-    def _prefixes_of(self, demand: Demand) -> Iterator[tuple[str, int]]:
-        """Yield a demand's prefixes, the longest first: its group's prompt, then what its prompt begins with.
-
-        KV is shared within one version of an adapter.
-        """
-        adapter = demand.needs.adapter
-        mark = f"{adapter}@{self._fleet.version_of(adapter)} " if adapter else ""
-        if demand.group_size > 1 and demand.group_id:
-            yield mark + demand.group_id, demand.num_prompt_tokens
-        yield from ((mark + key, num_tokens) for key, num_tokens in demand.prefixes)
 
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
         """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""

@@ -36,18 +36,22 @@ class Demand:
     needs: Needs = NO_NEEDS  # of an engine, as far as is known: what a turn has needed it may need again
     prefixes: tuple[Prefix, ...] = ()  # of its prompt, the longest first
 
-    def shared_parts(self, num_prompt_tokens: float) -> Iterator[tuple[str, float]]:
-        """Yield the key and the tokens of each part of its prompt that other holders may have too, in their order.
+    def shared_prefixes(self, num_prompt_tokens: float) -> tuple[tuple[str, float], ...]:
+        """Return the key and the length of each beginning that its prompt may share, the longest first.
 
-        An engine keeps each part once, for each adapter. The samples of a group have their whole prompt in common.
+        Engines share KV within one adapter. The samples of a group have their whole prompt in common.
         """
+        is_in_group = self.group_size > 1 and self.group_id
+        whole = ((self.group_id, num_prompt_tokens),) if is_in_group else ()
+        prefixes = ((key, min(num_tokens, num_prompt_tokens)) for key, num_tokens in self.prefixes)
+        return tuple((f"{self.needs.adapter} {key}", num_tokens) for key, num_tokens in (*whole, *prefixes))
+
+    def shared_parts(self, num_prompt_tokens: float) -> Iterator[tuple[str, float]]:
+        """Yield the key and the tokens of each part of its prompt that an engine keeps once, in their order."""
         begin = 0.0
-        for key, num_tokens in reversed(self.prefixes):
-            end = min(float(num_tokens), num_prompt_tokens)
-            yield f"{self.needs.adapter} {key}", end - begin
+        for key, end in reversed(self.shared_prefixes(num_prompt_tokens)):
+            yield key, end - begin
             begin = end
-        if self.group_size > 1 and self.group_id:
-            yield self.group_id, num_prompt_tokens - begin
 
 
 @dataclass(slots=True, eq=False)

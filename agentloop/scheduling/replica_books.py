@@ -23,7 +23,8 @@ from agentloop.scheduling.lease_table import Demand, Holding
 from agentloop.types import Lease
 
 _GROWTH_TURNS = 4.0  # that each holder is promised room for
-_NUM_AVERAGED = 1024  # turns and trajectories, by the running means
+_NUM_AVERAGED = 1024  # trajectories, by their running mean
+_NUM_TURNS_AVERAGED = 128  # few: 64 holders have them in half a minute, and the estimate follows a new load
 _NUM_PRIOR = 4  # turns and trajectories that the values before the first are worth
 _USUAL_TURN_TOKENS = 800.0
 
@@ -49,7 +50,7 @@ class Promise:
 
     def turn(self, num_tokens: float) -> None:
         """Learn from a turn that grew a context by so many tokens."""
-        self._num_turns = min(self._num_turns + 1, _NUM_AVERAGED)
+        self._num_turns = min(self._num_turns + 1, _NUM_TURNS_AVERAGED)
         self._turn_tokens += (num_tokens - self._turn_tokens) / (self._num_turns + _NUM_PRIOR)
 
     def end(self, num_tokens: float) -> None:

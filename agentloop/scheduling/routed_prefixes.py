@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from agentloop.api.coordinator import Prefix
-
 
 class RoutedPrefixes:
     """The index, in order of use."""
@@ -22,7 +20,7 @@ class RoutedPrefixes:
         self._max_prefixes = max_prefixes
         self._replicas: OrderedDict[str, set[str]] = OrderedDict()
 
-    def note(self, prefixes: Iterable[Prefix], replica_id: str) -> None:
+    def note(self, prefixes: Iterable[tuple[str, float]], replica_id: str) -> None:
         """Note that a prompt with these prefixes goes to a replica."""
         for key, _ in prefixes:
             self._replicas.setdefault(key, set()).add(replica_id)
@@ -41,6 +39,7 @@ class RoutedPrefixes:
             if not self._replicas[key]:
                 del self._replicas[key]
 
-    def clear(self) -> None:
-        """Forget everything: no engine holds KV that new prompts share."""
-        self._replicas.clear()
+    def clear(self, adapter: str) -> None:
+        """Forget the prefixes under an adapter, or with "" all: no engine holds KV that new prompts share."""
+        for key in [key for key in self._replicas if not adapter or key.startswith(f"{adapter} ")]:
+            del self._replicas[key]

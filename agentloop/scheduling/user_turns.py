@@ -75,10 +75,10 @@ class UserTurns:
     def report(self, process_id: str, usage: tuple[UserUsage, ...]) -> UsersNews:
         """Take the use of one process. Returns the use over all processes."""
         self._reports[process_id] = self._clock.now(), usage
-        return UsersNews(self.generation, self.usage(Counter(), Counter()))
+        return UsersNews(self.generation, self.usage(Counter(), Counter(), Counter()))
 
-    def usage(self, running: Counter[str], queued: Counter[str]) -> tuple[UserUsage, ...]:
-        """Return the use of each user; `running` and `queued` are its trajectories."""
+    def usage(self, running: Counter[str], queued: Counter[str], waiting: Counter[str]) -> tuple[UserUsage, ...]:
+        """Return the use of each user; `running` and `queued` are its trajectories, `waiting` its calls."""
         since = self._clock.now() - _REPORT_COUNTS_S
         self._reports = {name: one for name, one in self._reports.items() if one[0] >= since}
         calls, sessions = Counter[str](), Counter[str]()
@@ -86,8 +86,16 @@ class UserTurns:
             for one in reported:
                 calls[self.name_of(one.name)] += one.open_calls
                 sessions[self.name_of(one.name)] += one.sessions
-        names = {*self.table.limits, *calls, *sessions, *running, *queued, *self._tokens} - {""}
+        names = {*self.table.limits, *calls, *sessions, *running, *queued, *waiting, *self._tokens} - {""}
         return tuple(
-            UserUsage(name, calls[name], sessions[name], running[name], queued[name], self.tokens_of(name))
+            UserUsage(
+                name,
+                calls[name],
+                sessions[name],
+                running[name],
+                queued[name],
+                self.tokens_of(name),
+                waiting[name],
+            )
             for name in sorted(names)
         )

@@ -20,9 +20,11 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from agentloop.aio import ChangeSignal, deadline_after, is_set_by
-from agentloop.api.coordinator import QueueStatus
+from agentloop.api.coordinator import QueueStatus, session_holder
+from agentloop.api.flight import Doing, Flight, FlightRow
 from agentloop.api.owners import owner_of
 from agentloop.capabilities import NO_NEEDS
 from agentloop.clock import Clock
@@ -53,6 +55,7 @@ class WaitingConfig:
 class _Ticket:
     """A call's turn among those that wait."""
 
+    holder_id: str
     asked_at: float
     number: int
     event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,7 +90,6 @@ class Waiting:
         # Heaps by the kinds of replicas that can serve the calls in it, and by user; tickets that are gone leave at
         # the top.
         self._lines: dict[frozenset[str], dict[str, list[_Ticket]]] = {}
-        self._num_waiting = 0
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
         self._num_asked = 0
         self._refused_since: float | None = None  # samples: the first refusal since one began
@@ -138,7 +140,6 @@ class Waiting:
                 ticket.event.clear()
         finally:
             ticket.is_gone = True
-            self._num_waiting -= 1
             self._wake()
 
     # --- what has begun ---
@@ -182,12 +183,26 @@ class Waiting:
         self._wake()
 
     def status(self, num_queued: int) -> QueueStatus:
-        """Return the numbers that wait, and the reason."""
+        """Return the numbers that wait, for how long, and the reason."""
         uses = [self._balancer.kv_use(replica.replica_id) for replica in self._fleet.placeable()]
         predicted, limit = sum(use.predicted_tokens for use in uses), sum(use.limit_tokens for use in uses)
-        waits = self._num_waiting > 0 or (num_queued > 0 and self._is_refusing(self._clock.now()))
-        reason = f"no room: {predicted} of {limit} tokens of KV are predicted to be needed" if waits else ""
-        return QueueStatus(num_queued, self._num_waiting, predicted, limit, reason)
+        now = self._clock.now()
+        waits_s = [now - one.asked_at for one in self._tickets()]
+        is_waiting = bool(waits_s) or (num_queued > 0 and self._is_refusing(now))
+        reason = f"no room: {predicted} of {limit} tokens of KV are predicted to be needed" if is_waiting else ""
+        times_s = (max(waits_s), median(waits_s)) if waits_s else (0.0, 0.0)
+        return QueueStatus(num_queued, len(waits_s), predicted, limit, reason, *times_s)
+
+    def by_user(self) -> Counter[str]:
+        """Count the calls that wait, by user."""
+        return Counter(self._user_of(one.holder_id) for one in self._tickets())
+
+    def rows(self, limit: int, name: str = "") -> tuple[FlightRow, ...]:
+        """Return the sessions and direct calls that wait, the longest first, and `name` after them."""
+        now, tickets = self._clock.now(), sorted(self._tickets(), key=lambda one: one.asked_at)
+        named = [one for one in tickets[limit:] if one.holder_id == session_holder(name)]
+        waits_s = [(one.holder_id.removeprefix("/"), now - one.asked_at) for one in (*tickets[:limit], *named)]
+        return tuple(FlightRow(one, Flight(Doing.PLACE, wait_s, wait_s), "") for one, wait_s in waits_s)
 
     # --- inside ---
 
@@ -230,6 +245,10 @@ class Waiting:
     def _user_of(self, holder_id: str) -> str:
         return self._users.name_of(owner_of(holder_id))
 
+    def _tickets(self) -> list[_Ticket]:
+        lines = (line for by_user in self._lines.values() for line in by_user.values())
+        return [one for line in lines for one in line if not one.is_gone]
+
     def _is_refusing(self, now: float) -> bool:
         """Tell if samples wait for room, and workers for samples."""
         return self._refused_at > 0.0 and now - self._refused_at <= _REFUSAL_COUNTS_S
@@ -244,9 +263,8 @@ class Waiting:
             self._left.popitem(last=False)
         asked_at, _ = self._left.pop(holder_id, (now, now))
         self._num_asked += 1
-        ticket = _Ticket(asked_at, self._num_asked)
+        ticket = _Ticket(holder_id, asked_at, self._num_asked)
         heapq.heappush(self._lines.setdefault(able, {}).setdefault(self._user_of(holder_id), []), ticket)
-        self._num_waiting += 1
         return ticket
 
     def _wake_next(self) -> None:

@@ -18,6 +18,7 @@ from agentloop.api.coordinator import (
 )
 from agentloop.api.findings import Cause, about, degraded, findings
 from agentloop.api.flight import Blocked, Doing, Flight, FlightPage, FlightRow, doing_of
+from agentloop.api.owners import UserUsage
 from agentloop.engine import MemoryTag
 from agentloop.types import Load
 
@@ -112,6 +113,16 @@ CASES = [
         flying(row(Doing.TOOL, 20.0, what="search")),
         Cause.NO_ROOM,
         "990 of 1000",
+    ),
+    (
+        replace(
+            WELL,
+            queue=replace(NO_ROOM, num_waiting=3, longest_wait_s=75.0, median_wait_s=40.0),
+            users=(UserUsage("alice", waiting_calls=2), UserUsage("bob"), UserUsage("eve", waiting_calls=1)),
+        ),
+        FLYING,
+        Cause.NO_ROOM,
+        "3 session(s) and calls wait for KV (alice 2, eve 1): the longest for 75 s, the median 40 s",
     ),
     (
         replace(WELL, replicas=(replica(), replica("suspect", age_s=8.0))),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnEnded
+from agentloop.api.coordinator import LeaseOrders, LeaseReport, TurnBegun, TurnEnded, prefixes_of
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable
@@ -179,6 +179,17 @@ async def test_a_coordinator_that_asks_for_all_gets_all_with_who_is_in_a_turn(si
     holders[1].leave(holders[1].lease, asked(ids_of(("prompt", 20))), None)
     await site.clock.sleep(1.0)
     assert known(site.reports, "L1") == known(site.reports, "L0")
+
+
+@virtually
+async def test_a_full_report_has_the_prefixes_of_a_sessions_prompt(site: Site) -> None:
+    session, prompt = LeaseHolder(site.reporter, site.coordinator, "s"), ids_of(("prompt", 800))
+    await session.ask(prompt)
+    await site.clock.sleep(0.6)
+    (held,) = site.reports[0].leases or ()
+    assert held.prefixes == prefixes_of(prompt)
+    assert [num_tokens for _, num_tokens in held.prefixes] == [768, 512]
+    session.close()
 
 
 @virtually

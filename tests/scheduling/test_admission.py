@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import ReplicaReport, TurnEnded
+from agentloop.api.coordinator import HeldLease, LeaseReport, ReplicaReport, TurnEnded
 from agentloop.capabilities import Needs
 from agentloop.errors import ModelNotFound, NoHealthyReplica
 from agentloop.fleet.registry import Fleet
@@ -108,6 +108,20 @@ def test_a_common_beginning_of_prompts_counts_once():
     for lease in leases:
         balancer.release(lease, None, 2.0)
     balancer.check()
+
+
+def test_a_common_beginning_counts_once_also_after_a_restart_of_the_coordinator():
+    prefixes = (("ids-4096", 4096), ("ids-512", 512))
+    before, after = Balancer(small_fleet(kv_tokens=20_000), SHORT), Balancer(small_fleet(kv_tokens=20_000), SHORT)
+    asked = [
+        replace(session(f"/s{number}", None), num_prompt_tokens=5000, prefixes=prefixes, process_id="w")
+        for number in range(4)
+    ]
+    leases = [before.acquire(one, 0.0) for one in asked]
+    held = tuple(HeldLease(lease, f"/s{number}", "", 5000, prefixes) for number, lease in enumerate(leases))
+    after.took(LeaseReport("w", 1, leases=held), 0.0)
+    assert after.kv_use("r0").predicted_tokens == before.kv_use("r0").predicted_tokens
+    after.check()
 
 
 def test_a_long_tool_gives_its_room_to_what_waits_and_returns_in_order_of_arrival():
@@ -294,8 +308,9 @@ def test_equal_prefixes_under_other_adapters_or_versions_are_others():
     assert len({first, law, base}) == 3
     assert (placed("l2", "law"), placed("b2", "")) == (law, base)
     assert placed("m3", "math") == first
-    fleet.adapters = {"math": 2, "law": 1}
+    balancer.new_epoch(is_flushed=True, adapter="math")
     assert placed("m4", "math") != first
+    assert placed("l3", "law") == law, "the other adapter's version is the same"
     with pytest.raises(ModelNotFound):
         placed("x", "gone")
 

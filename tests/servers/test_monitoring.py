@@ -261,6 +261,7 @@ def test_an_alert_fires_for_its_fault_alone(fault: str, tmp_path: Path) -> None:
 
 ABSENT_THERE = {
     "agentloop_tools_running": "the calculator answers at once",
+    "agentloop_user_calls_waiting": "the service has no users",
     "agentloop_asleep": "the service does not sleep",
     "agentloop_weight_update_age_seconds": "an update of simulated engines is over at once",
     'agentloop_not_begun{reason="no_replica"}': "there is a replica",

@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from agentloop.api.coordinator import QueueStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import ServiceStatus, UpdateReport
+from agentloop.api.findings import waiting_calls
 from agentloop.client.client import RolloutClient
 from agentloop.client.publish import PublishReport
 from agentloop.engine import MemoryTag
@@ -184,9 +185,10 @@ def asked(url: str, ask: Callable[[RolloutClient], Awaitable[T]], **options: Any
         return run_to_end(connected())
 
 
-def _waiting(queue: QueueStatus) -> str:
-    calls = f" and {queue.num_waiting} session(s) and calls" if queue.num_waiting else ""
-    return f"{queue.num_queued} queued trajectories{calls} wait: {queue.reason}"
+def _waiting(service: ServiceStatus) -> str:
+    queue = service.queue
+    calls = f"; {waiting_calls(service)}" if queue.num_waiting else ""
+    return f"{queue.num_queued} queued trajectories wait{calls}; {queue.reason}"
 
 
 def in_thousands(num_tokens: int) -> str:
@@ -226,7 +228,7 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
     for adapter in service.adapters:
         console.print(f"adapter {adapter.name}, version {adapter.version}", highlight=False)
     if service.queue.reason:
-        console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)
+        console.print(_waiting(service), highlight=False, markup=False, soft_wrap=True)
     said = "\n".join(service.degraded)
     lines = [
         *service.degraded,

@@ -149,7 +149,8 @@ def _service(status: ServiceStatus, flights: FlightPage, width: int) -> Iterator
     queue, rollouts = status.queue, status.rollouts
     held, running = (sum(getattr(one, name) for one in rollouts) for name in ("num_held", "num_running"))
     kv = f"{in_thousands(queue.kv_predicted_tokens)} of {in_thousands(queue.kv_limit_tokens)}"
-    waiting = f"{queue.num_queued} queued ({held} held), {queue.num_waiting} calls wait"
+    longest = f" up to {_time(queue.longest_wait_s)}" if queue.num_waiting else ""
+    waiting = f"{queue.num_queued} queued ({held} held), {queue.num_waiting} calls wait{longest}"
     counts = filter(None, (f"{running} running", waiting, f"KV {kv}", queue.reason))
     yield from _sentence(", ".join(counts), width)[:2]
     yield Text(", ".join(f"{num} {name}" for name, num in flights.doing))

@@ -177,7 +177,7 @@ class Coordinator:
             starting=replicas.starts.statuses(self._clock.now()),
             lost=replicas.lost(),
             queue=replicas.waiting.status(self.rollouts.queue.num_queued),
-            users=replicas.users.usage(*self.rollouts.queue.by_user()),
+            users=replicas.users.usage(*self.rollouts.queue.by_user(), replicas.waiting.by_user()),
             public_urls=self._places.public_urls,
             is_encrypted=self._is_encrypted,
             num_refused=self.refused.total() + replicas.num_refused,

@@ -168,6 +168,9 @@ def _of_queue(status: ServiceStatus) -> Iterator[MetricSample]:
     yield MetricSample("samples", ("held",), num_held)
     yield MetricSample("samples", ("running",), sum(rollout.num_running for rollout in status.rollouts))
     yield MetricSample("calls_waiting", (), status.queue.num_waiting)
+    yield MetricSample("calls_waiting_seconds", ("longest",), status.queue.longest_wait_s)
+    yield MetricSample("calls_waiting_seconds", ("median",), status.queue.median_wait_s)
+    yield from (MetricSample("user_calls_waiting", (one.name,), one.waiting_calls) for one in status.users)
     yield MetricSample("workers", (), status.num_workers)
     reasons = {
         "paused": status.is_paused,

@@ -151,7 +151,7 @@ class Rollouts:
         return len(self._polls)
 
     def flights(self, limit: int, name: str = "") -> FlightPage:
-        """Return what the trajectories do, as their workers told last, and the sessions with a place."""
+        """Return the live trajectories as workers last reported them, and the sessions."""
         now, balancer = self._clock.now(), self._replicas.balancer
         live = [
             (assignment_id, flight, worker_id, now - poll.told_at)
@@ -172,7 +172,7 @@ class Rollouts:
         ages = {worker_id: now - poll.seen_at for worker_id, poll in self._polls.items()}
         return FlightPage(
             oldest=tuple(row(*one) for one in (*oldest, *named)),
-            sessions=balancer.sessions(limit, now, name),
+            sessions=(*self._replicas.waiting.rows(limit, name), *balancer.sessions(limit, now, name)),
             doing=doing_of(flight for _, flight, _, _ in live),
             num_free=sum(poll.num_free for poll in self._polls.values()),
             silent=tuple(one for one in ages.items() if one[1] > _UNHEARD_S),

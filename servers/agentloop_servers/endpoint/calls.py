@@ -44,6 +44,7 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 IDEMPOTENCY_HEADER = "idempotency-key"
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 TURN_HEADER = "x-turn-id"
+QUEUE_HEADER = "x-queue-seconds"
 VERSION_HEADER = "x-weight-version"
 
 MAX_AFFINITY_CHARS = 256
@@ -96,7 +97,12 @@ async def answer_calls(
 async def json_of_replies(
     replies: Sequence[Reply | Generation], render: Callable[[], Any], headers: dict[str, str] | None = None
 ) -> Response:
-    """Return `render`'s answer of replies as JSON; long ones are written in a thread."""
+    """Return `render`'s answer of replies as JSON; long ones are written in a thread.
+
+    A header has the longest time that one of them waited for a replica with room.
+    """
+    waits_us = [one.times.queue_us for one in replies if isinstance(one, Reply) and one.times is not None]
+    headers = dict(headers or {}) | {QUEUE_HEADER: f"{max(waits_us, default=0) / 1e6:.3f}"}
     if sum(len(reply.token_ids) for reply in replies) > LONG_ANSWER_TOKENS:
         return json_response(await asyncio.to_thread(lambda: orjson.dumps(render())), headers=headers)
     return json_response(render(), headers=headers)

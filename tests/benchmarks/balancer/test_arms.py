@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.api.coordinator import Prefix
+from agentloop.api.coordinator import Prefix, TurnEnded
+from agentloop.scheduling.lease_table import Demand
 from tests.benchmarks.balancer.__main__ import ARMS, missing, read_rows
 from tests.benchmarks.balancer.arms.oracle import LongestFirst
 from tests.benchmarks.balancer.arms.ours import OursPolicy
@@ -291,3 +292,43 @@ def test_held_kv_never_exceeds_what_the_engine_reported(
     record = run(make, pressed, workload, Disturbance())
     assert 0.8 * pressed.capacity_tokens < policies[0].most_held_tokens <= pressed.capacity_tokens
     assert record.num_cached_tokens > 0.6 * record.num_input_tokens
+
+
+class SeenKV(HeldKV):
+    """Records the share of the KV that is held once a second, in the half minute after the first minute."""
+
+    def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
+        self.most_held_tokens = 0
+        super().look(loads, now)
+        if 60.0 <= now < 90.0:
+            self.seen.append(self.most_held_tokens / self._shape.capacity_tokens)
+
+    @cached_property
+    def seen(self) -> list[float]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("share", "num_earlier_turns"),
+    [(1.0, 0), (0.3, 0), (1.0, 1000), (4.0, 1000)],
+    ids=["fresh", "low share", "large growth", "large growth and high share"],
+)
+def test_after_a_minute_nothing_is_left_of_an_earlier_load(share: float, num_earlier_turns: int) -> None:
+    """Virtual time. The earlier turns grew by 5,000 tokens each, eight times as much as the agents' turns."""
+    shape = replace(fleet(REGIMES["base"]), num_replicas=1, max_live=64)
+    pressed, policies = replace(shape, capacity_blocks=82_000 // BLOCK), list[SeenKV]()
+
+    def make(*_: object) -> SeenKV:
+        policy = SeenKV(pressed, {}, dict.fromkeys(range(192), ()))
+        policies.append(policy)
+        lease = policy.balancer.acquire(Demand("earlier", "earlier", is_session=True), 0.0)
+        for _number in range(num_earlier_turns):
+            policy.balancer.turn_ended(TurnEnded(lease.lease_id, 10_000, 100, 5000, 5000), 0.0)
+        policy.balancer.release(lease, None, 0.0)
+        policy.balancer.share.value = share
+        return policy
+
+    run(make, pressed, generate(AGENTS, 0), Disturbance())
+    seen = policies[0].seen
+    assert len(seen) >= 25
+    assert sum(seen) / len(seen) > 0.75

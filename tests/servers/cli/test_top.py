@@ -62,7 +62,7 @@ def snapshot(num_replicas: int = 2, num_flights: int = 60) -> Snapshot:
         (),
         starting=(StartingReplica("vllm-new", 12.0, ""),),
         update=UpdateProgress(8, "staging", 2, age_s=3.0),
-        queue=QueueStatus(120, 2, 150_000, 180_000, "no replica has room"),
+        queue=QueueStatus(120, 2, 150_000, 180_000, "no replica has room", 5.0, 4.0),
     )
     page = FlightPage(tuple(rows), (), doing_of(row.flight for row in rows), 9, longest_tools=tuple(slow))
     return Snapshot(status, page, findings(status, page))
@@ -81,7 +81,7 @@ def test_every_part_is_seen(size: tuple[int, int]) -> None:
     text = " ".join("\n".join(lines).split())  # a finding may take several lines
     for part in (
         "ready, weight version 7, 4 worker(s), 9 places free, update to 8 staging 3 s",
-        "60 running, 120 queued (5 held), 2 calls wait, KV 150k of 180k, no replica has room 20 decode",
+        "60 running, 120 queued (5 held), 2 calls wait up to 5 s, KV 150k of 180k, no replica has room 20 decode",
         "20 decode, 20 tool search, 20 reward",
         "20k / 90k",
         "vllm-new starting 12 s",

@@ -16,6 +16,7 @@ from agentloop.api.coordinator import (
     UpdateReport,
 )
 from agentloop.api.flight import Doing, Flight, FlightPage, FlightRow
+from agentloop.api.owners import UserUsage
 from agentloop.errors import ServiceUnavailable
 from agentloop.metrics import FAMILIES, MetricSample, MetricsPage, MetricsReport, MetricsTally, count_record
 from agentloop.types import KVPolicy, LossCause, ToolCallTimes, ToolOutcome, TrajectoryTimes, TurnTimes
@@ -181,13 +182,17 @@ async def test_counts_of_another_release_are_left_out() -> None:
 
 def test_the_queue_says_why_nothing_begins() -> None:
     held = RolloutStatus("r", 10, 0, 0, 4, num_held=4)
-    status = ServiceStatus(True, True, 3, (), 0, (held,), (), asleep=(), queue=QueueStatus(4, 2, 0, 0, "no room"))
+    status = ServiceStatus(
+        True, True, 3, (), 0, (held,), (), asleep=(), queue=QueueStatus(4, 2, 0, 0, "no room", 9.0, 6.0)
+    )
+    status = replace(status, users=(UserUsage("alice", waiting_calls=2),))
     found = {(one.name, one.labels): one.value for one in of_status(status)}
     reasons = {labels[0] for name, labels in found if name == "not_begun"}
     assert reasons == {"paused", "no_worker", "no_room", "stale"}
     assert found["samples", ("held",)] == 4
     assert found["samples", ("queued",)] == 0
-    assert found["calls_waiting", ()] == 2
+    assert found["calls_waiting", ()] == found["user_calls_waiting", ("alice",)] == 2
+    assert [found["calls_waiting_seconds", (wait,)] for wait in ("longest", "median")] == [9.0, 6.0]
     assert all(name in FAMILIES and len(labels) == len(FAMILIES[name].labels) for name, labels in found)
 
 

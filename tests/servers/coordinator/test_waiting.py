@@ -2,11 +2,14 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
+from agentloop.api.flight import Doing
+from agentloop.api.owners import UserLimits, UserTable
 from agentloop.capabilities import Needs
 from agentloop.engine import ALL_MEMORY
 from agentloop.errors import NoHealthyReplica, WeightVersionNotServed
@@ -108,6 +111,55 @@ async def test_calls_begin_beyond_the_room_of_samples_and_then_wait_in_their_ord
     await ingress.release(leases[1])
     assert (await after).replica_id == "a"
     assert (await coordinator.status()).queue.num_waiting == 0
+
+
+@service("a", info=SMALL)
+async def test_the_wait_for_room_is_seen_from_the_first_request_on(site, coordinator):
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    asked_at, name = site.clock.now(), f"s{len(leases)}"
+    await site.clock.sleep(4.0)
+    bobs = [asyncio.create_task(ingress.lease(f"bob~s{number}")) for number in range(50)]
+    with pytest.raises(NoHealthyReplica):
+        await waiting
+    again = asyncio.create_task(ingress.lease(name))
+    await site.clock.sleep(1.0)
+    longest_s, num_begun = site.clock.now() - asked_at, sum(task.done() for task in bobs)
+    status, page = await coordinator.status(), await coordinator.flight(2, "bob~s49")
+    assert 0 < num_begun < 40
+    assert (status.queue.longest_wait_s, status.queue.median_wait_s) == (longest_s, longest_s - 4.0)
+    assert [(one.name, one.waiting_calls) for one in status.users] == [("bob", 50 - num_begun)]
+    rows = [(one.id, one.flight.for_s) for one in page.sessions if one.flight.doing is Doing.PLACE]
+    assert rows == [(name, longest_s), *((f"bob~s{number}", longest_s - 4.0) for number in (num_begun, 49))]
+    for task in (again, *bobs):
+        task.cancel()
+    await asyncio.gather(again, *bobs, return_exceptions=True)
+    assert (await coordinator.status()).queue.longest_wait_s == 0.0
+
+
+@service("a", info=SMALL)
+async def test_a_session_keeps_its_room_before_its_first_report_and_gives_it_back_if_none_follows(
+    site, coordinator
+):
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    balancer, reported = coordinator.replicas.balancer, leases[::2]
+    used_tokens = balancer.kv_use("a").predicted_tokens
+
+    async def insist():  # at any time another session wants the room
+        with suppress(NoHealthyReplica):
+            await waiting
+        while True:
+            with suppress(NoHealthyReplica):
+                return await ingress.lease(f"s{len(leases)}")
+
+    other = asyncio.create_task(insist())
+    orders = await ingress.report(turns=tuple(TurnBegun(lease.lease_id) for lease in reported))
+    for _ in range(60):
+        assert (orders.moves, balancer.kv_use("a").predicted_tokens, other.done()) == ((), used_tokens, False)
+        await site.clock.sleep(1.0)
+        orders = await ingress.report()
+    await site.clock.sleep(CONFIG.placement_wait_s + 2.0)
+    assert other.done()
+    assert [lease for lease in leases if balancer.holder_of(lease.lease_id) is not None] == reported
 
 
 @service("a", info=SLEEPER)
@@ -253,6 +305,35 @@ async def test_a_users_crowd_keeps_no_other_user_out(site, coordinator):
     await site.clock.sleep(1.0)
     assert waiting.done()
     for task in crowd:
+        task.cancel()
+
+
+SHARES = UserTable(limits={"a": UserLimits(share=3.0), "b": UserLimits()})
+
+
+@service("a", info=SMALL, config=replace(CONFIG, read_users=lambda: SHARES))
+async def test_waiting_sessions_begin_by_their_users_shares(site, coordinator):
+    """A and B have many sessions each that wait; sessions that begin keep the places by share."""
+    ingress, begun = Process(coordinator), []
+    await ingress.report(leases=())
+
+    async def begin(name):
+        while True:
+            try:
+                begun.append((name, await ingress.lease(name)))
+                return
+            except NoHealthyReplica:
+                continue
+
+    waiting = [asyncio.create_task(begin(f"{user}~s{number}")) for number in range(100) for user in "ba"]
+    await site.clock.sleep(1.0)
+    for index in range(80):
+        await ingress.release(begun[index][1])
+        await site.clock.sleep(0.3)
+    held = Counter(name[0] for name, _ in begun[80:])
+    assert held["a"] + held["b"] >= 8
+    assert held["a"] == pytest.approx(3 * held["b"], abs=2)
+    for task in waiting:
         task.cancel()
 
 

@@ -86,6 +86,8 @@ class FakeCoordinator:
         self.leases: dict[str, Lease] = {}
         self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
         self.num_leased = 0
+        self.has_room = True
+        self.num_refused = 0  # leases, for want of room
         self.moved: list[tuple[str, Lease, bool]] = []
         self.reports: list[LeaseReport] = []  # without repeats
         self.report_delay_s = 0.0
@@ -232,6 +234,9 @@ class FakeCoordinator:
     async def lease(self, session_id, num_tokens, process_id, needs=NO_NEEDS, prefixes=()) -> Lease:
         self._raise_next()
         held = self.held.get(session_id)
+        if not self.has_room:
+            self.num_refused += 1
+            raise NoHealthyReplica("no replica has room for another session now")
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
 
     def _grant(self, session_id: str) -> Lease:

@@ -34,7 +34,7 @@ function inFlight(flight) {
     ${flight.silent.map(([worker, for_s]) => html`<p class="bad">${worker} is silent since ${seconds(for_s)}.</p>`)}
     ${flight.blocked.map((one) => html`<p class="bad">${one.process} was blocked at ${one.place}.</p>`)}
     <${Flights} title="Oldest trajectories" rows=${flight.oldest} />
-    <${Flights} title="Sessions, idle for longest" rows=${flight.sessions} />
+    <${Flights} title="Sessions that wait or are idle, for longest" rows=${flight.sessions} />
     <${Flights} title="Slowest tools, rewards and loops" rows=${flight.longest_tools} />
   `;
 }
@@ -64,10 +64,11 @@ export function Fleet() {
   return html`<${Reading} path="/status" every_s=${2} draw=${(status) => replicasNow(status, rows)} />`;
 }
 
-function replicasNow({ queue, degraded, replicas, starting, lost }, rows) {
+function replicasNow({ queue, users, degraded, replicas, starting, lost }, rows) {
   return html`
     <p>
-      ${count(queue.num_queued)} samples are queued and ${count(queue.num_waiting)} calls wait; KV${" "}
+      ${count(queue.num_queued)} samples are queued and ${count(queue.num_waiting)} calls
+      wait (longest ${seconds(queue.longest_wait_s)}, median ${seconds(queue.median_wait_s)}${waitingUsers(users)}); KV${" "}
       ${count(queue.kv_predicted_tokens)} of ${count(queue.kv_limit_tokens)} tokens promised.
       ${queue.reason && html` <span class="bad">${queue.reason}</span>`}
     </p>
@@ -76,6 +77,11 @@ function replicasNow({ queue, degraded, replicas, starting, lost }, rows) {
     ${starting.map((one) => html`<p>${one.replica_id} starts since ${seconds(one.waiting_s)}. ${one.reason}</p>`)}
     ${lost.map((one) => html`<p>${one.replica_id} was lost ${seconds(one.age_s)} ago: ${one.reason}</p>`)}
   `;
+}
+
+function waitingUsers(users) {
+  const waiting = users.filter((one) => one.waiting_calls);
+  return waiting.map((one) => `; ${one.name} ${count(one.waiting_calls)}`).join("");
 }
 
 const replicaColumns = (rows) => [
