@@ -70,7 +70,7 @@ _REMOVED: Mapping[str, str] = {
     "engines.tells_cache": "engines publish no KV events",
     "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
 }
-"""What stands in place of a key that an earlier release had."""
+"""Why a removed key is refused: its successor, or the reason why it has none."""
 
 
 class _Strict(BaseModel):
@@ -482,7 +482,7 @@ class ServiceConfig(ModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _check_removed(cls, given: object) -> object:
-        for place, _ in _removed_keys(given):
+        for place in _removed_keys(given):
             raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
         return given
 
@@ -649,8 +649,8 @@ class ServiceConfig(ModelConfig):
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
 
 
-def _removed_keys(document: object) -> Iterator[tuple[str, dict[str, object]]]:
-    """Return each removed key that a config's document has, with the settings that it stands in."""
+def _removed_keys(document: object) -> Iterator[str]:
+    """Yield each removed key that a config's document has."""
     if not isinstance(document, dict):
         return
     for place in _REMOVED:
@@ -658,7 +658,7 @@ def _removed_keys(document: object) -> Iterator[tuple[str, dict[str, object]]]:
         held = document.get(section)
         for settings in held if isinstance(held, list) else [held]:
             if isinstance(settings, dict) and key in settings:
-                yield place, settings
+                yield place
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
@@ -812,17 +812,13 @@ CONFIG_NAME = "config.json"
 
 
 def saved_config(run_dir: Path) -> ServiceConfig | None:
-    """Return the config that a run directory was begun with, without the keys that are removed since; None if it
-    is new. Raises InvalidRequest."""
+    """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
     try:
-        document = json.loads((run_dir / CONFIG_NAME).read_bytes())
-        for place, settings in _removed_keys(document):
-            del settings[place.split(".")[1]]
-        return ServiceConfig.model_validate_json(json.dumps(document))
+        return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:  # pydantic's and JSON's too
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
         raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
 
 
