@@ -61,11 +61,16 @@ _getenv.restype = ctypes.c_void_p
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
 
+_ONLY_NGRAMS = "remove it: drafts are always n-grams, since a draft model does not follow the policy"
 _REMOVED: Mapping[str, str] = {
     "balancer.order": "groups go out by `age`",
     "balancer.retention": "a holder at a long tool gives its room to others while they wait for it",
     "balancer.step_times": "work is spread by the KV that each replica has",
+    "engine.speculative.method": _ONLY_NGRAMS,
+    "engine.speculative.model": _ONLY_NGRAMS,
     "engine.tells_cache": "engines publish no KV events",
+    "engines.speculative.method": _ONLY_NGRAMS,
+    "engines.speculative.model": _ONLY_NGRAMS,
     "engines.step_times": "work is spread by the KV that each replica has",
     "engines.tells_cache": "engines publish no KV events",
     "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
@@ -654,11 +659,14 @@ def _removed_keys(document: object) -> Iterator[str]:
     if not isinstance(document, dict):
         return
     for place in _REMOVED:
-        section, key = place.split(".")
-        held = document.get(section)
-        for settings in held if isinstance(held, list) else [held]:
-            if isinstance(settings, dict) and key in settings:
-                yield place
+        *sections, key = place.split(".")
+        held = [document]
+        for section in sections:
+            found = [settings[section] for settings in held if isinstance(settings.get(section), dict | list)]
+            listed = [one for part in found for one in (part if isinstance(part, list) else [part])]
+            held = [one for one in listed if isinstance(one, dict)]
+        if any(key in settings for settings in held):
+            yield place
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
