@@ -109,7 +109,7 @@ class ChatSettings(_Strict):
     renderer: str = "template"
     """`template`, `renderers:FAMILY` of the package renderers, or an import path."""
     parser: str = "auto"
-    """`auto`, a name of ours, `none`, `vllm:NAME`, `renderers:FAMILY`, or an import path."""
+    """`auto`, a name of ours, `none`, `renderers:FAMILY`, or an import path."""
     lenient: bool = False
     """Read what vLLM and SGLang forgive too, calls without arguments and lists of calls; records say so."""
     template: TemplateSettings = TemplateSettings()
