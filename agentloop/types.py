@@ -596,7 +596,7 @@ class Trajectory:
     constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
     times: TrajectoryTimes | None = None  # None in records without them
-    loop: str = ""  # the task's; empty: a session, or a record of an earlier release
+    loop: str = ""  # the task's; empty: a session
     traceparent: str = ""  # the W3C trace context of its caller, in whose trace it is; empty: none
     trace_link: str = ""  # that of a submit of several, which its own trace links to
     adapter: str = ""  # that sampled it, whose versions all its weight versions are; empty: the base weights

@@ -602,11 +602,10 @@ class RolloutPort(Protocol):
     async def claim(self, rollout_id: str, user_names: tuple[str, ...]) -> str:
         """Reserve a rollout for a user's sessions. Returns its whole id. Raises Conflict, Gone."""
 
-    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord) -> None:
         """Store a finished session's record under its `rollout_id`; durable on return. A repeat changes nothing.
 
-        Raises Conflict if its place has another record, or its rollout was submitted, or is not the `owner`'s: None
-        where it was claimed, which sessions of an earlier release were not.
+        Raises Conflict if its place has another record, or its rollout was submitted.
         """
 
     async def read(

@@ -163,7 +163,6 @@ class FactsPage:
     records: tuple[RecordFacts, ...]
     cursor: str  # of the next page, which a search may fill; empty: this is the last
     totals: tuple[FactsTotal, ...]  # on the first page, where the query has them
-    is_indexed: bool  # False: older records are not listed until `agentloop index`
     histograms: dict[str, Histogram] = field(default_factory=dict)  # as `totals`, by the name of the fact;
     # of the records that the query lists among the latest ones
     is_of_latest: bool = False  # the histograms leave older records out

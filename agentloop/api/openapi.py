@@ -22,7 +22,6 @@ from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
-_OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s", "decode_s")  # of a generation
 _ENDS = ("weight_version_start", "weight_version_end")  # of its tokens
 
@@ -42,8 +41,7 @@ _ANSWERS = (  # and what they are made of
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:
     """Return a rollout's status as plain JSON."""
-    label = status.owner[:_OWNER_LABEL_CHARS]
-    return {**codec.to_builtins(status), "owner": label, "is_done": status.is_done}
+    return {**codec.to_builtins(status), "is_done": status.is_done}
 
 
 def generation_answer(generation: Generation) -> dict[str, Any]:

@@ -78,15 +78,14 @@ def possible_ids(given: str, user_names: Sequence[str] | None) -> Iterator[tuple
     """Iterate over the ids that a caller may mean, each with the owner that it must have; None: any owner.
 
     `user_names` are all names of the caller's user, the present one first; None: the caller may use any user's.
-    Stores of before have plain ids, whose owner was the digest of a key.
     """
     if user_names is None:
         yield given, None
         return
     for name in user_names:
         yield own_id(name, given), name
-    for name in filter(None, user_names):
-        yield given, name
+    if (owner := owner_of(given)) and owner in user_names:  # the whole id, as the status of a service shows it
+        yield given, owner
 
 
 def is_seen(name: str, user_names: Sequence[str] | None) -> bool:

@@ -55,7 +55,6 @@ class SessionRecord:
     finished_at: float | None = None
     times: TrajectoryTimes | None = None  # since it is finished
     task_messages: tuple[Message, ...] = ()  # the main conversation begins with them
-    is_claimed: bool = False  # its rollout was found to be its owner's when it was made
     has_control_key: bool = False  # its maker was given one; without users it alone ends the session
     is_revoked: bool = False  # it takes no calls any more
     traceparent: str = ""  # the W3C trace context of its maker

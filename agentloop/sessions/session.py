@@ -314,7 +314,6 @@ class Session:
             return self._trajectory
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
-        # A record of an earlier release stays as it was: it may be given to the store once more.
         times = record.times if record.state is SessionState.FINISHED else self._times(ended_at)
         paths = token_paths(self.graph)
         trajectory = Trajectory(

@@ -6,8 +6,7 @@ to `facts`, which has. So a commit pays for no index page, and a listing looks a
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -20,12 +19,10 @@ from agentloop.api.facts import FactsPage, FactsQuery, FactsTotal, Histogram, Li
 from agentloop.api.owners import own_id
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Database
-from agentloop.types import Trajectory
 
 MAX_FRESH = 4096
 _Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # of the database
 
-_INDEX_ROWS = 256  # of an older store, in one transaction
 _MAX_SEARCHED = 5_000  # indexed rows that one page of a search, and the histograms, look at
 _COUNTED = ("reward", "total_s", "num_sampled_tokens")
 _NUM_BUCKETS = 20
@@ -59,15 +56,6 @@ _ADD_TOTALS = (
     f"INSERT INTO totals_by_owner {_FRESH_TOTALS} ON CONFLICT (owner, stop_reason, failure, newest_version)"
     " DO UPDATE SET " + ", ".join(f"{name} = totals_by_owner.{name} + excluded.{name}" for name in _SUMS)
 )
-_IS_SOUND = """(t.crc != 0 OR length(t.value) > 0)
-    AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)"""
-_MISSING = f"""
-SELECT t.seq, CAST(t.value AS BLOB), t.crc FROM trajectories t WHERE t.seq < ? AND {_IS_SOUND}
-    AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq)
-    AND NOT EXISTS (SELECT 1 FROM fresh_facts f WHERE f.seq = t.seq)
-ORDER BY t.seq DESC LIMIT ?
-"""
-_OLDEST = f"SELECT t.seq FROM trajectories t WHERE {_IS_SOUND} ORDER BY t.seq LIMIT 1"
 _ADD = f"""
 INSERT INTO fresh_facts SELECT t.seq, {", ".join("?" * (len(fields(RecordFacts)) - 1))} FROM trajectories t
 WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.crc = ?
@@ -94,12 +82,6 @@ def add(db: Database, records: Sequence[EncodedRecord]) -> int:
     return max(db.executemany(_ADD, rows).rowcount, 0)
 
 
-def has_no_tables(error: Exception) -> bool:
-    """Tell if a database's error means that its store has no facts."""
-    is_sqlite = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
-    return is_sqlite or getattr(error, "sqlstate", None) == "42P01"
-
-
 def roll_up(db: Database) -> None:
     """Move the fresh facts to the indexed ones, and count them."""
     db.execute(_ADD_TOTALS)
@@ -112,20 +94,6 @@ def forget(db: Database, seqs: Iterable[int]) -> None:
     rows = [(seq,) for seq in seqs]
     for table in ("facts", "fresh_facts", "annotations"):
         db.executemany(f"DELETE FROM {table} WHERE seq = ?", rows)
-
-
-def index_some(db: Database, before: int, read: Callable[[int, bytes, int], Trajectory | None]) -> tuple[int, int]:
-    """Make the facts of some records that have none, the newest first. Returns their number, and where to go on.
-
-    `read` returns a record, or None for a damaged one, which it notes.
-    """
-    rows = db.execute(_MISSING, (before, _INDEX_ROWS)).fetchall()
-    found = [(seq, record, data) for seq, data, crc in rows if (record := read(seq, data, crc)) is not None]
-    if found:
-        marks = ", ".join("?" * len(fields(RecordFacts)))
-        made = [(seq, *row_of(EncodedRecord.of(record, data))) for seq, record, data in found]
-        db.executemany(f"INSERT INTO fresh_facts VALUES ({marks})", made)
-    return len(rows), rows[-1][0] if rows else before
 
 
 def of_users(user_names: Sequence[str] | None, owner: str = _OWNER_PREFIX) -> tuple[str, list[str]]:
@@ -178,7 +146,7 @@ def page(db: Database, query: FactsQuery, user_names: Sequence[str] | None = Non
     elif is_search and left_out:
         cursor = orjson.dumps([left_out + 1] * 2).decode()
     totals = _totals(db, user_names) if is_first else ()
-    return FactsPage(records, cursor, totals, _is_indexed(db), histograms, left_out > 0)
+    return FactsPage(records, cursor, totals, histograms, left_out > 0)
 
 
 def _filters(query: FactsQuery) -> tuple[list[str], list[str | int | float]]:
@@ -250,11 +218,3 @@ def _totals(db: Database, user_names: Sequence[str] | None) -> tuple[FactsTotal,
         )
         for reason, failure, version, num, scored, reward, total_s, tokens in rows
     )
-
-
-def _is_indexed(db: Database) -> bool:
-    oldest = db.execute(_OLDEST).fetchone()
-    if oldest is None:
-        return True
-    statement = "SELECT 1 FROM {} WHERE seq = ?"
-    return any(db.execute(statement.format(one), oldest).fetchone() for one in ("facts", "fresh_facts"))

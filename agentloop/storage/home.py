@@ -27,7 +27,6 @@ class Schema:
     tables: str
     synchronous: str
     page_bytes: int = 4096  # of a new SQLite file
-    columns: tuple[tuple[str, str, str], ...] = ()  # (table, name, type): added to the tables that lack them
 
 
 class Rows(Protocol):

@@ -61,9 +61,6 @@ CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, until TIMESTAMPTZ NOT NULL, holder TEXT NOT NULL);
 """
 _OWNER = "SELECT holder FROM leases WHERE name = ? AND until > clock_timestamp()"
-_HAS_COLUMN = (
-    "SELECT 1 FROM information_schema.columns WHERE table_schema = ? AND table_name = ? AND column_name = ?"
-)
 _ABOUT = Schema("about", 0, "", "FULL")  # the tables of any run
 _UNTIL = f"clock_timestamp() + interval '{LEASE_S} s'"
 
@@ -185,10 +182,6 @@ class PostgresRun:
             )
         if not db.is_read_only:
             db.execute_as_is(_DIALECT.sub(lambda found: _TYPES[found[0]], schema.tables))
-            for table, name, kind in schema.columns:
-                # Without this question, every open would wait for all transactions that use the table.
-                if db.execute(_HAS_COLUMN, (self.name, table, name)).fetchone() is None:
-                    db.execute_as_is(f"ALTER TABLE {table} ADD COLUMN {name} {_TYPES.get(kind, kind)}")
             rows = [(schema.kind, str(schema.version)), *([("run", self.owner)] if self.owner else [])]
             rows += (self.keeps or {}).items()
             db.executemany("INSERT INTO about VALUES (?, ?) ON CONFLICT DO NOTHING", rows)

@@ -76,7 +76,6 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     if not is_read_only:
         with suppress(OSError):  # SQLite says why it cannot
             path.touch(mode=0o600)  # as its log and its shared memory then are
-            path.chmod(0o600)  # one of an older release
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
     try:
         db = sqlite3.connect(
@@ -89,7 +88,10 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, schema.version) or (version == 0 and is_read_only):
-            raise InvalidRequest(f"{path} is not a {schema.kind} of schema {schema.version}")
+            raise InvalidRequest(
+                f"{path} has schema version {version}, but this release reads a {schema.kind} of version"
+                f" {schema.version} only: use the release that wrote it"
+            )
         if not is_read_only:
             if version == 0:
                 db.execute(f"PRAGMA page_size={schema.page_bytes}")
@@ -100,10 +102,6 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_BYTES // page_bytes}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
-            for table, name, kind in schema.columns:
-                known = db.execute("SELECT 1 FROM pragma_table_info(?) WHERE name = ?", (table, name))
-                if known.fetchone() is None:
-                    db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     except sqlite3.DatabaseError as error:
         db.close()
         if not is_read_only and _has_no_room(error, path.parent):

@@ -66,7 +66,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 _SCHEMA = Schema(
     kind="trajectory store",
-    version=1,
+    version=2,
     tables=retention.TABLES
     + facts.TABLES
     + annotation_rows.ANNOTATION_TABLES
@@ -79,7 +79,7 @@ CREATE TABLE IF NOT EXISTS groups (
     value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (rollout_id, group_id));
 CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
-    sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL, digest BLOB NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
 CREATE TABLE IF NOT EXISTS turn_journals (
     assignment_id TEXT NOT NULL, run TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL,
@@ -92,7 +92,6 @@ CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, 
     # What `commit` returned for is acknowledged to a trainer: it must survive the machine too.
     synchronous="FULL",
     page_bytes=16384,  # each is written twice: half the CPU of the usual ones for a record of half a megabyte
-    columns=(("trajectories", "digest", "BLOB"),),  # `EncodedRecord.digest`; NULL in rows of earlier releases
 )
 _COUNT_ALL_FINISHED = """
 SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
@@ -204,15 +203,9 @@ class TrajectoryReader:
                 cursor = page[-1][0]
 
     def list_records(self, query: FactsQuery) -> FactsPage:
-        """Return a page of the facts of all records. Raises InvalidRequest, also for a store without facts."""
+        """Return a page of the facts of all records. Raises InvalidRequest."""
         with self._reading():
-            try:
-                return facts.page(self._db, query)
-            except Exception as error:
-                if not facts.has_no_tables(error):
-                    raise
-                message = "a store of an earlier release: `agentloop index` makes it listable"
-                raise InvalidRequest(message) from error
+            return facts.page(self._db, query)
 
     def record_at(self, seq: int) -> AnnotatedRecord:
         """Return the record that a listing has as `seq`. Raises NotFound."""
@@ -432,21 +425,17 @@ class TrajectoryStore:
 
         await self._writer.run(work)
 
-    async def record(self, record: EncodedRecord, owner: str | None = None) -> bool:
+    async def record(self, record: EncodedRecord) -> bool:
         """Store the record of a finished session. Returns true if it is new; a repeat changes nothing.
 
-        Raises Conflict if its place (rollout, group, sample) has another record, its rollout accepted groups, or is
-        not the `owner`'s, which is that of its first session; None: it was claimed.
+        Raises Conflict if its place (rollout, group, sample) has another record, or its rollout accepted groups.
         """
         rollout_id = record.rollout_id
-        terms = RolloutTerms(owner_of(rollout_id) if owner is None else owner)
+        terms = RolloutTerms(owner_of(rollout_id))
         place = _place(record)
 
         def work(db: Database) -> bool:
             _check_sessions(db, rollout_id)
-            first = self._terms(db, rollout_id).owner
-            if owner not in (None, first) and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
-                raise Conflict(f"rollout {rollout_id} belongs to another key", param="rollout_id")
             stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", place).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
@@ -456,8 +445,8 @@ class TrajectoryStore:
             if stored[0] != record.digest and stored[1]:  # of a deleted record, any repeat is taken for it
                 name = "/".join(map(str, place))
                 raise Conflict(
-                    f"{name} is the record of another session: its digest is"
-                    f" {'missing' if stored[0] is None else stored[0].hex()}, not {record.digest.hex()}",
+                    f"{name} is the record of another session: its digest is {stored[0].hex()},"
+                    f" not {record.digest.hex()}",
                     param="sample_index",
                 )
             return False
@@ -499,7 +488,7 @@ class TrajectoryStore:
         def work(db: Database) -> EncodedRecord | None:
             row = db.execute(statement, place_of(assignment_id)).fetchone()
             known = None if row is None else self._rows.value("trajectories", Trajectory, *row[:3])
-            return None if known is None else dataclasses.replace(EncodedRecord.of(known), digest=row[3] or b"")
+            return None if known is None else dataclasses.replace(EncodedRecord.of(known), digest=row[3])
 
         # The writer's transactions follow one another in the database too, over a connection that was made again.
         return await self._writer.run(work)
@@ -567,29 +556,6 @@ class TrajectoryStore:
             located = partial(annotation_rows.located, rows=self._rows, rollout_id=rollout_id, given=some)
             rows += await self._reader.run(located)
         await self._writer.run(lambda db: annotation_rows.add(db, rows))
-
-    async def index(self) -> int:
-        """Make the facts of records of an earlier release. Returns how many. A service may run meanwhile."""
-
-        def read(seq: int, data: bytes, crc: int) -> Trajectory | None:
-            record = self._rows.value("trajectories", Trajectory, seq, data, crc)
-            if record is None:
-                damaged.append((seq,))
-            return record
-
-        def work(db: Database) -> tuple[int, int]:
-            found = facts.index_some(db, before, read)
-            db.executemany(_ADD_DAMAGED, damaged)
-            if not found[0] or (num_indexed + found[0]) // facts.MAX_FRESH > num_indexed // facts.MAX_FRESH:
-                facts.roll_up(db)
-            return found
-
-        num_indexed, before, num_found = 0, 1 << 62, 1
-        while num_found:
-            damaged = list[tuple[int]]()
-            num_found, before = await self._writer.run(work)
-            num_indexed += num_found
-        return num_indexed
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         """Note the cursor up to which a trainer has a rollout's records: the policy may delete them."""
@@ -841,12 +807,7 @@ def _record_at(
     data = None if row is None else rows.data("trajectories", *row)
     if data is None:
         raise NotFound(f"no record {seq}: it was deleted, is damaged, or never was", param="seq")
-    try:
-        return AnnotatedRecord(data, annotation_rows.newest(db, rows, seq))
-    except Exception as error:  # a store of an earlier release
-        if not facts.has_no_tables(error):
-            raise
-        return AnnotatedRecord(data)
+    return AnnotatedRecord(data, annotation_rows.newest(db, rows, seq))
 
 
 def _assignment_id(record: EncodedRecord) -> str:

@@ -61,16 +61,21 @@ _getenv.restype = ctypes.c_void_p
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
 
+_ONLY_NGRAMS = "remove it: drafts are always n-grams, since a draft model does not follow the policy"
 _REMOVED: Mapping[str, str] = {
     "balancer.order": "groups go out by `age`",
     "balancer.retention": "a holder at a long tool gives its room to others while they wait for it",
     "balancer.step_times": "work is spread by the KV that each replica has",
+    "engine.speculative.method": _ONLY_NGRAMS,
+    "engine.speculative.model": _ONLY_NGRAMS,
     "engine.tells_cache": "engines publish no KV events",
+    "engines.speculative.method": _ONLY_NGRAMS,
+    "engines.speculative.model": _ONLY_NGRAMS,
     "engines.step_times": "work is spread by the KV that each replica has",
     "engines.tells_cache": "engines publish no KV events",
     "updates.consistency": "replicas switch one by one, and all together where `engine.weight_staging` is none",
 }
-"""What stands in place of a key that an earlier release had."""
+"""Why a removed key is refused: its successor, or the reason why it has none."""
 
 
 class _Strict(BaseModel):
@@ -104,7 +109,7 @@ class ChatSettings(_Strict):
     renderer: str = "template"
     """`template`, `renderers:FAMILY` of the package renderers, or an import path."""
     parser: str = "auto"
-    """`auto`, a name of ours, `none`, `vllm:NAME`, `renderers:FAMILY`, or an import path."""
+    """`auto`, a name of ours, `none`, `renderers:FAMILY`, or an import path."""
     lenient: bool = False
     """Read what vLLM and SGLang forgive too, calls without arguments and lists of calls; records say so."""
     template: TemplateSettings = TemplateSettings()
@@ -482,7 +487,7 @@ class ServiceConfig(ModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _check_removed(cls, given: object) -> object:
-        for place, _ in _removed_keys(given):
+        for place in _removed_keys(given):
             raise ValueError(f"{place} is no setting any more: {_REMOVED[place]}")
         return given
 
@@ -649,16 +654,19 @@ class ServiceConfig(ModelConfig):
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
 
 
-def _removed_keys(document: object) -> Iterator[tuple[str, dict[str, object]]]:
-    """Return each removed key that a config's document has, with the settings that it stands in."""
+def _removed_keys(document: object) -> Iterator[str]:
+    """Yield each removed key that a config's document has."""
     if not isinstance(document, dict):
         return
     for place in _REMOVED:
-        section, key = place.split(".")
-        held = document.get(section)
-        for settings in held if isinstance(held, list) else [held]:
-            if isinstance(settings, dict) and key in settings:
-                yield place, settings
+        *sections, key = place.split(".")
+        held = [document]
+        for section in sections:
+            found = [settings[section] for settings in held if isinstance(settings.get(section), dict | list)]
+            listed = [one for part in found for one in (part if isinstance(part, list) else [part])]
+            held = [one for one in listed if isinstance(one, dict)]
+        if any(key in settings for settings in held):
+            yield place
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
@@ -812,17 +820,13 @@ CONFIG_NAME = "config.json"
 
 
 def saved_config(run_dir: Path) -> ServiceConfig | None:
-    """Return the config that a run directory was begun with, without the keys that are removed since; None if it
-    is new. Raises InvalidRequest."""
+    """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
     try:
-        document = json.loads((run_dir / CONFIG_NAME).read_bytes())
-        for place, settings in _removed_keys(document):
-            del settings[place.split(".")[1]]
-        return ServiceConfig.model_validate_json(json.dumps(document))
+        return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:  # pydantic's and JSON's too
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
         raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
 
 

@@ -35,22 +35,12 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
 
 class SpeculativeSettings(_EngineModel):
-    """Speculative decoding: draft tokens that the model verifies in one step. See docs/engines.md."""
+    """Speculative decoding: the model verifies several draft tokens (n-grams) in one step. See docs/engines.md."""
 
-    method: Literal["ngram", "eagle", "eagle3", "mtp"] = "ngram"
-    """The drafts' source: the request's own tokens, a draft model (`eagle`, `eagle3`), the model's MTP layers."""
-    model: str | None = None
-    """The draft model's folder; for `eagle` and `eagle3`. Pushes leave its weights as they are."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Draft tokens of a request in one step."""
     max_running: Annotated[int, Field(ge=1)] = 32
     """Running requests up to which a step has drafts."""
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        if self.method.startswith("eagle") != (self.model is not None):
-            raise ValueError("speculative.model is the draft model of methods eagle and eagle3, and of no other")
-        return self
 
 
 class EngineConfig(_EngineModel):

@@ -10,8 +10,8 @@ Load: rollouts through `RolloutClient`, agents in sessions through the OpenAI cl
 turns from a directory and from tensors; version n has the weights of the shipped checkpoint n % 2. The clients
 repeat calls as the SDK does, and nothing else. `lost`: accepted and without a record at the end. `doubled`:
 delivered or stored twice. `recovered`: as `soak_recovery.py` says. `wasted`: the share of the tokens sampled that
-no complete record has; what an engine sampled after its last heartbeat is not known here, but to
-`tokens_per_kill.py`. Exits with 1 if anything was lost, doubled or mislabelled, or did not end.
+no complete record has; tokens that an engine sampled after its last heartbeat are not counted. Exits with 1
+if anything was lost, doubled or mislabelled, or did not end.
 """
 
 from __future__ import annotations

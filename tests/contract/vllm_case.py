@@ -49,7 +49,7 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
 
 async def start_speculative_case() -> EngineCase:
     """The same engine with drafts of n-grams at any load."""
-    case = await start_vllm_case(speculative=Speculative("ngram", None, num_tokens=3, max_running=64))
+    case = await start_vllm_case(speculative=Speculative(num_tokens=3, max_running=64))
     return replace(case, name="vllm-speculative")
 
 

@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(
         "digest_not_compared",
         _ROLLOUTS,
-        "accepted == groups_digest(encoded) if accepted else",
-        "",
+        "stored.groups_digest == groups_digest(encoded)",
+        "known.num_accepted == num_new",
         _COORDINATOR_TESTS,
     ),
     Mutation(

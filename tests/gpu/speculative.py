@@ -2,20 +2,19 @@
 
     python -m tests.gpu.speculative                                # without drafts, and with them at any load
     python -m tests.gpu.speculative --arms plain,32                # with them up to 32 running requests
-    python -m tests.gpu.speculative --arms plain,512 --method eagle3 --logprobs-mode both
+    python -m tests.gpu.speculative --arms plain,512 --logprobs-mode both
     python -m tests.gpu.speculative --device cpu --shape tiny --at-once 1 8 --arms plain,8 --tokens 64
 
 The weights are random ones whose layers add little to the stream: the model says again what it has just said, most
 of the time at temperature 1 (`repeats`), hardly ever at 2 (`wanders`). Each load is a burst of as many requests.
 The verdict is right if the recorded logprobs of the arms with drafts are as near to those that transformers makes
-of the same weights, in the same precision, as those of the arm without. EAGLE-3 needs more than four layers.
+of the same weights, in the same precision, as those of the arm without.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
 from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation, SamplingParams
@@ -94,40 +92,12 @@ def write_target(shape: Shape, folder: Path, device: str) -> Path:
     return write_policy(shape, tensors, folder, max_context_tokens=CONTEXT_TOKENS, dtype=name)
 
 
-def write_draft(shape: Shape, target: Path, folder: Path) -> Path:
-    """An EAGLE-3 draft model that passes the target's own stream on: its drafts repeat the last token too."""
-    hidden, queries, keys = shape.hidden, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    fields = json.loads((target / "config.json").read_text()) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "intermediate_size": hidden,
-        "draft_vocab_size": shape.vocab,
-        "tie_word_embeddings": False,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fields))
-    head = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    sizes = {"self_attn.q_proj": (queries, 2 * hidden), "self_attn.k_proj": (keys, 2 * hidden)}
-    sizes |= {"self_attn.v_proj": (keys, 2 * hidden), "self_attn.o_proj": (hidden, queries)}
-    sizes |= {f"mlp.{name}_proj": (hidden, hidden) for name in ("gate", "up", "down")}
-    tensors = {f"midlayer.{name}.weight": torch.zeros(size) for name, size in sizes.items()}
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    tensors["fc.weight"] = torch.cat((torch.zeros(hidden, 2 * hidden), torch.eye(hidden)), 1)
-    tensors["lm_head.weight"] = head
-    save_file({name: tensor.to(head.dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def engine_config(options: argparse.Namespace, arm: str, model: Path, draft: Path | None) -> VllmConfig:
+def engine_config(options: argparse.Namespace, arm: str, model: Path) -> VllmConfig:
     """The arm's engine: `plain`, or the running requests up to which it drafts."""
     is_cpu = options.device == "cpu"
     speculative = None
     if arm != "plain":
-        speculative = Speculative(
-            options.method, None if draft is None else str(draft), options.num_tokens, max_running=int(arm)
-        )
+        speculative = Speculative(options.num_tokens, max_running=int(arm))
     return VllmConfig(
         model=str(model),
         initial_version=0,
@@ -160,10 +130,10 @@ async def burst(
 Answers = list[tuple[Burst, list[tuple[GenerateRequest, Generation]]]]
 
 
-async def run_arm(options: argparse.Namespace, arm: str, model: Path, draft: Path | None) -> Answers:
+async def run_arm(options: argparse.Namespace, arm: str, model: Path) -> Answers:
     """Start the arm's engine, and run each load."""
     shape, found = SHAPES[options.shape], []
-    engine = CountingEngine(engine_config(options, arm, model, draft))
+    engine = CountingEngine(engine_config(options, arm, model))
     stats = engine.drafts
     try:
         await engine.start()
@@ -230,7 +200,6 @@ def main() -> int:
     parser.add_argument("--arms", default="plain,512", help="plain, or the requests up to which there are drafts")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 8, 64, 512])
     parser.add_argument("--tokens", type=int, default=256, help="sampled for each prompt")
-    parser.add_argument("--method", choices=("ngram", "eagle3"), default="ngram")
     parser.add_argument("--num-tokens", type=int, default=4, help="drafts of a request in a step")
     parser.add_argument("--logprobs-mode", choices=("sampled", "both"), default="sampled")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: the engine starts sooner")
@@ -240,16 +209,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         shape = SHAPES[options.shape]
         model = write_target(shape, Path(work) / "target", options.device)
-        draft = write_draft(shape, model, Path(work) / "draft") if options.method == "eagle3" else None
         torch.cuda.empty_cache()  # the engines are other processes
         say("the model is written")
         for arm in options.arms.split(","):
-            found += asyncio.run(run_arm(options, arm, model, draft))
+            found += asyncio.run(run_arm(options, arm, model))
         bursts = recomputed(model, options.device, found)
     verdict = "RIGHT" if is_right(bursts) else "WRONG"
     columns = tuple(Burst.__dataclass_fields__)
     rows = [tuple("-" if getattr(one, name) is None else getattr(one, name) for name in columns) for one in bursts]
-    heading = f"{verdict}: {options.method}, {options.shape}, {options.device}, {options.logprobs_mode}"
+    heading = f"{verdict}: {options.shape}, {options.device}, {options.logprobs_mode}"
     finish(
         "Speculative decoding", {heading: table(columns, rows)}, {"verdict": verdict, "bursts": bursts}, options.out
     )

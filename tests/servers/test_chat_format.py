@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from agentloop.errors import (
     ParserMismatch,
     TemplateError,
     TemplateNotPrefixStable,
-    UnsupportedParameter,
 )
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText, ThoughtMarks
@@ -160,27 +158,9 @@ def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_pa
     assert logs[0]["because"] == "it reads what the renderer writes"
 
 
-def test_a_folders_response_template_reads_calls_that_no_mark_tells_from_text(tmp_path: Path) -> None:
-    folder = write_family(tmp_path, "qwen2_5")
-    words = FAMILY["qwen2_5"].template.replace("</tool_call>", "done").replace("<tool_call>", "calling")
-    (folder / "chat_template.jinja").write_text(words)
-    assert load_chat_format(folder, ChatSettings()).name == "none"
-    made = {"type": "function", "function": "{content}"}
-    calls = {"open": "calling\n", "close": "\ndone", "repeats": True, "content": "json", "transform": made}
-    fields = {"tool_calls": calls, "content": {"content": "text"}}
-    template = {"defaults": {"role": "assistant"}, "start_anchor": "assistant\n", "fields": fields}
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": template}))
-    chat = load_chat_format(folder, ChatSettings())
-    assert (chat.name, chat.renderer.facts.supports_tools) == ("response_template", True)
-    text = 'Well.\ncalling\n{"name": "look_up", "arguments": {"a": [1]}}\ndone\ncalling\n{"name": 3\ndone'
-    for cut in range(len(text)):
-        chat.parser.parse(DecodedText(text[:cut], tuple(range(1, cut + 1))), [TOOL], 0)
-    end = text.index("done") + len("done")
-    turn = chat.parser.parse(DecodedText(text[:end], tuple(range(1, end + 1))), [TOOL], 0)
-    assert (turn.content, turn.calls[0].arguments) == ("Well.", {"a": [1]})
-    with pytest.raises(UnsupportedParameter, match="cannot force"):
-        chat.parser.call_constraint([TOOL], forced=None, is_parallel=True)
+def test_vllms_parsers_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="vLLM's parsers are no setting any more: use 'auto'"):
+        load_chat_format(write_family(tmp_path, "qwen3"), ChatSettings(parser="vllm:hermes+qwen3"))
 
 
 def test_a_renderer_is_an_import_path_too(tmp_path: Path) -> None:

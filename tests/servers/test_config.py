@@ -171,6 +171,10 @@ WIDE = {"tensor_parallel_size": 2, "hosts": 2}
             {"engines": [{"kind": "vllm", "tells_cache": True}]},
             "tells_cache is no setting any more: engines publish no KV events",
         ),
+        (
+            {"engines": [{"kind": "vllm", "speculative": {"method": "mtp"}}]},
+            "engines.speculative.method is no setting any more: remove it: drafts are always n-grams",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_one_clear_line(tmp_path, changed, message):

@@ -151,8 +151,8 @@ def test_an_environment_that_is_not_there_is_refused_before_anything_starts(tmp_
     [
         ({"kind": "sglang", "speculative": {}}, "SGLang verifies drafts beside the sampler"),
         ({"data_parallel_size": 2, "speculative": {}}, "vLLM drops speculative.max_running"),
-        ({"speculative": {"method": "eagle3"}}, "speculative.model is the draft model"),
-        ({"speculative": {"model": "/draft"}}, "speculative.model is the draft model"),
+        ({"speculative": {"method": "eagle3"}}, r"engine\.speculative\.method is no setting any more: remove it"),
+        ({"speculative": {"model": "/draft"}}, r"engine\.speculative\.model is no setting any more: remove it"),
     ],
 )
 def test_drafts_where_they_would_not_be_exact_are_refused(engine, message):

@@ -15,7 +15,7 @@ from agentloop.api.facts import FactsPage, FactsQuery, ListOrder, facts_of
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.storage import facts
 from agentloop.storage.retention import RetentionPolicy, Unfinished
-from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Message, StopReason, Timings, Trajectory
 from tests.support.records.samples import encoded, make_group, make_trajectory
 from tests.support.service.store_home import StoreHome
@@ -66,7 +66,7 @@ async def test_a_row_tells_its_record(store: TrajectoryStore) -> None:
     assert (*tokens, row.num_lost_tokens) == (10, 2, 6, 8, 7)
     assert (row.oldest_version, row.newest_version, row.staleness) == (0, 0, None)
     assert (row.task, row.answer) == ("What is 2 + 3?", "5 \u2713")
-    assert (page.cursor, page.is_indexed) == ("", True)
+    assert page.cursor == ""
 
 
 async def test_listings_by_order_filter_and_cursor(store: TrajectoryStore) -> None:
@@ -202,38 +202,8 @@ async def test_a_deleted_record_is_listed_no_more_and_stays_counted(store: Traje
     await store.trim(RetentionPolicy(deletes_acknowledged=True), 0.0, Unfinished(live={"r"}))
     page = await store.list_records(FactsQuery())
     assert [one.sample_index for one in page.records] == [3, 2]
-    assert page.is_indexed
     if facts.MAX_FRESH == 3:
         assert sum(one.num_records for one in page.totals) == 4
-
-
-async def test_a_store_of_an_earlier_release_says_what_it_lacks_and_is_indexed(
-    store: TrajectoryStore, home: StoreHome
-) -> None:
-    made = [record(index, reward=index / 8) for index in range(7)]
-    await store.add_records(encoded(made))
-    before = await store.list_records(FactsQuery())
-    await store.close()
-    for table in ("facts", "fresh_facts", "totals_by_owner"):
-        home.execute(f"DROP TABLE {table}")
-    reader = TrajectoryReader(home.where)
-    with pytest.raises(InvalidRequest, match="agentloop index"):
-        reader.list_records(FactsQuery())
-    reader.close()
-    home.execute("UPDATE trajectories SET crc = 1 WHERE sample_index IN (0, 5)")
-    opened = TrajectoryStore(home.where)
-    await opened.add_records(encoded([record(7)]))
-    page = await opened.list_records(FactsQuery())
-    assert ([one.sample_index for one in page.records], page.is_indexed) == ([7], False)
-    indexer = TrajectoryStore(home.where)  # in another process, beside the service
-    assert await indexer.index() == 7
-    assert await indexer.index() == 0
-    await indexer.close()
-    page = await opened.list_records(FactsQuery())
-    assert ([one.sample_index for one in page.records], page.is_indexed) == ([7, 6, 4, 3, 2, 1], True)
-    assert page.records[1:] == tuple(one for one in before.records if one.sample_index not in (0, 5))
-    assert sum(one.num_records for one in page.totals) == 6
-    await opened.close()
 
 
 def test_facts_travel_with_the_record_and_have_no_more_than_400_bytes() -> None:
@@ -247,5 +217,5 @@ def test_facts_travel_with_the_record_and_have_no_more_than_400_bytes() -> None:
 
 
 def test_a_page_survives_the_wire() -> None:
-    page = FactsPage((), "[1,2]", (), is_indexed=False)
+    page = FactsPage((), "[1,2]", ())
     assert codec.decode(codec.encode(page), FactsPage) == page

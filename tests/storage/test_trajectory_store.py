@@ -201,7 +201,7 @@ async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(InvalidRequest, match="schema"):
+    with pytest.raises(InvalidRequest, match="has schema version 99, but this release reads"):
         TrajectoryStore(newer)
 
 

@@ -7,7 +7,6 @@ service does with it. Nothing is given out that has not passed its self-test.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,22 +19,18 @@ from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, se
 from agentloop.parsers.base import Parser
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
-from agentloop.parsers.whole_turn import WholeTurnParser
 from agentloop.plugins import install_hint, resolve
-from agentloop.rendering.port import ModelFacts, Renderer
-from agentloop.rendering.prompt_text import thought_marks
+from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
-from agentloop.vocabulary import read_json
 from agentloop_servers.config import ChatSettings, located
-from agentloop_servers.engines.vllm.parsers import VLLM_PARSERS, vllm_parser
 
 AUTO = "auto"
 _LIBRARY = "renderers"
+_REMOVED_KIND = "vllm"
 _LIBRARY_RENDERER = "agentloop_servers.chat_format.library_renderer:LibraryRenderer"
 _LIBRARY_PARSER = "agentloop_servers.chat_format.library_parser:LibraryParser"
 NO_PARSER = "none"
-_TEMPLATE = "response_template"
 
 _log = structlog.stdlib.get_logger("chat_format")
 
@@ -131,24 +126,7 @@ def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> Cha
         return _tested(parser, name, "it reads what the renderer writes", renderer)
     except ParserMismatch as mismatch:
         reason = mismatch.message
-    if (template := read_json(folder / "tokenizer_config.json").get(_TEMPLATE)) is not None:
-        try:
-            return _tested(_by_template(template, facts), _TEMPLATE, "the model folder has one", renderer)
-        except ParserMismatch as mismatch:
-            reason = mismatch.message
     return _without_tools(renderer, reason)
-
-
-def _by_template(template: JSON, facts: ModelFacts) -> WholeTurnParser:
-    """Return transformers' reader of turns by a folder's own template. Raises InvalidRequest without it."""
-    parse = cast(Callable[..., Any], resolve("transformers.utils.chat_parsing:parse_response", param="parser"))
-
-    def read(text: str, tools: Sequence[Mapping[str, JSON]]) -> tuple[str, list[tuple[str, str]]]:
-        found = parse(text, template, prefix="", tools=list(tools) or None)
-        calls = [call["function"] for call in found.get("tool_calls") or ()]
-        return found.get("content") or "", [(call["name"], json.dumps(call["arguments"])) for call in calls]
-
-    return WholeTurnParser(_TEMPLATE, read, thought_marks(facts.template_source, facts.literals))
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChatFormat:
@@ -199,12 +177,13 @@ def _parser(name: str, folder: Path) -> Parser:
     kind, _, family = name.partition(":")
     if kind == _LIBRARY:
         return cast(Parser, _of_library(_LIBRARY_PARSER)(folder, family))
-    if not name.startswith(VLLM_PARSERS):
-        return get_parser(name)
-    try:
-        return vllm_parser(name, folder)
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(f"{name} needs the engine's lane: no module {error.name!r}", param="parser") from error
+    if kind == _REMOVED_KIND:
+        raise InvalidRequest(
+            f"parser {name[:64]!r}: vLLM's parsers are no setting any more: use 'auto', which derives the format of"
+            " a template that no parser of ours reads, or an import path such as 'my_package.module:Parser'",
+            param="parser",
+        )
+    return get_parser(name)
 
 
 def _of_library(path: str) -> Callable[..., object]:

@@ -26,7 +26,6 @@ COMMANDS = {
     "new": ("bench", "Write a folder with an environment: a task, a tool, a reward and a test."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
     "list": ("records", "List a run's trajectories: newest, slowest, failed, by reward, task or text."),
-    "index": ("records", "Make the records of a run of an earlier release listable."),
     "view": ("view", "Show a run's trajectories in the browser."),
     "export": ("export", "Write a run's trajectories, also while it is running."),
     "check-logprobs": (

@@ -18,9 +18,9 @@ from agentloop import codec
 from agentloop.api.facts import MAX_LISTED, FactsQuery, ListOrder
 from agentloop.errors import InvalidRequest
 from agentloop.storage.home import Home
-from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, Trajectory, Turn
-from agentloop_servers.cli.terminal import clear_errors, run_to_end, store_of
+from agentloop_servers.cli.terminal import clear_errors, store_of
 
 MAX_NAMED = 10  # of several trajectories that a word means
 LIST_WIDTH = 116  # of a narrower terminal, lines wrap: a table that shrinks cuts what `show` takes
@@ -85,25 +85,6 @@ def list_records(
         console.print(f"{sum(total.num_records for total in page.totals):,} records so far", highlight=False)
     if page.cursor:
         console.print(f"more: --cursor {shlex.quote(page.cursor)}", highlight=False, markup=False, soft_wrap=True)
-    if not page.is_indexed:
-        console.print("older records are not listed: `agentloop index` makes them so", highlight=False)
-
-
-@app.command()
-def index(
-    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")] = "latest",
-) -> None:
-    """Make the records of a run of an earlier release listable."""
-
-    async def indexed() -> int:
-        store = TrajectoryStore(store_of(run))
-        try:
-            return await store.index()
-        finally:
-            await store.close()
-
-    with clear_errors():
-        Console().print(f"{run_to_end(indexed()):,} records indexed", highlight=False)
 
 
 def _of_turn(turn: Turn, versions: str) -> tuple[str, ...]:

@@ -467,8 +467,7 @@ class Rollouts:
             if not is_live and await self._store.holds_sessions(rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             stored = await self._store.terms(rollout_id)
-            accepted = stored.groups_digest  # none in a store of before
-            is_same = accepted == groups_digest(encoded) if accepted else known.num_accepted == num_new
+            is_same = stored.groups_digest == groups_digest(encoded)
             is_same &= shown_id(stored.adapter) == shown_id(terms.adapter)
             if is_same and known.owner == terms.owner:
                 if not is_live and not known.is_done:
@@ -498,9 +497,9 @@ class Rollouts:
         return own_rollout_id
 
     @to_its_end
-    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord) -> None:
         """Store a finished session's record. Readers do not wait for more: their number is not known."""
-        if await self._store.record(self._aged(record), owner):
+        if await self._store.record(self._aged(record)):
             assignment_id = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)
             self._log.info("session_recorded", assignment=assignment_id, is_complete=record.is_complete)
 

@@ -8,8 +8,6 @@ written into a fresh one.
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +150,7 @@ def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
         return [], 0
     found: dict[int, OpenCall] = {}
     at = num_damaged = 0
-    for start, end, body in list(read_frames(data)) or _lines(data):
+    for start, end, body in read_frames(data):
         num_damaged += start != at
         at = end
         number, *rest = msgspec.json.decode(body)
@@ -163,13 +161,3 @@ def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
         else:
             found.pop(number, None)
     return sorted(found.values(), key=lambda opened: opened.number), num_damaged
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the sound lines of an earlier release's file as `read_frames` does: a CRC-32 in hex, and its body."""
-    start = 0
-    while (end := data.find(b"\n", start) + 1) > 0:
-        body = data[start + 8 : end - 1]
-        if data[start : start + 8] == b"%08x" % zlib.crc32(body):
-            yield start, end, body
-        start = end

@@ -428,7 +428,6 @@ class Sessions:
             rollout_id=own_id(owner, SESSIONS_ROLLOUT_ID)
             if wanted.rollout_id == SESSIONS_ROLLOUT_ID
             else wanted.rollout_id,
-            is_claimed=True,
             group_id=wanted.group_id,
             task_id=wanted.task_id,
             sample_index=wanted.sample_index,
@@ -614,15 +613,13 @@ class Sessions:
         The answer does not wait for the note in the file. A record whose note was lost is given again, which
         changes nothing. Raises what the coordinator raises, and ServiceUnavailable.
         """
-        session_id, owner = session.session_id, None if session.record.is_claimed else session.record.owner
-        if trajectory.rollout_id == SESSIONS_ROLLOUT_ID and owner is not None:
-            owner = ""  # of an earlier release, where all shared it
+        session_id = session.session_id
         if not has_just_ended and await self.store.is_recorded(session_id):
             return
         self._shards.check_may_record(session_id)
         try:
             async with asyncio.timeout(self._limits.record_timeout_s):
-                await self._coordinator.record(EncodedRecord.of(trajectory), owner)
+                await self._coordinator.record(EncodedRecord.of(trajectory))
         except TimeoutError as error:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process

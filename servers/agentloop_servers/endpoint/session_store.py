@@ -73,7 +73,7 @@ CREATE TABLE IF NOT EXISTS open_calls (
 """
 _SCHEMA = Schema(
     kind="session store",
-    version=1,
+    version=2,
     tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )

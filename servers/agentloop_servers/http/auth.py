@@ -38,10 +38,7 @@ _BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user: a name, and the SHA-256 digests of its keys. `retired` keys open nothing any more.
-
-    What an earlier release stored under the digest of one of these keys is this user's.
-    """
+    """A user: a name, and the SHA-256 digests of its keys. `retired` keys open nothing any more."""
 
     name: str
     keys: tuple[bytes, ...]
@@ -58,10 +55,9 @@ class User:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names under which a store may have the user's data, the present one first."""
-        digests = (*self.keys, *self.retired)
-        found = (self.name, *map(_name_of, digests), *(digest.hex() for digest in digests))
-        return tuple(dict.fromkeys(found))
+        """All names under which a store may have the user's data, the present one first: without a file of users
+        each key is a user with its own name."""
+        return tuple(dict.fromkeys((self.name, *map(_name_of, (*self.keys, *self.retired)))))
 
 
 class Keys:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import shlex
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -219,7 +218,7 @@ def test_a_trajectory_is_shown_as_a_conversation(run_dir: Path) -> None:
     assert "'c' means none; there are r/a/0" in none.output
 
 
-def test_a_run_is_listed_and_an_older_one_is_indexed(run_dir: Path) -> None:
+def test_a_run_is_listed(run_dir: Path) -> None:
     def run(*arguments: str) -> str:
         result = runner.invoke(app, list(arguments), env={"COLUMNS": "200"})
         assert result.exit_code == 0, result.output
@@ -235,14 +234,6 @@ def test_a_run_is_listed_and_an_older_one_is_indexed(run_dir: Path) -> None:
     narrow = runner.invoke(app, ["list", str(run_dir), "--limit", "2"], env={"COLUMNS": "40"})
     assert "r/b/0" in narrow.output
     assert "…" not in narrow.output
-    with sqlite3.connect(run_dir / STORE_NAME) as db:
-        for table in ("facts", "fresh_facts", "totals_by_owner"):
-            db.execute(f"DROP TABLE {table}")
-    db.close()
-    old = runner.invoke(app, ["list", str(run_dir)], env={"COLUMNS": "200"})
-    assert (old.exit_code, "`agentloop index`" in old.output) == (1, True)
-    assert "3 records indexed" in run("index", str(run_dir))
-    assert run("list", str(run_dir), "--limit", "2") == listed
 
 
 def test_a_rollout_on_a_running_service_makes_a_run_of_its_own(

@@ -663,37 +663,35 @@ async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_e
 
 @service("a")
 async def test_terms_and_owners_outlive_a_restart(site, coordinator):
-    await coordinator.rollouts.submit("done", (make_group("g", 1),), RolloutTerms(owner="alice"))
+    await coordinator.rollouts.submit("done", (make_group("g", 1),), RolloutTerms("alice"), ("alice",))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     await hand_in(coordinator.rollouts, "w", record(assignment))
-    await coordinator.rollouts.submit("train", (make_group("g", 4),), RolloutTerms(owner="alice"))
-    await coordinator.rollouts.submit("eval", (make_group("g", 4),), RolloutTerms("bob", priority=1, max_running=2))
+    await coordinator.rollouts.submit("train", (make_group("g", 4),), RolloutTerms("alice"), ("alice",))
+    eval_terms = RolloutTerms("bob", priority=1, max_running=2)
+    await coordinator.rollouts.submit("eval", (make_group("g", 4),), eval_terms, ("bob",))
     await site.stop()
     coordinator = await site.start()
     await site.clock.sleep(5.0)
     orders = await coordinator.rollouts.take(report("w", 4), 1.0)
-    assert assignment_ids(orders.start) == ["eval/g/0", "eval/g/1", "train/g/0", "train/g/1"]
+    first = [f"bob~eval/g/{index}" for index in (0, 1)] + [f"alice~train/g/{index}" for index in (0, 1)]
+    assert assignment_ids(orders.start) == first
     owners = {one.rollout_id: one.owner for one in (await coordinator.status()).rollouts}
-    assert owners == {"train": "alice", "eval": "bob"}
-    for rollout_id, owner in {**owners, "done": "alice"}.items():
+    assert owners == {"alice~train": "alice", "bob~eval": "bob"}
+    for rollout_id, owner in {"train": "alice", "eval": "bob", "done": "alice"}.items():
         other = {"alice": "bob", "bob": "alice"}[owner]
         assert (await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, (owner,))).status.owner == owner
         with pytest.raises(NotFound):
             await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, (other,))
         with pytest.raises(NotFound):
             await coordinator.rollouts.cancel(rollout_id, (other,))
-        with pytest.raises(Conflict):
-            await coordinator.rollouts.submit(rollout_id, (make_group("g", 1),), RolloutTerms(other))
 
 
 @service("a")
-async def test_sessions_records_belong_to_the_owner_of_the_first(site, coordinator):
-    await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="run")), "alice")
-    with pytest.raises(Conflict):
-        await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 1, rollout_id="run")), "bob")
+async def test_sessions_records_belong_to_the_owner_in_their_rollouts_id(site, coordinator):
+    await coordinator.rollouts.record(EncodedRecord.of(make_trajectory("g", 0, rollout_id="alice~run")))
     with pytest.raises(NotFound):
         await coordinator.rollouts.read("run", 0, 1, 0.0, ("bob",))
-    assert (await read_page(coordinator, "run", 0, 9, 0.0)).status.num_finished == 1
+    assert (await coordinator.rollouts.read("run", 0, 1, 0.0, ("alice",))).status.num_finished == 1
 
 
 @service("a")
@@ -737,12 +735,14 @@ async def test_a_claimed_rollout_is_for_sessions_from_then_on(site, coordinator)
     assert await rollouts.claim("run", ("alice", "digest")) == "alice~run"
     with pytest.raises(Conflict):
         await rollouts.submit("run", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
-    await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("digest"))  # as an earlier release has it
+    await rollouts.submit(
+        "step", (make_group("g", 1),), RolloutTerms("key-1"), ("key-1",)
+    )  # before the users' file
     with pytest.raises(Conflict):
-        await rollouts.claim("step", ("alice", "digest"))
+        await rollouts.claim("step", ("alice", "key-1"))
     assert await rollouts.claim("step", ("bob",)) == "bob~step"
-    status = await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
-    assert (status.rollout_id, status.owner) == ("step", "digest")  # a repeat begins nothing anew
+    status = await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "key-1"))
+    assert (status.rollout_id, status.owner) == ("key-1~step", "key-1")  # a repeat starts no work
     assert (await rollouts.read("run", 0, 1, 0.0, ("alice",))).status.num_finished == 0
 
 

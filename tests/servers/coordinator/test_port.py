@@ -146,7 +146,7 @@ async def test_numbers_beyond_63_bits_are_refused(tmp_path, number):
         for asked in (
             front.acknowledge("r", number),
             front.read("r", number, 10, 0.0),
-            front.record(EncodedRecord.of(make_trajectory("g", number, rollout_id="s")), "owner"),
+            front.record(EncodedRecord.of(make_trajectory("g", number, rollout_id="s"))),
             hand_in(site.client.workers, "w", make_trajectory("g", number, rollout_id="r")),
         ):
             with pytest.raises(InvalidRequest):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,17 +188,6 @@ def test_a_damaged_line_is_counted_and_a_last_one_that_was_cut_off_is_not(path: 
     for at in range(ends[2], ends[3]):
         path.with_name("torn").write_bytes(whole[:at])
         assert numbers(path.with_name("torn")) == [0, 1]
-
-
-def test_the_lines_of_an_earlier_release_are_read(path: Path) -> None:
-    bodies = b'[1,"s","a","0f",5]', b'[2,"s","b","",6]', b'[3,"s","c","",7]', b"[2]"
-    lines = [b"%08x%s\n" % (zlib.crc32(body), body) for body in bodies]
-    path.write_bytes(b"".join((*lines[:2], b"damaged\n", *lines[2:], lines[0][:-1])))
-    calls = [
-        replace(make_call(name), digest=digest, created_at=at)
-        for name, digest, at in (("a", b"\x0f", 5), ("c", b"", 7))
-    ]
-    assert read_open_calls(path) == ([OpenCall(1, "s", calls[0]), OpenCall(3, "s", calls[1])], 1)
 
 
 _WRITER = """

@@ -16,7 +16,6 @@ from agentloop.clock import RealClock
 from agentloop.codec import to_builtins
 from agentloop.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.score import Score
-from agentloop.sessions.journal import SessionRecord
 from agentloop.sessions.session import Session
 from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
@@ -78,24 +77,6 @@ async def test_a_named_rollout_is_claimed_when_the_session_is_made(site: Session
     for index in range(3):
         await sessions.create(NewSession(f"s{index}", rollout_id="run"), ("alice",))
     assert site.coordinator.terms["alice~run"].owner == "alice"
-    site.coordinator.terms["digest~old"] = site.coordinator.terms["plain"] = RolloutTerms("digest")
-    for old in ("digest~old", "plain"):  # of an earlier release: it goes on there
-        site.coordinator.groups[old], site.coordinator.finished[old] = {}, []
-    for index, (given, whole) in enumerate({"old": "digest~old", "plain": "plain", "new": "alice~new"}.items()):
-        wanted = NewSession(f"t{index}", rollout_id=given)
-        assert (await sessions.create(wanted, ("alice", "digest"))).record.rollout_id == whole
-
-
-@virtually()
-async def test_sessions_of_a_store_of_before_are_found_by_the_digest_of_a_key(
-    site: SessionSite, sessions: Sessions
-) -> None:
-    old = SessionRecord("old", EPOCH_S, 900.0, owner="digest")
-    assert await site.store.create(old)
-    assert (await sessions.find("old", ("alice", "digest"))).record == old
-    with pytest.raises(SessionNotFound):
-        await sessions.find("old", ("bob", "other"))
-    assert [one.session_id for one in await sessions.of_user(("alice", "digest"), "", 9)] == ["old"]
 
 
 @virtually()

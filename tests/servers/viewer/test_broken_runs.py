@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -23,7 +22,7 @@ import pytest
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Limits
 from agentloop_servers.viewer.app import viewer_app
 from agentloop_servers.viewer.records import StoredRun, TokenLabels
@@ -33,9 +32,6 @@ from tests.support.endpoint.front_door import serving
 from tests.support.records.samples import fill_store, make_group, make_trajectory
 from tests.support.service.whole_service import SIMULATED
 
-OLDER = (
-    Path(__file__).parent / "run_before_times.tar.gz"
-)  # of commit eb842adc: one of four samples without a record
 NUM_WRITTEN, NUM_TOGETHER = 1_920, 16  # more than the write-ahead log holds before it is copied into its file
 WRITER = f"""
 import asyncio, sys
@@ -136,26 +132,6 @@ async def test_a_torn_store_is_shown_as_far_as_it_goes_or_refused(
             assert latest % NUM_TOGETHER == 0
             assert latest < NUM_WRITTEN or not isinstance(cut, int)
     stored.close()
-
-
-async def test_a_run_of_an_earlier_release_says_what_it_lacks_and_is_shown(tmp_path: Path) -> None:
-    with tarfile.open(OLDER) as packed:
-        packed.extractall(tmp_path, filter="data")
-    async with viewing(tmp_path) as (url, said, _):
-        assert said == ["3 of 4 accepted trajectories have a record\n"]
-        status, body = await get(f"{url}/trajectories")
-        assert (status, "`agentloop index` makes it listable" in body["error"]["message"]) == (400, True)
-        assert await get(f"{url}/updates") == (200, [])
-        store = TrajectoryStore(tmp_path / STORE_NAME)
-        await store.index()
-        await store.close()
-        status, page = await get(f"{url}/trajectories")
-        assert [(one["sample_index"], one["reward"], one["began_at"]) for one in page["records"]] == [
-            (n, n / 4, None) for n in (2, 1, 0)
-        ]
-        status, shown = await get(f"{url}/trajectories/1")
-        assert (status, shown["record"]["times"], shown["missing"]) == (200, None, "")
-        assert len(shown["texts"]) == 18
 
 
 @pytest.mark.ray

@@ -183,7 +183,7 @@ class FakeCoordinator:
         except NotFound:
             return own_id(owner, rollout_id)
 
-    async def record(self, record: EncodedRecord, owner: str | None = None) -> None:
+    async def record(self, record: EncodedRecord) -> None:
         self._raise_next()
         trajectory = record.decoded()
         rollout_id = trajectory.rollout_id
@@ -394,7 +394,7 @@ class FakeCoordinator:
         row = facts.row_of(EncodedRecord.of(make_trajectory(reward=0.5)))
         one = RecordFacts(*(7, *row[:5], bool(row[5]), *row[6:]))
         total = FactsTotal("completed", None, 0, 1, 1, 0.5, 1.0, 6)
-        return FactsPage((one,), "[7,7]", (total,), is_indexed=True)
+        return FactsPage((one,), "[7,7]", (total,))
 
     async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
         self._raise_next()

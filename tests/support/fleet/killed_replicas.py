@@ -99,15 +99,14 @@ class Loss:
     """What a run with kills left. `num_wasted`: tokens that engines sampled and no record has."""
 
     records: tuple[Trajectory, ...]
-    num_sampled: int
     num_wasted: int
     num_kills: int
 
 
-def run_with_kills(folder: Path, pace: ReportPace, seed: int = 0) -> Loss:
+def run_with_kills(folder: Path, pace: ReportPace) -> Loss:
     """64 trajectories of two turns of 18 s on two replicas, one of which is killed every 15 s and comes back 5 s
     later. Virtual time."""
-    clock, policy, random = VirtualClock(), CountingPolicy(), Random(seed)
+    clock, policy, random = VirtualClock(), CountingPolicy(), Random(0)
     spec = replace(ROOM, pace=pace)
 
     def make(clock: VirtualClock) -> SimulatedEngine:
@@ -125,6 +124,6 @@ def run_with_kills(folder: Path, pace: ReportPace, seed: int = 0) -> Loss:
                 await killer.start(f"n{killer.num_kills}")
             num_wasted = policy.num_sampled - num_recorded(run)
             records = tuple(run.store.records.values())
-            return Loss(records, policy.num_sampled, num_wasted, killer.num_kills)
+            return Loss(records, num_wasted, killer.num_kills)
 
     return clock.run(main())

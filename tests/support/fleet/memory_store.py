@@ -80,7 +80,7 @@ class MemoryStore:
             self.records.setdefault(assignment_id_of(one.rollout_id, one.group_id, one.sample_index), one.decoded())
         return len(self.records) - known
 
-    async def record(self, record: EncodedRecord, owner: str | None = None) -> bool:
+    async def record(self, record: EncodedRecord) -> bool:
         await self._turn()
         if record.rollout_id in self.groups:
             raise Conflict(f"rollout {record.rollout_id} was submitted")

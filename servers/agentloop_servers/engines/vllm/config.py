@@ -32,8 +32,6 @@ class HostShare:
 class Speculative:
     """Draft tokens in a step, as `engine_config.SpeculativeSettings` says."""
 
-    method: str
-    model: str | None
     num_tokens: int
     max_running: int
 
@@ -61,8 +59,6 @@ class VllmConfig(ProcessEngineConfig):
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
             # vLLM would reserve a share of all memory, 92 % unless told otherwise.
             raise ValueError("kv_cache_memory_bytes is required on CPU")
-        if self.can_sleep and self.speculative is not None and self.speculative.method != "ngram":
-            raise ValueError("speculative with a draft model cannot sleep: no push brings its weights back")
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -190,13 +186,13 @@ def _scheduler_arguments(config: VllmConfig) -> dict[str, Any]:
 
 def _speculative_arguments(config: VllmConfig, speculative: Speculative) -> dict[str, Any]:
     num_tokens, most = speculative.num_tokens, speculative.max_running
-    arguments: dict[str, Any] = {"method": speculative.method, "num_speculative_tokens": num_tokens}
-    if speculative.method == "ngram":
-        # On a GPU the method of its kernels: with the other one no step is scheduled while another runs.
-        method = "ngram" if config.device == "cpu" else "ngram_gpu"
-        arguments |= {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    if speculative.model is not None:
-        arguments["model"] = speculative.model
+    arguments: dict[str, Any] = {
+        # With `ngram` on a GPU, vLLM schedules no step while another runs.
+        "method": "ngram" if config.device == "cpu" else "ngram_gpu",
+        "num_speculative_tokens": num_tokens,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
     if most < config.max_num_seqs:
         steps = [(1, most, num_tokens), (most + 1, config.max_num_seqs + 1, 0)]
         arguments["num_speculative_tokens_per_batch_size"] = steps

@@ -7,7 +7,7 @@ import { Chart, rates, summed, updatesOf, useHistory } from "./charts.js";
 import { NONE, count, plural, reward, seconds, share } from "./format.js";
 import { Grid, NUMBER } from "./grid.js";
 import { Findings } from "./live.js";
-import { NOT_INDEXED, columnsOf } from "./table.js";
+import { columnsOf } from "./table.js";
 
 const OF_REPLICAS = ["replica_sampled_tokens_total", "replica_requests", "replica_kv_tokens"];
 const CURVES = [...OF_REPLICAS, "samples", "calls_waiting", "trajectories_total", "weight_version"];
@@ -103,7 +103,6 @@ function Totals({ page, phases }) {
   const about = `by newest weights, at most ${reward(Math.max(...bars.map((bar) => bar.value)))}`;
   const axis = { about, from: `weights ${scored[0]?.key}`, to: `weights ${scored.at(-1)?.key}` };
   return html`
-    ${!page.is_indexed && NOT_INDEXED}
     <p id="all-records">
       <a href=${link("table")}>${plural(all.num_records, "record")}</a>, mean reward ${meanReward(all)}, mean time
       ${" "}${seconds(all.total_s / all.num_records)}, ${count(all.num_sampled_tokens)} sampled tokens; also deleted ones

@@ -32,7 +32,6 @@ export function Table({ query }) {
     </form>
     ${listed.first && html`<section class="charts"><${Histograms} page=${listed.first} query=${query} /></section>`}
     ${listed.error && html`<p class="bad">${listed.error.message}</p>`}
-    ${listed.first?.is_indexed === false && NOT_INDEXED}
     <${Grid} id="records" isWalked over=${OVER} columns=${COLUMNS} rows=${listed.records} keyOf=${({ seq }) => seq} />
     <p class="quiet">
       ${plural(listed.records.length, "record")} shown${" "}
@@ -41,8 +40,6 @@ export function Table({ query }) {
     </p>
   `;
 }
-
-export const NOT_INDEXED = html`<p class="bad">Older records are not listed until <code>agentloop index</code>.</p>`;
 
 /** The records of a query so far, and `more` to add the next page. */
 function useListing(address) {

@@ -269,14 +269,6 @@ def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_pat
     assert not takes_images(seeing.model_copy(update={"engine": simulated}))
 
 
-def test_a_draft_model_does_not_sleep():
-    drafts = {"method": "eagle3", "model": "/draft"}
-    arguments = engine_arguments(configured({"mode": "debug", "engine": {"speculative": drafts}}))
-    assert arguments["speculative_config"]["model"] == "/draft"
-    with pytest.raises(ValueError, match="cannot sleep"):
-        configured({"mode": "hybrid", "engine": {"speculative": drafts}})
-
-
 def test_with_drafts_an_engine_lacks_features_and_on_a_gpu_constraints():
     plain, drafting = configured({}), configured({"engine": {"speculative": {}}})
     assert plain.features - drafting.features == NOT_SPECULATIVE | CONSTRAINTS
