@@ -157,7 +157,7 @@ class HeldLease:
     holder_id: str  # an assignment's id, or `session_holder`
     group_id: str  # siblings have one in common; empty: it has none
     num_context_tokens: int  # of the last turn
-    prefixes: tuple[Prefix, ...] = ()  # of a session's prompt, the longest first
+    prefixes: tuple[Prefix, ...] = ()  # a session's prompt has these, the longest first
 
 
 @dataclass(frozen=True, slots=True)

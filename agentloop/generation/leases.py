@@ -248,7 +248,7 @@ class LeaseHolder:
         self._order: tuple[Lease | None] | None = None  # obeyed before the next turn
         self._num_in_flight = 0
         self._num_context_tokens = 0  # of the last turn: its prompt and what was sampled
-        self._prefixes: tuple[Prefix, ...] = ()  # of the prompt for which a session's lease was granted
+        self._prefixes: tuple[Prefix, ...] = ()  # the prompt that a session's lease was granted for
         if assigned is not None:
             self.hold(assigned)
 

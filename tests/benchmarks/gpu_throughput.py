@@ -387,7 +387,9 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "dtype": "float32" if is_cpu else "bfloat16",
         "max_running": -(-most // (options.replicas * options.split)),
         "block_size": 32 if is_cpu else 16,
-        "gpu_memory_utilization": 0.85 / options.num_engines / options.split,  # of what is free at the start
+        "gpu_memory_utilization": 0.85
+        / options.num_engines
+        / options.split,  # shares of the memory that is free at the start
         "gpu_share": 1 / options.split,
         "tensor_parallel_size": options.tp,
         "max_context_tokens": options.context if options.model is None else None,

@@ -159,7 +159,7 @@ def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_pa
 
 
 def test_vllms_parsers_are_refused_with_what_to_use_instead(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="vLLM's parsers are no setting any more: use 'auto'"):
+    with pytest.raises(InvalidRequest, match="vLLM's parsers are not supported: use 'auto'"):
         load_chat_format(write_family(tmp_path, "qwen3"), ChatSettings(parser="vllm:hermes+qwen3"))
 
 

@@ -179,7 +179,7 @@ def _parser(name: str, folder: Path) -> Parser:
         return cast(Parser, _of_library(_LIBRARY_PARSER)(folder, family))
     if kind == _REMOVED_KIND:
         raise InvalidRequest(
-            f"parser {name[:64]!r}: vLLM's parsers are no setting any more: use 'auto', which derives the format of"
+            f"parser {name[:64]!r}: vLLM's parsers are not supported: use 'auto', which derives the format of"
             " a template that no parser of ours reads, or an import path such as 'my_package.module:Parser'",
             param="parser",
         )

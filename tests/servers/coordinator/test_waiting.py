@@ -144,7 +144,7 @@ async def test_a_session_keeps_its_room_before_its_first_report_and_gives_it_bac
     balancer, reported = coordinator.replicas.balancer, leases[::2]
     used_tokens = balancer.kv_use("a").predicted_tokens
 
-    async def insist():  # at any time another session wants the room
+    async def insist():  # another session wants the room all the time
         with suppress(NoHealthyReplica):
             await waiting
         while True:

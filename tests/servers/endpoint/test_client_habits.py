@@ -13,17 +13,14 @@ import pytest
 from agentloop.errors import ServiceUnavailable
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import Message
-from tests.support.endpoint.chat_service import MODEL, RENDERER, ChatService, chat_service
+from tests.support.endpoint.chat_service import MODEL, RENDERER, SHORT_CALLS, ChatService, chat_service
 from tests.support.endpoint.dialect_app import dialect_service
 from tests.support.engine.scripted import POLICY
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [USER], "max_tokens": 4},
-    RESPONSES: {"input": "hi", "max_output_tokens": 4},
-    MESSAGES: {"messages": [USER], "max_tokens": 4},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+    **SHORT_CALLS,
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/tokenize": {"prompt": "hi"},
 }

@@ -5,21 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, chat_service
-
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-USER = {"role": "user", "content": "hi"}
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [USER], "max_tokens": 4},
-    RESPONSES: {"input": "hi", "max_output_tokens": 4},
-    MESSAGES: {"messages": [USER], "max_tokens": 4},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
-}
+from tests.support.endpoint.chat_service import MODEL, SHORT_CALLS, Bounds, ChatService, chat_service
 
 
 @pytest.fixture
@@ -36,10 +26,10 @@ async def give_room(service: ChatService, num_refused: int) -> None:
     service.coordinator.has_room = True
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", SHORT_CALLS)
 async def test_a_stream_sends_comments_until_there_is_room(service: ChatService, path: str) -> None:
     seen: list[bytes] = []
-    body = {"model": MODEL, "stream": True, **BODIES[path]}
+    body = {"model": MODEL, "stream": True, **SHORT_CALLS[path]}
     async with asyncio.timeout(60), service.http.post(service.url + path, json=body) as answer:
         assert answer.status == 200
         async for line in answer.content:
@@ -51,11 +41,11 @@ async def test_a_stream_sends_comments_until_there_is_room(service: ChatService,
     assert not any(b'"error":{' in line for line in seen)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", SHORT_CALLS)
 async def test_without_room_a_call_is_refused_at_its_deadline_and_may_come_again(
     service: ChatService, path: str
 ) -> None:
-    body, headers = {"model": MODEL, **BODIES[path]}, {"x-stainless-read-timeout": "0.5"}
+    body, headers = {"model": MODEL, **SHORT_CALLS[path]}, {"x-stainless-read-timeout": "0.5"}
     status, answer, received = await service.call("POST", path, json=body, headers=headers)
     assert (status, received["retry-after"], received["x-should-retry"]) == (503, "1", "true"), answer
     assert "no replica has room" in answer["error"]["message"]
@@ -64,10 +54,12 @@ async def test_without_room_a_call_is_refused_at_its_deadline_and_may_come_again
 
 async def test_an_answer_says_how_long_its_call_waited_for_room(service: ChatService) -> None:
     giving = asyncio.create_task(give_room(service, 3))
-    body = {"model": MODEL, **BODIES[CHAT]}
+    body = {"model": MODEL, **SHORT_CALLS["/v1/chat/completions"]}
     waits_s = []
     for _ in range(2):
-        status, _, received = await service.call("POST", CHAT, json=body, headers={"x-session-id": "a"})
+        status, _, received = await service.call(
+            "POST", "/v1/chat/completions", json=body, headers={"x-session-id": "a"}
+        )
         assert status == 200
         waits_s.append(float(received["x-queue-seconds"]))
     await giving

@@ -40,6 +40,13 @@ from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 MODEL = "tiny"
+SHORT_CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+}
+"""The path and the body, without its model, of a short call in each dialect."""
 RENDERER = TemplateRenderer.from_directory(POLICY)
 PARSER = get_parser("hermes")
 SPEC = SimulatedSpec(
