@@ -1,13 +1,16 @@
 """Agents whose contexts are several times an engine's KV: the service on one GPU, `vllm serve` on the other.
 
     python -m tests.benchmarks.gpu_pressure --rows plain,streams,loops            # two GPUs; 5 minutes a row
+    python -m tests.benchmarks.gpu_pressure --replicas 2 --in-turn --rows plain,plain   # two against two, two GPUs
 
-Both get the same load in the same minutes: agents of `--turns` turns with tools that take `--pause-s` in the mean,
+Both get the same load in the same minutes, each side on GPUs of its own; with `--in-turn` both have all GPUs, and
+the load goes to one after the other. It is agents of `--turns` turns with tools that take `--pause-s` in the mean,
 so many at once; an agent that ends is followed by another. `plain` and `streams` are agents of the chat endpoint in
 sessions, `loops` are agent loops of the service; `fits` has twice as many plain agents with a tenth of the context
 and three turns, which the KV has room for, in a quarter of the time. The agents of `vllm serve` have prompts of the
 same lengths. They send token ids to `/v1/completions`, so that it finds every earlier context that is still cached:
-text would be tokenized again, and might not match. It has the same engine arguments, and returns no logprobs.
+text would be tokenized again, and might not match. It has the same engine arguments, and returns no logprobs. Of
+several `vllm serve` an agent uses one for all of its calls, in rotation, so that it finds its own contexts.
 
 Figures are of a window of `--window-s` that begins after `--warm-up-s`, and by thirds of it. `hits`: cached prompt
 tokens of all prompt tokens.
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,13 +64,13 @@ class Sizes:
     num_observed: int
 
 
-async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, num_at_once: int) -> ChatLoad:
+async def complete(urls: str, workload: Workload, sizes: Sizes, numbers: range, num_at_once: int) -> ChatLoad:
     """Let agents have these trajectories as completions of token ids, so many at once."""
     load, seats = ChatLoad(), asyncio.Semaphore(num_at_once)
-    where = urlsplit(url)
-    address = where.hostname or "", where.port or 0
 
-    async def turn(number: int, ids: list[int], length: int) -> list[int]:
+    async def turn(url: str, number: int, ids: list[int], length: int) -> list[int]:
+        where = urlsplit(url)
+        address = where.hostname or "", where.port or 0
         body = {
             "model": "default",
             "prompt": ids,
@@ -88,7 +91,7 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
         load.turns.append(Turn(began_at, time.perf_counter(), len(found), number=number))
         return found
 
-    async def one(number: int) -> None:
+    async def one(number: int, url: str) -> None:
         choose = random.Random(number)
         async with seats:
             ids = choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_prompt)
@@ -96,40 +99,52 @@ async def complete(url: str, workload: Workload, sizes: Sizes, numbers: range, n
             for index, (length, (pause_s, _)) in enumerate(turns):
                 if time.perf_counter() >= workload.until:
                     break
-                ids += await turn(index, ids, length)
+                ids += await turn(url, index, ids, length)
                 ids += choose.choices(range(TOKENS_START, VOCAB_SIZE), k=sizes.num_observed)
                 await asyncio.sleep(pause_s)
             else:
                 load.finished_at.append(time.perf_counter())
 
     async with asyncio.TaskGroup() as group:
-        for number in numbers:
-            group.create_task(one(number))
+        for number, url in zip(numbers, itertools.cycle(urls.split()), strict=False):
+            group.create_task(one(number, url))
     return load
 
 
-def completions(sizes: Sizes, url: str, workload: Workload, numbers: range, num_at_once: int) -> ChatLoad:
+def completions(sizes: Sizes, urls: str, workload: Workload, numbers: range, num_at_once: int) -> ChatLoad:
     """Run `complete` in a process that only does this."""
-    return uvloop.run(complete(url, workload, sizes, numbers, num_at_once))
+    return uvloop.run(complete(urls, workload, sizes, numbers, num_at_once))
 
 
 @contextmanager
-def vllm_server(options: argparse.Namespace, model: Path, log: Path) -> Iterator[str]:
-    """Run `vllm serve` on the second GPU; yields its URL at once, before it is up."""
+def vllm_server(options: argparse.Namespace, model: Path, log: Path, gpu: int) -> Iterator[str]:
+    """Run `vllm serve` on this GPU; yields its URL at once, before it is up."""
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "default", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     command += ["--max-model-len", str(options.context), "--max-num-seqs", str(options.seats)]
     command += ["--kv-cache-memory-bytes", str(options.kv_mib << 20), "--block-size", "16"]
-    command += ["--enable-prefix-caching", "--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    command += [
+        "--gpu-memory-utilization",
+        str(memory_share(options)),
+        "--enable-prefix-caching",
+        "--generation-config",
+        "vllm",
+        "--disable-uvicorn-access-log",
+    ]
     with log.open("w") as out:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
             process.wait(60)
+
+
+def memory_share(options: argparse.Namespace) -> float:
+    """Return the part of a GPU's memory that an engine may take."""
+    return 0.43 if options.in_turn else 0.9
 
 
 async def wait_until_up(url: str, log: Path) -> None:
@@ -148,19 +163,20 @@ async def wait_until_up(url: str, log: Path) -> None:
             raise
 
 
-async def counter(url: str, name: str) -> float:
-    """Return the sum of a counter of `url`/metrics over its labels."""
+async def counter(urls: str, name: str) -> float:
+    """Return the sum of a counter of these servers' /metrics over its labels."""
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{url}/metrics")).text
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+        pages = [(await client.get(f"{url}/metrics")).text for url in urls.split()]
+    lines = itertools.chain.from_iterable(page.splitlines() for page in pages)
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-async def hits_within(url: str, window: Window, names: tuple[str, str]) -> float | None:
+async def hits_within(urls: str, window: Window, names: tuple[str, str]) -> float | None:
     """Return the ratio of two counters' growth within a window: of cached prompt tokens, and of all."""
     seen = []
     for at in (window.begins_at, window.ends_at):
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        seen.append([await counter(url, name) for name in names])
+        seen.append([await counter(urls, name) for name in names])
     hits, queries = (after - before for before, after in zip(*seen, strict=True))
     return hits / queries if queries else None
 
@@ -200,19 +216,19 @@ def side_of(row: str, window: Window, load: ChatLoad, hits: float | None) -> Sid
 
 
 class Bench:
-    """One service and one `vllm serve`, and the rows that both run at the same time."""
+    """The service and the `vllm serve` beside it, and the rows that both run."""
 
-    def __init__(self, options: argparse.Namespace, url: str, vllm_url: str) -> None:
+    def __init__(self, options: argparse.Namespace, url: str, vllm_urls: str) -> None:
         self._options = options
         self._url = url
-        self._vllm_url = vllm_url
+        self._vllm_urls = vllm_urls
 
     async def run(self, row: str) -> tuple[Side, Side]:
         """Run a row on both sides."""
         options, scale = self._options, 10 if row == "fits" else 1
         load = Workload(
-            num_trajectories=60 * options.agents,
-            num_at_once=options.agents * (1 if scale == 1 else 2),
+            num_trajectories=60 * options.agents * options.replicas,
+            num_at_once=options.agents * options.replicas * (1 if scale == 1 else 2),
             num_turns=options.turns if scale == 1 else 3,
             num_sampled=options.sampled,
             spread=0.37,
@@ -222,10 +238,16 @@ class Bench:
             mean_pause_s=options.pause_s,
         )
         sizes = await self._sizes_of(load)
-        begins_at = time.perf_counter() + (options.warm_up_s if scale == 1 else options.warm_up_s / 4)
-        window_s = options.window_s if scale == 1 else options.window_s / 4
-        window = Window(begins_at, begins_at + window_s)
-        load = replace(load, until=window.ends_at)
+        part = 1 if scale == 1 else 4
+
+        def timed() -> tuple[Workload, Window]:
+            begins_at = time.perf_counter() + options.warm_up_s / part
+            window = Window(begins_at, begins_at + options.window_s / part)
+            return replace(load, until=window.ends_at), window
+
+        if options.in_turn:
+            return await self._ours(row, *timed()), await self._theirs(row, *timed(), sizes)
+        load, window = timed()
         return await asyncio.gather(self._ours(row, load, window), self._theirs(row, load, window, sizes))
 
     async def _sizes_of(self, load: Workload) -> Sizes:
@@ -251,9 +273,9 @@ class Bench:
         return side_of(f"{row}, service", window, seen, await hits)
 
     async def _theirs(self, row: str, load: Workload, window: Window, sizes: Sizes) -> Side:
-        hits = asyncio.create_task(hits_within(self._vllm_url, window, VLLM_HITS))
+        hits = asyncio.create_task(hits_within(self._vllm_urls, window, VLLM_HITS))
         talk = partial(completions, sizes)
-        seen = await chat_from_processes(self._vllm_url, self._options.load_processes, talk, lambda: load)
+        seen = await chat_from_processes(self._vllm_urls, self._options.load_processes, talk, lambda: load)
         return side_of(f"{row}, vllm serve", window, seen, await hits)
 
 
@@ -285,21 +307,28 @@ async def measure(options: argparse.Namespace, found: list[tuple[Side, Side]]) -
         "block_size": 16,
         "max_context_tokens": options.context,
         "kv_cache_mib": options.kv_mib,
+        "gpu_memory_utilization": memory_share(options),
     }
     fields = {"model": str(model), "mode": "debug", "port": 0, "engine": engine, "workers": {"capacity": 1024}}
+    fields["replicas"] = options.replicas
     config = ServiceConfig.model_validate(fields)
-    with tempfile.TemporaryDirectory() as folder:
-        log = (options.out or Path(folder) / "pressure.json").with_suffix(".vllm.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with vllm_server(options, model, log) as vllm_url:
-            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-            async with running_service(config, Path(folder) / "run") as url:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        gpus = range(options.replicas)
+        log_folder = options.out.parent if options.out else Path(folder)
+        log_folder.mkdir(parents=True, exist_ok=True)
+        logs = [log_folder / f"pressure.vllm-{gpu}.log" for gpu in gpus]
+        vllm_gpus = gpus if options.in_turn else range(options.replicas, 2 * options.replicas)
+        starts = zip(logs, vllm_gpus, strict=True)
+        vllm_urls = [servers.enter_context(vllm_server(options, model, log, gpu)) for log, gpu in starts]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        async with running_service(config, Path(folder) / "run") as url:
+            for vllm_url, log in zip(vllm_urls, logs, strict=True):
                 await wait_until_up(vllm_url, log)
-                say("both are up")
-                bench = Bench(options, url, vllm_url)
-                for row in options.rows:
-                    found.append(await bench.run(row))
-                    say(report.table(["side"], [(str(side),) for side in found[-1]]))
+            say("both are up")
+            bench = Bench(options, url, " ".join(vllm_urls))
+            for row in options.rows:
+                found.append(await bench.run(row))
+                say(report.table(["side"], [(str(side),) for side in found[-1]]))
 
 
 def parse() -> argparse.Namespace:
@@ -307,7 +336,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--rows", default="plain", help=f"of {', '.join(ROWS)}; one may come several times")
-    parser.add_argument("--agents", type=int, default=256, help="at once, on each side")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of each side, each with a GPU")
+    parser.add_argument("--in-turn", action="store_true", help="both sides on the same GPUs, one after the other")
+    parser.add_argument("--agents", type=int, default=256, help="at once, for each engine of a side")
     parser.add_argument("--seats", type=int, default=512, help="requests that an engine runs at once")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--sampled", type=int, default=190, help="tokens a turn, in the mean")
