@@ -49,7 +49,7 @@ test-trainers: $(TRAINER_ENVIRONMENTS)
 
 # Of these what trainers' own clients do against one service, each alike: it writes the table of docs/contracts.md.
 test-contracts: $(TRAINER_ENVIRONMENTS)
-	$(BIN)/python -m pytest -m trainers $(ARGS) tests/trainers/test_contracts.py
+	$(BIN)/python -m pytest -m trainers $(ARGS) tests/parts/trainers/test_contracts.py
 
 $(VENV)/trainers/%/.installed: requirements/trainers/%.txt
 	@$(PYTHON) -m venv $(@D)

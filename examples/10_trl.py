@@ -10,7 +10,7 @@ import torch
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from agentloop.client import load_tasks
-from agentloop.trainers.trl import AsyncRollouts
+from agentloop_trainers.trl import AsyncRollouts
 
 
 def main(url: str, num_steps: int = 4) -> None:

@@ -7,27 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.parts import PARTS
+
 ROOT = Path(__file__).parents[1]
 SOURCES = {
     "agentloop": ROOT / "agentloop",
     "agentloop_servers": ROOT / "servers" / "agentloop_servers",
-    "agentloop_tools": ROOT / "tools" / "agentloop_tools",
+}
+# A part imports the core and no other part. Those under servers/ may import the service and engines.
+PART_SOURCES = {
+    part.package: next(
+        ROOT / top / part.package for top in ("servers", "tools") if (ROOT / top / part.package).is_dir()
+    )
+    for part in PARTS
 }
 ENGINES = {"vllm", "sglang", "torch", "transformers"}
 FORBIDDEN = {
-    "agentloop": {"agentloop_servers", "agentloop_tools", "examples", "tests", "ray", "fastapi", *ENGINES},
-    "agentloop_tools": {"agentloop_servers", "examples", "tests", "ray", "fastapi", *ENGINES},
-    "agentloop_servers": {"examples", "tests"},
+    "agentloop": {"agentloop_servers", "examples", "tests", "ray", "fastapi", *ENGINES, *PART_SOURCES},
+    "agentloop_servers": {"examples", "tests", *PART_SOURCES},
 }
 MAY_IMPORT_ENGINES = {
     "agentloop_servers.engines.sglang",
     "agentloop_servers.engines.vllm",
-    "agentloop_servers.recompute",
-    "agentloop_servers.recompute_engine",
     "agentloop_servers.weight_transfer",
 }
-
-MAY_IMPORT = {"agentloop.trainers.verl": {"ray"}}  # verl's own workers are Ray's
 
 # Modules that any package may import; of each other only the earlier ones.
 COMMON = (
@@ -45,6 +48,7 @@ COMMON = (
     "logs",
     "aio",
     "plugins",
+    "parts",
     "vocabulary",
     "engine",
     "sampled_tokens",
@@ -54,6 +58,7 @@ COMMON = (
     "checks",
     "weight_digest",
     "canary",
+    "mismatch",
     "metrics",
     "trace_context",
 )
@@ -108,8 +113,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trajectory",
     },
     "agentloop.agents": {"agentloop.api", "agentloop.client", "agentloop.rollout"},
-    "agentloop.trainers": {"agentloop.api", "agentloop.client"},
-    "agentloop_tools": {"agentloop.rollout"},
     "agentloop_servers.engine_config": set(),
     "agentloop_servers.config": {"agentloop_servers.engine_config"},
     "agentloop_servers.http": {"agentloop.api"},
@@ -202,7 +205,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.viewer",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
-    "agentloop_servers.recompute": set(),
     "agentloop_servers.serve_process": {"agentloop_servers.config", "agentloop_servers.metrics"},
     "agentloop_servers.cluster": {
         "agentloop_servers.config",
@@ -235,7 +237,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.model_calls",
         "agentloop_servers.placement",
     },
-    "agentloop_servers.recompute_engine": {"agentloop_servers.config", "agentloop_servers.engine_parts"},
     "agentloop_servers.engine_hosts": {
         "agentloop_servers.cluster",
         "agentloop_servers.config",
@@ -275,7 +276,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop.rollout",
         "agentloop.testing",
-        "agentloop.trainers",
         "agentloop_servers.chat_format",
         "agentloop_servers.cluster",
         "agentloop_servers.config",
@@ -289,28 +289,28 @@ ARROWS: dict[str, set[str]] = {
 }
 
 
-def modules() -> dict[str, Path]:
+def modules(sources: dict[str, Path]) -> dict[str, Path]:
     found = {}
-    for package, folder in SOURCES.items():
+    for package, folder in sources.items():
         for file in folder.rglob("*.py"):
             parts = [package, *file.relative_to(folder).with_suffix("").parts]
             found[".".join(part for part in parts if part != "__init__")] = file
     return found
 
 
-MODULES = modules()
+MODULES = modules(SOURCES)
+OF_PARTS = modules(PART_SOURCES)
+ALL = MODULES | OF_PARTS
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {module: ast.parse(file.read_text()) for module, file in MODULES.items()}
+    return {module: ast.parse(file.read_text()) for module, file in ALL.items()}
 
 
 def package_of(module: str) -> str:
     """The package a module belongs to: its folder below the source root; a module of the root is its own."""
     parts = module.split(".")
-    if parts[0] == "agentloop_tools":
-        return parts[0]
     return ".".join(parts[: 3 if parts[:2] == ["agentloop_servers", "engines"] else 2])
 
 
@@ -334,9 +334,17 @@ def test_no_wrong_arrow_to_the_outside():
         forbidden = set(FORBIDDEN[source])
         if source == "agentloop_servers" and package_of(module) not in MAY_IMPORT_ENGINES:
             forbidden |= ENGINES
-        forbidden -= MAY_IMPORT.get(module, set())
         roots = {name.split(".")[0] for name in imports(module)}
         assert not roots & forbidden, module
+
+
+def test_a_part_imports_the_core_and_no_other_part():
+    for module, file in OF_PARTS.items():
+        package = module.split(".")[0]
+        forbidden = {"examples", "tests", *PART_SOURCES} - {package}
+        if file.is_relative_to(ROOT / "tools"):
+            forbidden |= {"agentloop_servers", "fastapi", "vllm", "sglang"}
+        assert not {name.split(".")[0] for name in imports(module)} & forbidden, module
 
 
 def test_a_package_imports_what_the_table_allows():
@@ -374,7 +382,7 @@ def test_the_table_names_what_there_is_and_has_no_cycle():
 
 
 def test_no_cycle():
-    edges = {module: imports(module) & set(MODULES) - {module} for module in MODULES}
+    edges = {module: imports(module) & set(ALL) - {module} for module in ALL}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -428,7 +436,7 @@ MAX_PRIVATES_IN_TESTS = 10
 
 
 def test_a_fact_has_one_owner():
-    texts = {module: file.read_text() for module, file in MODULES.items()}
+    texts = {module: file.read_text() for module, file in ALL.items()}
     found = {pattern: {module for module in texts if re.search(pattern, texts[module])} for pattern in OWNERS}
     assert found == OWNERS
 

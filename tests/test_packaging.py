@@ -1,4 +1,4 @@
-"""What an install brings: our three import packages and nothing that shadows a user's own folders."""
+"""What an install brings: our import packages and nothing that shadows a user's own folders."""
 
 import ast
 import itertools
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.parts import GROUP_PREFIX, PARTS
 from agentloop.plugins import DISTRIBUTION, install_hint
 from agentloop_servers.engines.common.versions import DRIVEN, objection
 
@@ -34,14 +35,22 @@ def test_the_wheel_holds_our_packages_and_no_generic_name(wheel):
     assert {name for name in top_level if not name.endswith(".dist-info")} == {
         "agentloop",
         "agentloop_servers",
-        "agentloop_tools",
+        *(part.package for part in PARTS),
     }
-    assert sum(name.endswith("py.typed") for name in wheel.namelist()) == 3
+    assert sum(name.endswith("py.typed") for name in wheel.namelist()) == 2 + len(PARTS)
 
 
 def test_the_command_is_installed(wheel):
     entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert b"agentloop = agentloop_servers.cli:main" in wheel.read(entry_points)
+
+
+def test_the_entry_points_are_those_of_the_table():
+    named: dict[str, dict[str, str]] = {}
+    for part in PARTS:
+        for group, entries in part.entries.items():
+            named.setdefault(GROUP_PREFIX + group, {}).update(entries)
+    assert PROJECT["entry-points"] == named
 
 
 def test_the_lock_pins_everything_exactly_and_names_no_local_version():

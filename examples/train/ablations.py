@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from agentloop.client import RolloutClient
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.trainers import TrainingRow
 from agentloop_servers.config import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
+from agentloop_trainers import TrainingRow
 from examples.train.grpo import Prepare, Recipe, by_prompt, evaluate, logprobs_of, push_next, unchanged
 from examples.train.run import Progress, Setting, learn, parser_of_runs, recipe_of, setting_of, settle_torch
 from examples.train.tasks import held_out_tasks

@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client import RolloutClient
-from agentloop.trainers import TrainingRow, group_rows, teacher_logprobs
-from agentloop.trainers.mismatch import Mismatch, mismatch
+from agentloop.mismatch import Mismatch, mismatch
 from agentloop.types import FloatArray, OnStale, RolloutTask, Trajectory
+from agentloop_trainers import TrainingRow, group_rows, teacher_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 from agentloop.client.client import RolloutClient
 from agentloop.storage.trajectory_store import STORE_NAME
-from agentloop.trainers.batches import TrainingRow, group_rows
 from agentloop.types import Limits, Message, RolloutTask
-from agentloop_servers.cli.check_logprobs import check_logprobs, plain_references, versions_in
+from agentloop_trainers.batches import TrainingRow, group_rows
+from agentloop_verify.check_logprobs import check_logprobs, plain_references, versions_in
 from examples.train.grpo import (
     Recipe,
     batches,

@@ -36,16 +36,16 @@ import numpy as np
 import torch
 
 from agentloop.engine import CommitReport, PushSource, StageReport, WeightUpdate
-from agentloop.trainers.mismatch import mismatch
+from agentloop.mismatch import mismatch
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.config import CHECKOUT
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
-from agentloop_servers.recompute import ReferenceModel
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import tensor_info
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
+from agentloop_verify.transformers_reference import ReferenceModel
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.continuation import Run, compare

@@ -30,7 +30,7 @@ from agentloop.types import GenerateRequest, Generation, SamplingParams
 from agentloop_servers.engines.vllm.config import Speculative, VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import SchedulerStats
-from agentloop_servers.recompute import ReferenceModel
+from agentloop_verify.transformers_reference import ReferenceModel
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, Shape, make_tensors, random_prompts
 from tests.gpu.policy import write_policy

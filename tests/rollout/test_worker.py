@@ -19,7 +19,6 @@ from agentloop.rollout.tool import ToolSpec
 from agentloop.sampling import LogprobsMode
 from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
-from agentloop.trainers.batches import group_rows
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -36,6 +35,7 @@ from agentloop.types import (
     Trajectory,
 )
 from agentloop_tools.calculator import calculator
+from agentloop_trainers.batches import group_rows
 from tests.support.engine.policies import ScriptedPolicy
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
 from tests.support.fleet.fake_coordinator import FakeCoordinator

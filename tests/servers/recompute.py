@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # threads that wait for each other on busy cores take 
 @cache
 def reference(folder: Path) -> Any:
     """The checkpoint in float32 on the CPU, once a process; transformers' models take two seconds to import."""
-    return importlib.import_module("agentloop_servers.recompute").ReferenceModel(folder, device="cpu")
+    return importlib.import_module("agentloop_verify.transformers_reference").ReferenceModel(folder, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

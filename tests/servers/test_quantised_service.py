@@ -20,10 +20,10 @@ from agentloop.client.rollout import load_tasks
 from agentloop.engine import WeightUpdate
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import GenerateRequest, Generation, Limits, PauseMode, SamplingParams, Trajectory
-from agentloop_servers.cli.check_logprobs import check_logprobs, engine_references, plain_references
 from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.local import running_service
+from agentloop_verify.check_logprobs import check_logprobs, engine_references, plain_references
 from tests.support.transfer.adapters import POLICY, write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]

@@ -7,12 +7,14 @@ Exit codes: 0 good; 1 a clear error, lost trajectories, or something needed is b
 from __future__ import annotations
 
 import signal
-from typing import Annotated
+import sys
+from typing import Annotated, cast
 
 import typer
 from typer.core import TyperGroup
 
-from agentloop import __version__
+from agentloop import __version__, parts
+from agentloop.errors import InvalidRequest
 from agentloop_servers.cli import load
 
 COMMANDS = {
@@ -28,10 +30,6 @@ COMMANDS = {
     "list": ("records", "List a run's trajectories: newest, slowest, failed, by reward, task or text."),
     "view": ("view", "Show a run's trajectories in the browser."),
     "export": ("export", "Write a run's trajectories, also while it is running."),
-    "check-logprobs": (
-        "check_logprobs",
-        "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
-    ),
     "status": ("remote", "Show a running service."),
     "why": ("remote", "Say why nothing moves, or why it is slow."),
     "top": ("top", "Watch a running service: replicas, queue, the oldest in flight, tools, and what is wrong."),
@@ -46,6 +44,11 @@ COMMANDS = {
 }
 """Each command's module in this package, and its line in the help."""
 
+OF_PARTS = {
+    "check-logprobs": "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
+}
+"""The line in the help of the commands of our optional parts."""
+
 
 class _Chosen(TyperGroup):
     """A group whose commands are stand-ins, until one is chosen."""
@@ -54,10 +57,19 @@ class _Chosen(TyperGroup):
         """Replace the stand-in by the command of its module."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and command.name is not None:
-            group = typer.main.get_group(load(COMMANDS[command.name][0]).app)
-            command = group.commands[command.name]
+            command = typer.main.get_group(_application(command.name)).commands[command.name]
             signal.signal(signal.SIGINT, signal.default_int_handler)  # the one that asyncio replaces by its own
         return name, command, rest
+
+
+def _application(command: str) -> typer.Typer:
+    """Import the application that has a command. Exits with one line if a package is missing."""
+    if command in COMMANDS:
+        return cast(typer.Typer, load(COMMANDS[command][0]).app)
+    try:
+        return cast(typer.Typer, parts.load(parts.COMMANDS, command, param="command"))
+    except InvalidRequest as error:
+        sys.exit(f"agentloop: {error.message}")
 
 
 def _show_version(is_asked: bool) -> None:
@@ -88,5 +100,8 @@ def _stand_in() -> None:
     """Stand for a command until it is chosen."""
 
 
-for _name, (_, _help) in COMMANDS.items():
+_helps = {_name: _help for _name, (_, _help) in COMMANDS.items()}
+for _name in parts.registered(parts.COMMANDS):
+    _helps.setdefault(_name, OF_PARTS.get(_name, "Of another package."))
+for _name, _help in _helps.items():
     app.command(_name, help=_help)(_stand_in)

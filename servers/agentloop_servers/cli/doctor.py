@@ -26,8 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentloop import __version__
 from agentloop.errors import AgentLoopError
-from agentloop.plugins import resolve
+from agentloop.parts import PARTS
+from agentloop.plugins import DISTRIBUTION, resolve
 from agentloop.rendering.port import Renderer
 from agentloop_servers.chat_format.load import ChatFormat, load_parser, load_renderer
 from agentloop_servers.cli import load
@@ -137,6 +139,8 @@ def examine() -> list[Check]:
     driven = ", ".join(f"{name} {' or '.join(versions)}" for name, versions in DRIVEN.items())
     return [
         _python(),
+        _distribution(),
+        _parts(),
         package("ray"),
         package("torch", is_needed=False),
         *engines,
@@ -156,6 +160,21 @@ def examine() -> list[Check]:
 def _python() -> Check:
     version = platform.python_version()
     return Check("python", (3, 11) <= sys.version_info[:2] < (3, 14), version)
+
+
+def _distribution() -> Check:
+    """Report other distributions that install a package `agentloop`: the files of the last one installed win."""
+    found = importlib.metadata.packages_distributions().get("agentloop", [])
+    if foreign := sorted({one for one in found if one != DISTRIBUTION}):
+        return Check("agentloop", False, f"also installed by {', '.join(foreign)}: uninstall both")
+    return Check("agentloop", True, __version__)
+
+
+def _parts() -> Check:
+    there = [part.package for part in PARTS if part.is_there]
+    missing = [part.package for part in PARTS if not part.is_there]
+    detail = ", ".join(there) + (f"; not installed: {', '.join(missing)}" if missing else "")
+    return Check("parts", not missing, detail, is_needed=False)
 
 
 def _ray_token() -> Check:

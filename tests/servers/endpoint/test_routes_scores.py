@@ -17,7 +17,6 @@ from agentloop.client.client import RolloutClient
 from agentloop.engine import WeightUpdate
 from agentloop.errors import ContextLengthExceeded, InvalidRequest, NotFound, WeightVersionNotServed
 from agentloop.generation.leased_engine import CallLeases
-from agentloop.trainers import teacher_logprobs
 from agentloop.types import (
     FinishReason,
     GenerateRequest,
@@ -30,9 +29,10 @@ from agentloop.types import (
     VersionDemand,
 )
 from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
+from agentloop_trainers import teacher_logprobs
 from tests.contract.simulated_case import write_checkpoint
+from tests.parts.trainers.test_batches import group_rows, make_path, make_trajectory
 from tests.support.endpoint.chat_service import RENDERER, SPEC, ChatService, chat_service
-from tests.trainers.test_batches import group_rows, make_path, make_trajectory
 
 IDS = (5, 6, 7, 8, 9, 10)
 NEVER = {str(RENDERER.stop_token_ids[0]): -100}

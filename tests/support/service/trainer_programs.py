@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = ROOT / "tests" / "trainers" / "programs"
+PROGRAMS = ROOT / "tests" / "parts" / "trainers" / "programs"
 PROGRAM_TIMEOUT_S = 400
 
 
 async def run_program(trainer: str, program: str, *arguments: str) -> dict[str, Any]:
-    """Run one of `tests/trainers/programs` in a trainer's environment; the JSON that it printed last.
+    """Run one of `tests/parts/trainers/programs` in a trainer's environment; the JSON that it printed last.
 
     Its errors are the test's. TRAINER_ENVIRONMENTS names another folder than `.venv/trainers`.
     """
     python = _python_of(trainer)
-    paths = (ROOT, ROOT / "servers", ROOT / "examples")
+    paths = (ROOT, ROOT / "servers", ROOT / "tools", ROOT / "examples")
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),

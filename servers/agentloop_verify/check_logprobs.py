@@ -31,17 +31,17 @@ from tokenizers import Tokenizer
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
+from agentloop.mismatch import MAX_K3, Mismatch, mismatch
 from agentloop.plugins import resolve
 from agentloop.sampling import LogprobsMode, TurnSampling
 from agentloop.storage.home import Home
 from agentloop.storage.summary import MIXED, version_key
 from agentloop.storage.trajectory_store import TrajectoryReader
-from agentloop.trainers.mismatch import MAX_K3, Mismatch, mismatch
 from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, clip_spans
 from agentloop_servers.cli.terminal import clear_errors, store_of
 
-REFERENCE = "agentloop_servers.recompute:ReferenceModel"
-ENGINE_REFERENCE = "agentloop_servers.recompute_engine:EngineReference"
+REFERENCE = "agentloop_verify.transformers_reference:ReferenceModel"
+ENGINE_REFERENCE = "agentloop_verify.engine_reference:EngineReference"
 LINE_INTERVAL_S = 10.0  # between two lines of progress where stderr is no terminal
 MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
 _SEED = 0  # of the choice among more trajectories than are asked for
@@ -68,7 +68,7 @@ class Precision(StrEnum):
 
 
 class Reference(Protocol):
-    """A checkpoint that computes logprobs: `recompute.ReferenceModel` or `recompute_engine.EngineReference`."""
+    """A checkpoint that computes logprobs: `ReferenceModel` or `EngineReference`."""
 
     def logprobs(
         self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "contracts.md"
 BEGIN, END = "<!-- what was run: make test-contracts -->\n", "<!-- end -->"
 VERBS = ("rollouts", "update", "pause", "refused", "killed")

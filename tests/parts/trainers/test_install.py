@@ -8,13 +8,13 @@ import pytest
 
 pytestmark = pytest.mark.trainers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 UV = [sys.executable, "-m", "uv"]
 PROGRAM = """
 import sys
-import agentloop.trainers.trl  # TRL itself is imported where a run starts
+import agentloop_trainers.trl  # TRL itself is imported where a run starts
 from agentloop.client import RolloutClient, load_tasks
-from agentloop.trainers import group_rows
+from agentloop_trainers import group_rows
 
 RolloutClient("http://127.0.0.1:8000").session()
 print(sorted({"ray", "tokenizers", "fastapi", "torch", "pyarrow", "typer", "trl", "openai"} & set(sys.modules)))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[3] / ".venv" / "lib" / "python3.11" / "site-packages"))
+sys.path.append(str(Path(__file__).parents[4] / ".venv" / "lib" / "python3.11" / "site-packages"))
 
 import torch
 import torch.distributed as dist

@@ -38,9 +38,9 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import Rollout
 from agentloop.endings import FailureClass
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
-from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
-from agentloop.trainers.service_link import ServiceLink
 from agentloop.types import FloatArray, Message, OnStale, RolloutTask, Trajectory
+from agentloop_trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
+from agentloop_trainers.service_link import ServiceLink
 
 OnGroup: TypeAlias = Callable[[Sequence[Trajectory], Sequence[TrainingRow]], None]
 """Called with each finished group, before its rows are handed on: to keep them, or to watch them."""

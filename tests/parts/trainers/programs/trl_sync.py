@@ -15,10 +15,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import InvalidRequest
-from agentloop.trainers.batches import TrainingRow
-from agentloop.trainers.trl import SyncRollouts
+from agentloop_trainers.batches import TrainingRow
+from agentloop_trainers.trl import SyncRollouts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def main(url: str, num_steps: int) -> None:

@@ -18,15 +18,15 @@ from agentloop.errors import InvalidRequest
 from agentloop.sampling import ConstraintKind, LogprobsMode, TurnSampling
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import FinishReason, TokenPath, Turn, WeightVersionSpan
-from agentloop_servers.cli.check_logprobs import (
+from agentloop_servers.cli.commands import app
+from agentloop_verify.check_logprobs import (
     LogprobCheck,
     References,
     check_logprobs,
     parse_versions,
     plain_references,
 )
-from agentloop_servers.cli.commands import app
-from agentloop_servers.recompute import ReferenceModel
+from agentloop_verify.transformers_reference import ReferenceModel
 from tests.contract.reference import log_softmax
 from tests.support.records.samples import fill_store, make_group, make_trajectory
 from tests.support.transfer.adapters import POLICY

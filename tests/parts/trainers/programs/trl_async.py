@@ -21,10 +21,10 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl_on_cpu import use_cpu
 
 from agentloop.client.rollout import load_tasks
-from agentloop.trainers.batches import TrainingRow
-from agentloop.trainers.trl import AsyncRollouts, BufferedRow
+from agentloop_trainers.batches import TrainingRow
+from agentloop_trainers.trl import AsyncRollouts, BufferedRow
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 POLICY = ROOT / "examples" / "tiny_policy" / "v0"
 NUM_RECOMPUTED = 48  # rows
 

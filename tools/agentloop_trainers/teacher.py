@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentloop.client.client import RolloutClient
-from agentloop.trainers.batches import TrainingRow
 from agentloop.types import FloatArray, VersionDemand
+from agentloop_trainers.batches import TrainingRow
 
 
 async def teacher_logprobs(

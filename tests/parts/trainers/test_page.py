@@ -14,8 +14,8 @@ import torch
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
+from tests.parts.trainers.contract_clients import BEGIN, END, PAGE, ROOT, table
 from tests.support.service.whole_service import simulated_config, whole_service
-from tests.trainers.contract_clients import BEGIN, END, PAGE, ROOT, table
 
 VOCABULARY = 1024
 

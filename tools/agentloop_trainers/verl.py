@@ -32,9 +32,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
-from agentloop.trainers.batches import TrainingRow, group_rows, is_scored
-from agentloop.trainers.service_link import ServiceLink
 from agentloop.types import Limits, Message, OnStale, RolloutTask, Trajectory
+from agentloop_trainers.batches import TrainingRow, group_rows, is_scored
+from agentloop_trainers.service_link import ServiceLink
 
 NAME = "agentloop"
 """The name of the checkpoint backend, of the trainer mode, and of our section in verl's config."""

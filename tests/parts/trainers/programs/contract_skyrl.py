@@ -17,7 +17,7 @@ from typing import Any
 
 import typing_extensions
 
-sys.path.append(str(Path(__file__).parents[3] / ".venv" / "lib" / "python3.11" / "site-packages"))
+sys.path.append(str(Path(__file__).parents[4] / ".venv" / "lib" / "python3.11" / "site-packages"))
 typing.TypedDict = typing_extensions.TypedDict
 
 from safetensors.torch import load_file

@@ -15,9 +15,9 @@ from agentloop.api.coordinator import QueueStatus, ServiceStatus, UpdateProgress
 from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest
-from agentloop.trainers.service_link import ServiceLink, describe_standstill
-from agentloop.trainers.trl import AsyncRollouts, SyncRollouts
 from agentloop.types import Message, RolloutTask, Trajectory
+from agentloop_trainers.service_link import ServiceLink, describe_standstill
+from agentloop_trainers.trl import AsyncRollouts, SyncRollouts
 from tests.support.service.trainer_programs import ROOT
 from tests.support.service.whole_service import simulated_config, whole_service
 
@@ -121,7 +121,7 @@ async def test_tasks_that_the_service_refuses_end_the_rollout_with_its_words(url
 
 
 async def test_a_rollout_whose_every_trajectory_fails_says_so_instead_of_waiting(url: str) -> None:
-    failing = [RolloutTask("t", (Message("user", "Hello"),), loop="tests.trainers.no_such_module:Loop")]
+    failing = [RolloutTask("t", (Message("user", "Hello"),), loop="tests.parts.trainers.no_such_module:Loop")]
     rollouts = AsyncRollouts(url, failing, num_generations=2)
     said = await asyncio.to_thread(watched, rollouts, PATIENCE_S, 1)
     await asyncio.to_thread(rollouts.destroy)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentloop.trainers.batches import NO_VERSION, count_group, group_rows
 from agentloop.types import FinishReason, SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
+from agentloop_trainers.batches import NO_VERSION, count_group, group_rows
 
 
 def make_path(num_prompt: int, mask: str, versions: str, **fields: object) -> TokenPath:

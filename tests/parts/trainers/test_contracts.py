@@ -24,10 +24,10 @@ import tokenizers
 from agentloop.client.client import RolloutClient
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine
+from tests.parts.trainers.contract_clients import CLIENTS, ROOT, VERBS, write
 from tests.servers.recompute import POLICY
 from tests.support.engine.recording import RecordingEngine
 from tests.support.service.whole_service import whole_site
-from tests.trainers.contract_clients import CLIENTS, ROOT, VERBS, write
 
 pytestmark = [pytest.mark.trainers, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

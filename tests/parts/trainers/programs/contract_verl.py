@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "agentloop.trainers.verl"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "agentloop_trainers.verl"
 
 import numpy as np
 import ray
@@ -30,18 +30,18 @@ from verl.utils.import_utils import load_class_from_fqn
 
 from agentloop.client.rollout import load_tasks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NUM_SAMPLES = 2
 
 
 def make_config(url: str) -> Any:
     ours = [
-        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class=agentloop.trainers.verl.AgentLoopManager",
+        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class=agentloop_trainers.verl.AgentLoopManager",
         f"++actor_rollout_ref.rollout.custom.agentloop.url={url}",
         "++actor_rollout_ref.rollout.custom.agentloop.tools=[calculator]",
         "++actor_rollout_ref.rollout.custom.agentloop.reward=exact_match",
         "++actor_rollout_ref.rollout.checkpoint_engine.backend=agentloop",
-        "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=agentloop.trainers.verl",
+        "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=agentloop_trainers.verl",
         f"++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.agentloop.url={url}",
         "++trainer.v1.trainer_mode=agentloop",
         "++actor_rollout_ref.rollout.name=vllm",

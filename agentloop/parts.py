@@ -1,0 +1,87 @@
+"""Optional parts: packages that extend the service with commands, renderers, engines and more.
+
+A part registers objects, each under a group and a name. Other distributions do it with entry points in their
+metadata (https://packaging.python.org/en/latest/specifications/entry-points/), for example
+
+    [project.entry-points."agentloop_rollouts.commands"]
+    replay = "my_package.replay:app"
+
+Our own parts are also listed here, because a copied tree, PYTHONPATH or a Ray `runtime_env` has no metadata. A test
+compares this table with pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from agentloop.errors import InvalidRequest
+from agentloop.plugins import install_hint, resolve
+
+GROUP_PREFIX = "agentloop_rollouts."
+"""Begins the names of our groups of entry points."""
+
+COMMANDS = "commands"
+"""The group of command line commands. An object is a typer application with a command of the registered name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of our optional packages; `entries` are import paths by group and name.
+
+    `extra` is the extra of our distribution with its dependencies.
+    """
+
+    package: str
+    extra: str
+    summary: str
+    entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def is_there(self) -> bool:
+        """Return True if the package's files are installed; its dependencies may still be missing."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+PARTS = (
+    Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),
+    Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
+    Part(
+        "agentloop_verify",
+        "cpu",
+        "comparison of recorded logprobs with those of the checkpoints",
+        {COMMANDS: {"check-logprobs": "agentloop_verify.check_logprobs:app"}},
+    ),
+)
+
+
+@cache
+def registered(group: str) -> dict[str, str]:
+    """Return the import paths of a group by name: those of our parts that are there, and of other packages."""
+    ours = {name: path for part in PARTS if part.is_there for name, path in part.entries.get(group, {}).items()}
+    found = importlib.metadata.entry_points(group=GROUP_PREFIX + group)
+    return {point.name: point.value for point in found} | ours
+
+
+def load(group: str, name: str, *, param: str) -> object:
+    """Return a registered object.
+
+    Raises InvalidRequest, with `param` as the field at fault. For a name that nothing registers it lists the
+    registered names. For a part that is not installed, or lacks a dependency, it has the command that installs it.
+    """
+    part = next((one for one in PARTS if name in one.entries.get(group, {})), None)
+    path = registered(group).get(name)
+    if path is None:
+        if part is not None:
+            raise InvalidRequest(f"{part.package} is not installed: {install_hint(part.extra)}", param=param)
+        names = ", ".join(sorted(registered(group))) or "none"
+        raise InvalidRequest(f"no {group} are registered as {name!r}; there are: {names}", param=param)
+    try:
+        return resolve(path, param=param)
+    except InvalidRequest as error:
+        if part is None:
+            raise
+        raise InvalidRequest(f"{error.message}: {install_hint(part.extra)}", param=param) from error

@@ -1,0 +1,1 @@
+"""`agentloop check-logprobs`: recorded logprobs compared with those of the checkpoints that sampled the tokens."""

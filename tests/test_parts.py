@@ -1,0 +1,75 @@
+"""Optional parts: our table, packages of other authors, and the errors for a missing part."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentloop import parts
+from agentloop.errors import InvalidRequest
+from agentloop.parts import COMMANDS, GROUP_PREFIX, PARTS, Part
+
+COMMAND = """
+import typer
+
+app = typer.Typer()
+
+
+@app.callback()
+def group() -> None:
+    ...
+
+
+@app.command()
+def replay(name: str) -> None:
+    print(f"replays {name}")
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with a small installed distribution of another author, which adds a command."""
+    (tmp_path / "acme.py").write_text(COMMAND)
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP_PREFIX}{COMMANDS}]\nreplay = acme:app\n")
+    return tmp_path
+
+
+def agentloop(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    program = f"import sys; sys.path.append({str(site)!r}); from agentloop_servers.cli import main; main()"
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_command_of_another_package_runs_by_its_name(site):
+    assert agentloop(site, "replay", "run-7").stdout == "replays run-7\n"
+    assert "replay" in agentloop(site, "--help").stdout
+
+
+def test_a_name_that_nothing_registers_is_refused_with_those_that_are():
+    with pytest.raises(InvalidRequest, match="'nothing'; there are: check-logprobs"):
+        parts.load(COMMANDS, "nothing", param="command")
+
+
+def test_our_own_part_that_is_missing_or_lacks_a_package_names_its_extra(monkeypatch):
+    absent = Part("agentloop_absent", "absent", "not there", {COMMANDS: {"absent": "agentloop_absent:app"}})
+    broken = Part("agentloop", "broken", "lacks a package", {COMMANDS: {"broken": "no_such_package:app"}})
+    monkeypatch.setattr(parts, "PARTS", (absent, broken))
+    parts.registered.cache_clear()
+    try:
+        with pytest.raises(InvalidRequest, match=r"agentloop_absent is not installed: .*\[absent\]"):
+            parts.load(COMMANDS, "absent", param="command")
+        with pytest.raises(InvalidRequest, match=r"no module named 'no_such_package': .*\[broken\]"):
+            parts.load(COMMANDS, "broken", param="command")
+    finally:
+        parts.registered.cache_clear()
+
+
+def test_every_entry_of_ours_loads():
+    for part in PARTS:
+        for group, entries in part.entries.items():
+            for name in entries:
+                assert parts.load(group, name, param="name") is not None
