@@ -75,7 +75,7 @@ learn: $(VENV)/.dev
 # The viewer in headless Chromium over a simulated service: a picture of each page, and figures, in runs/see/viewed0/.
 see: $(VENV)/.dev
 	@mkdir -p runs
-	@$(BIN)/python -m pytest -rs --basetemp runs/see $(ARGS) tests/viewer/test_browser.py || test $$? -eq 5
+	@$(BIN)/python -m pytest -rs --basetemp runs/see $(ARGS) tests/parts/view/test_browser.py || test $$? -eq 5
 
 # A thousand seeded schedules of faults in virtual time, of all their ranges; of one: ARGS="--seed 17", of many:
 # ARGS="--count 10000", of one range (see --help): ARGS="--first 3000000 --count 200".

@@ -17,6 +17,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import install_hint, resolve
@@ -26,6 +27,12 @@ GROUP_PREFIX = "agentloop_rollouts."
 
 COMMANDS = "commands"
 """The group of command line commands. An object is a typer application with a command of the registered name."""
+
+EXPORTERS = "exporters"
+"""The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
+
+ROUTES = "routes"
+"""The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,22 @@ PARTS = (
     Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(
+        "agentloop_view",
+        "serve,export",
+        "the viewer, reports and exports of a run",
+        {
+            COMMANDS: {"export": "agentloop_view.export:app", "view": "agentloop_view.view:app"},
+            EXPORTERS: {
+                "hf": "agentloop_view.exporters:hf",
+                "html": "agentloop_view.exporters:html",
+                "jsonl": "agentloop_view.exporters:jsonl",
+                "parquet": "agentloop_view.exporters:parquet",
+                "perfetto": "agentloop_view.exporters:perfetto",
+            },
+            ROUTES: {"ui": "agentloop_view.pages:pages"},
+        },
+    ),
+    Part(
         "agentloop_verify",
         "cpu",
         "comparison of recorded logprobs with those of the checkpoints",
@@ -66,7 +89,7 @@ def registered(group: str) -> dict[str, str]:
     return {point.name: point.value for point in found} | ours
 
 
-def load(group: str, name: str, *, param: str) -> object:
+def load(group: str, name: str, *, param: str) -> Any:
     """Return a registered object.
 
     Raises InvalidRequest, with `param` as the field at fault. For a name that nothing registers it lists the

@@ -72,8 +72,6 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.client": {"agentloop.api"},
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
-    "agentloop.export": {"agentloop.api", "agentloop.storage"},
-    "agentloop.trace_events": {"agentloop.api", "agentloop.storage"},
     "agentloop.spans": {"agentloop.api"},
     "agentloop.fleet": {"agentloop.api"},
     "agentloop.scheduling": {"agentloop.api", "agentloop.fleet"},
@@ -188,12 +186,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.private_http",
         "agentloop_servers.tcp",
     },
-    "agentloop_servers.viewer": {
-        "agentloop.api",
-        "agentloop.storage",
-        "agentloop_servers.config",
-        "agentloop_servers.http",
-    },
     "agentloop_servers.ingress": {
         "agentloop.api",
         "agentloop.chat",
@@ -202,7 +194,8 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.endpoint",
         "agentloop_servers.http",
         "agentloop_servers.metrics",
-        "agentloop_servers.viewer",
+        "agentloop.storage",
+        "agentloop_servers.config",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.serve_process": {"agentloop_servers.config", "agentloop_servers.metrics"},
@@ -270,8 +263,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.agents",
         "agentloop.api",
         "agentloop.client",
-        "agentloop.export",
-        "agentloop.trace_events",
         "agentloop.storage",
         "agentloop.rendering",
         "agentloop.rollout",
@@ -284,7 +275,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.local",
         "agentloop_servers.locks",
         "agentloop_servers.run_store",
-        "agentloop_servers.viewer",
     },
 }
 

@@ -21,8 +21,8 @@ from agentloop_servers.cli.run import REPORT_NAME
 from agentloop_servers.config import NamedModel, ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from agentloop_servers.run_store import store_in
-from agentloop_servers.viewer.report import write_report
 from agentloop_trainers import TrainingRow
+from agentloop_view.report import write_report
 from examples.train.curves import draw
 from examples.train.grpo import TEACHER, Prepare, unchanged
 from examples.train.run import POLICY, Progress, learn, parser_of_runs, recipe_of, setting_of, settle_torch

@@ -119,6 +119,7 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits, error_response, route_of
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import MODELS_PATH, create_app
+from agentloop_servers.ingress.records import TokenLabels
 from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
@@ -134,7 +135,6 @@ from agentloop_servers.serve_process import Closing, begin_process, ends_unless_
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
-from agentloop_servers.viewer.records import TokenLabels
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"

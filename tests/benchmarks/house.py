@@ -68,7 +68,7 @@ BUDGETS = {
 OPTIONAL = {
     "tools/agentloop_trainers": "trainers",
     "servers/agentloop_verify": "check of logprobs",
-    "agentloop/export.py": "export",
+    "servers/agentloop_view": "viewer, reports, exports",
     "agentloop/spans.py": "traces",
     "servers/agentloop_servers/tracing.py": "sending traces",
     "servers/agentloop_servers/weight_store": "published versions",

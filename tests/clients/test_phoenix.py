@@ -14,8 +14,8 @@ from aiohttp import ClientError, ClientSession
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Message, RolloutTask, Trajectory
-from agentloop_servers.cli.export import Format, export_records
 from agentloop_servers.tcp import listening_socket
+from agentloop_view.export import Format, export_records
 from tests.servers import test_tracing
 from tests.support.service.whole_service import simulated_config, whole_service
 

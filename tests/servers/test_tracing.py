@@ -22,10 +22,10 @@ from agentloop.rollout.context import LoopContext
 from agentloop.spans import MAX_REQUEST_BYTES
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Message, RolloutTask, StopReason, Timings, ToolCall, Trajectory
-from agentloop_servers.cli.export import Format, export_records
 from agentloop_servers.config import ServiceConfig, TracingSettings
 from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.tracing import Tracing, batches
+from agentloop_view.export import Format, export_records
 from tests.support.engine.recording import RecordingEngine
 from tests.support.records.samples import make_trajectory
 from tests.support.service.whole_service import simulated_config, whole_service

@@ -26,8 +26,7 @@ def load(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"agentloop_servers.cli.{module}")
     except ModuleNotFoundError as error:
-        extra = "export" if module == "export" else "serve"
-        sys.exit(f"agentloop: {error.name} is not installed: {install_hint(extra)}")
+        sys.exit(f"agentloop: {error.name} is not installed: {install_hint('serve')}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

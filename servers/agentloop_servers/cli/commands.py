@@ -28,8 +28,6 @@ COMMANDS = {
     "new": ("bench", "Write a folder with an environment: a task, a tool, a reward and a test."),
     "show": ("records", "Show one trajectory of a run: its conversation, versions and rewards."),
     "list": ("records", "List a run's trajectories: newest, slowest, failed, by reward, task or text."),
-    "view": ("view", "Show a run's trajectories in the browser."),
-    "export": ("export", "Write a run's trajectories, also while it is running."),
     "status": ("remote", "Show a running service."),
     "why": ("remote", "Say why nothing moves, or why it is slow."),
     "top": ("top", "Watch a running service: replicas, queue, the oldest in flight, tools, and what is wrong."),
@@ -45,6 +43,8 @@ COMMANDS = {
 """Each command's module in this package, and its line in the help."""
 
 OF_PARTS = {
+    "view": "Show a run's trajectories in the browser.",
+    "export": "Write a run's trajectories, also while it is running.",
     "check-logprobs": "Compare a run's recorded logprobs with those of the checkpoints that sampled them.",
 }
 """The line in the help of the commands of our optional parts."""

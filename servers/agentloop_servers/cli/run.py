@@ -18,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 
 import structlog
 from rich.console import Console
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_fixed
 
+from agentloop import parts
 from agentloop.agents.program import AgentProgram
 from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
 from agentloop.api.coordinator import UpdateReport
@@ -32,18 +33,16 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest, WeightUpdateFailed
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
-from agentloop.plugins import resolve_extra
 from agentloop.rollout.environment import tasks_of
+from agentloop.storage.exports import ExportRequest
 from agentloop.storage.summary import Summary, summarize
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, OnStale, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.cli.terminal import find_modules_here
-from agentloop_servers.config import KeysConfig, ServiceConfig, model_of, new_run_dir
+from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir
 from agentloop_servers.run_store import store_in
 
-EXPORT = "agentloop.export:export"  # an optional part, as is the next
-REPORT = "agentloop_servers.viewer.report:write_report"
 REPORT_NAME = "report.html"
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
@@ -331,10 +330,9 @@ def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
 def write_results(run_dir: Path, collected: Collected) -> Summary:
     """Export and summarize the store: the files hold the records on disk, not those that were seen on the way.
 
-    Without the extra `export` there is no Parquet file, and without `serve` no report.
+    Without the part `agentloop_view` there is no Parquet file and no report, without the extra `export` no Parquet.
     """
-    if (export := _optional(EXPORT, "export")) is not None:
-        export(store_in(run_dir), run_dir / PARQUET_NAME, "parquet")
+    _export("parquet", run_dir / PARQUET_NAME)
     store = TrajectoryReader(store_in(run_dir))
     try:
         summary = summarize(
@@ -347,18 +345,16 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
     finally:
         store.close()
     summary.write(run_dir / SUMMARY_NAME)
-    if (write_report := _optional(REPORT, "serve")) is not None:
-        write_report(store_in(run_dir), model_of(run_dir), run_dir / REPORT_NAME)
+    _export("html", run_dir / REPORT_NAME)
     return summary
 
 
-def _optional(path: str, extra: str) -> Callable[..., int] | None:
-    """Return a function of an optional part; None, with a warning that names the extra, if it is not installed."""
+def _export(format: str, file: Path) -> None:
+    """Export the run of a file in its folder; a warning says why an optional format is not written."""
     try:
-        return cast(Callable[..., int], resolve_extra(path, extra))
+        parts.load(parts.EXPORTERS, format, param="format")(ExportRequest(store_in(file.parent), file))
     except InvalidRequest as error:
-        _log.warning("not_written", reason=error.message)
-        return None
+        _log.warning("not_written", file=str(file), reason=error.message)
 
 
 def link_latest(run_dir: Path) -> None:

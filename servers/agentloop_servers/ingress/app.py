@@ -33,13 +33,13 @@ from agentloop_servers.endpoint.token_calls import TokenCallLimits, TokenCalls
 from agentloop_servers.http.auth import SESSION_HEADER, Caller, Keys, SessionKey, caller_of
 from agentloop_servers.http.guard import HttpGuard, HttpLimits, add_error_handlers
 from agentloop_servers.http.openapi import describe
+from agentloop_servers.http.routes import RouteContext, registered_routers
 from agentloop_servers.ingress.admin import AdminRoutes, ModeRules
+from agentloop_servers.ingress.records import RecordRoutes, TokenLabels
 from agentloop_servers.ingress.rollouts import RolloutRoutes
 from agentloop_servers.ingress.seeing import SeeingRoutes
 from agentloop_servers.ingress.sglang_control import SglangControlRoutes
 from agentloop_servers.ingress.vllm_control import VllmControlRoutes
-from agentloop_servers.viewer.app import viewer_routers
-from agentloop_servers.viewer.records import TokenLabels
 
 MODELS_PATH = "/models"
 """Below it are the models beside the policy, each with all routes of its own."""
@@ -71,14 +71,13 @@ def create_app(
     others: Mapping[str, FastAPI] = MappingProxyType({}),
     is_inside: bool = False,
 ) -> FastAPI:
-    """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
+    """Make the service's HTTP API over a coordinator; `connect` returns the engine of a replica's private URL.
 
-    Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
-    name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
-    `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
-    files within `image_roots`. `nodes_without` names the hosts that do not see a directory of weights; it blocks.
-    `labels` are the viewer's; `model` has the weights that engines begin with. With an `endpoint`, agents and
-    clients of vLLM's and SGLang's servers are served too; the caller starts and closes its sessions.
+    Weight directories must lie under one of `weight_roots`; `rules` are of the service's mode. A task that names
+    an unknown loop or reward, a tool outside `tool_names` or a module outside `allowed_imports` is refused at the
+    submit. Images may be files within `image_roots`. `nodes_without` returns the hosts that do not see a directory;
+    it blocks. `labels` are for the records' routes; `model` has the weights that engines begin with. With an
+    `endpoint` agents and vLLM's and SGLang's clients are served too; the caller starts and closes its sessions.
 
     `others` are the apps of other models, each below `/models/NAME`. Such an app `is_inside` this one, which guards
     it, and the caller enters its lifespan.
@@ -108,8 +107,9 @@ def create_app(
     app = _empty_app(keys, turns, limits, tally, lifespan, is_inside=is_inside)
     if endpoint is not None and sglang is not None:
         _include_endpoint(app, endpoint, keys, sglang, coordinator, admin, others)
-    routers = rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)
-    for router in (*routers, *SeeingRoutes(coordinator).routers(keys), *viewer_routers(coordinator, labels, keys)):
+    routers = [rollouts.open_routes(), rollouts.generate_route(), rollouts.user_routes(), admin.router(keys)]
+    routers += [*SeeingRoutes(coordinator).routers(keys), RecordRoutes(coordinator, labels, keys).router()]
+    for router in routers + registered_routers(RouteContext(coordinator, keys, limits)):
         app.include_router(router)
     describe(app)
     return app

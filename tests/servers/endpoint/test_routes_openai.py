@@ -20,7 +20,7 @@ from agentloop.api.sessions import NewSessionAnswer, SessionAnswer, decode_traje
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded
 from agentloop.types import Generation
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from agentloop_servers.viewer.pages import pages
+from agentloop_view.pages import pages
 from tests.support.endpoint.chat_service import chat_service
 from tests.support.endpoint.fake_endpoint import FakeRegistry, endpoint_app, raising, serving_endpoint
 

@@ -1,14 +1,13 @@
 """The records as the viewer and `RolloutClient.list_records` read them: `GET /trajectories`, and one of them whole.
 
-A service answers from its coordinator's store, `agentloop view` from the files of a run (`StoredRun`).
+A service answers from its coordinator's store, `agentloop view` from the files of a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -33,10 +32,7 @@ from agentloop.api.facts import (
     RecordPage,
 )
 from agentloop.api.owners import shown_id
-from agentloop.metrics import MetricsPage, phase_seconds
-from agentloop.storage.home import Home
-from agentloop.storage.sqlite import one_thread
-from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.metrics import phase_seconds
 from agentloop.types import Trajectory
 from agentloop_servers.config import TOKENIZER_HASH_NAME, TOKENIZER_NAME
 from agentloop_servers.http.auth import Keys
@@ -195,36 +191,3 @@ def _as_seen(record: R, names: tuple[str, ...] | None) -> R:
         return record
     own = as_its_users(record) if isinstance(record, Trajectory) else record
     return replace(own, rollout_id=shown_id(record.rollout_id))
-
-
-class StoredRun:
-    """The records of a run in its files or database, read beside whoever writes it. Close it in the end."""
-
-    def __init__(self, where: Path | Home) -> None:
-        """Raises InvalidRequest if there is no store."""
-        self._executor: Executor = one_thread("viewer")  # SQLite's connections are of one thread
-        self._reader = self._executor.submit(TrajectoryReader, where).result()
-
-    async def list_records(self, query: FactsQuery, user_names: tuple[str, ...] | None = None) -> FactsPage:
-        """As RecordsPort; whoever has the files sees all."""
-        return await self._ask(lambda: self._reader.list_records(query))
-
-    async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
-        """As RecordsPort."""
-        return await self._ask(lambda: self._reader.record_at(seq))
-
-    async def update_reports(self) -> tuple[UpdateReport, ...]:
-        """As RecordsPort."""
-        return await self._ask(self._reader.updates)
-
-    async def metrics(self) -> MetricsPage:
-        """As RecordsPort: those that the coordinator saved last."""
-        return await self._ask(self._reader.metrics)
-
-    def close(self) -> None:
-        """Let go of the store."""
-        self._executor.submit(self._reader.close).result()
-        self._executor.shutdown()
-
-    async def _ask(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)

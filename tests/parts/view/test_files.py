@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from agentloop_servers.viewer.pages import PAGES_FOLDER
+from agentloop_view.pages import PAGES_FOLDER
 
 VENDORED = {  # of the packages htm 3.1.1 (standalone, with Preact) and uplot 1.6.32, as their registry has them
     "preact-htm.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",

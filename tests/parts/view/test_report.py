@@ -11,7 +11,7 @@ import orjson
 
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
-from agentloop_servers.viewer.report import write_report
+from agentloop_view.report import write_report
 from tests.support.records.samples import encoded, make_trajectory
 
 MODEL = Path("examples/tiny_policy/v0").resolve()

@@ -14,6 +14,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
+from agentloop_servers.http.routes import RouteContext
+
 PAGES_FOLDER = Path(__file__).parent / "static"
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -25,8 +27,8 @@ _HEADERS = {
 }
 
 
-def pages() -> APIRouter:
-    """Return the routes of `/ui/`."""
+def pages(context: RouteContext | None = None) -> APIRouter:
+    """Return the routes of `/ui/`, which are the same for every service."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/ui", lambda: RedirectResponse("ui/"), methods=["GET"], response_model=None)
     for file in sorted(PAGES_FOLDER.iterdir()):

@@ -12,8 +12,8 @@ import orjson
 
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
 from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
-from agentloop.trace_events import Tracks, write_timeline
 from agentloop.types import KVPolicy
+from agentloop_view.timeline import Tracks, write_timeline
 from tests.support.records.samples import encoded, interleaved_paths, make_group, make_trajectory
 
 STEPS = ReplicaUpdate("replica-0", stage_ms=40.0, stall_ms=5.0, look_ms=2.0, paused_at_ms=41.0)

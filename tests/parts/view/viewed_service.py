@@ -1,6 +1,6 @@
 """A service with everything that the viewer shows: groups, tools, forks, failures, updates, and hostile texts.
 
-`python -m tests.viewer.viewed_service DIR` keeps one running, to look at.
+`python -m tests.parts.view.viewed_service DIR` keeps one running, to look at.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ from agentloop.storage.trajectory_store import UPDATES, TrajectoryStore
 from agentloop.types import KVPolicy
 from agentloop_servers.config import keep_tokenizer
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import StoredRun, TokenLabels
+from agentloop_servers.ingress.records import TokenLabels
+from agentloop_view.app import viewer_app
+from agentloop_view.pages import PAGES_FOLDER
+from agentloop_view.stored_run import StoredRun
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
 from tests.support.records.samples import encoded, make_trajectory

@@ -24,15 +24,16 @@ from starlette.responses import Response
 
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop_servers.http.auth import Keys
-from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.pages import pages
-from agentloop_servers.viewer.records import StoredRun, TokenLabels
-from agentloop_servers.viewer.report import write_report
+from agentloop_servers.ingress.records import TokenLabels
+from agentloop_view.app import viewer_app
+from agentloop_view.pages import pages
+from agentloop_view.report import write_report
+from agentloop_view.stored_run import StoredRun
+from tests.parts.view.viewed_service import HOSTILE, viewed_service
 from tests.servers.ingress.test_ingress import opened
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import POLICY
 from tests.support.records.samples import encoded, interleaved_paths, make_trajectory
-from tests.viewer.viewed_service import HOSTILE, viewed_service
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright (pip: playwright)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

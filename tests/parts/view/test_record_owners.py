@@ -20,10 +20,11 @@ from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers import metrics
 from agentloop_servers.coordinator import coordinator
-from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.records import StoredRun, TokenLabels
+from agentloop_servers.ingress.records import TokenLabels
+from agentloop_view.app import viewer_app
+from agentloop_view.stored_run import StoredRun
+from tests.parts.view.test_records import get
 from tests.servers.test_users import ROOT, digest, write
-from tests.servers.viewer.test_records import get
 from tests.support.endpoint.front_door import serving
 from tests.support.service.whole_service import simulated_config, whole_site
 

@@ -24,8 +24,9 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Limits
-from agentloop_servers.viewer.app import viewer_app
-from agentloop_servers.viewer.records import StoredRun, TokenLabels
+from agentloop_servers.ingress.records import TokenLabels
+from agentloop_view.app import viewer_app
+from agentloop_view.stored_run import StoredRun
 from tests.servers.processes import deployed, processes_with
 from tests.servers.test_service import collect, command_serve, tasks, url_in
 from tests.support.endpoint.front_door import serving

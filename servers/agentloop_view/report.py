@@ -20,8 +20,8 @@ from agentloop.api.facts import MAX_LISTED, FactsQuery
 from agentloop.metrics import phase_seconds
 from agentloop.storage.home import Home
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
-from agentloop_servers.viewer.pages import PAGES_FOLDER
-from agentloop_servers.viewer.records import NOTABLE, TokenLabels, notable
+from agentloop_servers.ingress.records import NOTABLE, TokenLabels, notable
+from agentloop_view.pages import PAGES_FOLDER
 
 _ENTRY = "app.js"
 _IMPORT = re.compile(r'from "\./([\w-]+\.js)"')

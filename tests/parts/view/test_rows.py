@@ -15,11 +15,11 @@ import yaml
 from agentloop import __version__
 from agentloop.api.facts import FactsQuery
 from agentloop.errors import InvalidRequest, NotFound
-from agentloop.export import ExportFormat, export
 from agentloop.images import Image, ImageSpan, shown
 from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams, TurnSampling, turn_sampling
 from agentloop.storage.trajectory_store import TrajectoryReader
 from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
+from agentloop_view.rows import ExportFormat, export
 from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
@@ -156,8 +156,8 @@ def test_a_folder_for_datasets_says_the_same_in_shards_with_a_card(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(store_path, tmp_path / "out.parquet", "parquet")
-    monkeypatch.setattr("agentloop.export._ROW_GROUP_ROWS", 2)
-    monkeypatch.setattr("agentloop.export._SHARD_BYTES", 1)
+    monkeypatch.setattr("agentloop_view.rows._ROW_GROUP_ROWS", 2)
+    monkeypatch.setattr("agentloop_view.rows._SHARD_BYTES", 1)
     folder = tmp_path / "out"
     assert export(store_path, folder, "hf", model="tiny") == 5
     assert sorted(file.name for file in (folder / "data").iterdir()) == [f"0000{n}.parquet" for n in range(3)]

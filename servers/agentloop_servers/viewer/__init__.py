@@ -1,1 +1,0 @@
-"""The viewer in the browser: its pages, and what they read of the records."""

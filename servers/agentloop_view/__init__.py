@@ -1,0 +1,1 @@
+"""The viewer in the browser, reports and exports of a run."""

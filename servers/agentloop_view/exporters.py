@@ -1,0 +1,51 @@
+"""The formats of `agentloop export`: each function takes an ExportRequest and returns the line that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from agentloop.plugins import resolve_extra
+from agentloop.storage.exports import ExportRequest
+from agentloop.storage.trajectory_store import folder_of
+from agentloop_servers.config import model_of
+from agentloop_view.report import write_report
+from agentloop_view.timeline import write_timeline
+
+
+def parquet(request: ExportRequest) -> str:
+    """Write a Parquet file with a row for each token path."""
+    return _rows(request, "parquet")
+
+
+def jsonl(request: ExportRequest) -> str:
+    """Write a file with a line of JSON for each token path."""
+    return _rows(request, "jsonl")
+
+
+def hf(request: ExportRequest) -> str:
+    """Write a folder for the package `datasets`."""
+    model = model_of(folder_of(request.store))
+    return _rows(request, "hf", **({} if model is None else {"model": model.name}))
+
+
+def html(request: ExportRequest) -> str:
+    """Write the viewer's pages with the run's data in one file."""
+    target = request.target("html")
+    num_whole = write_report(request.store, model_of(folder_of(request.store)), target)
+    return f"{num_whole} records whole in {target}"
+
+
+def perfetto(request: ExportRequest) -> str:
+    """Write a timeline for Perfetto."""
+    target = request.target("perfetto.json")
+    num = write_timeline(request.store, target, request.rollout_id)
+    return f"{num} trajectories in {target}, for ui.perfetto.dev"
+
+
+def _rows(request: ExportRequest, kind: str, **about: object) -> str:
+    export = cast(Callable[..., int], resolve_extra("agentloop_view.rows:export", "export"))  # it imports pyarrow
+    target = request.target(kind)
+    about["mask_constrained"] = request.mask_constrained
+    num = export(request.store, target, kind, request.rollout_id, **about)
+    return f"{num} rows in {target}"
