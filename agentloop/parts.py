@@ -31,6 +31,9 @@ COMMANDS = "commands"
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
+SINKS = "sinks"
+"""The group of receivers of ended trajectories and updates: `agentloop_servers.sinks.Sink` classes."""
+
 ROUTES = "routes"
 """The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
 
@@ -56,6 +59,15 @@ class Part:
 PARTS = (
     Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
+    Part(
+        "agentloop_traces",
+        "otel",
+        "OpenTelemetry traces of trajectories and weight updates",
+        {
+            EXPORTERS: {"otlp": "agentloop_traces.sink:otlp"},
+            SINKS: {"tracing": "agentloop_traces.sink:Tracing"},
+        },
+    ),
     Part(
         "agentloop_view",
         "serve,export",

@@ -72,7 +72,6 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.client": {"agentloop.api"},
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
-    "agentloop.spans": {"agentloop.api"},
     "agentloop.fleet": {"agentloop.api"},
     "agentloop.scheduling": {"agentloop.api", "agentloop.fleet"},
     "agentloop.generation": {
@@ -241,12 +240,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.tcp",
     },
     "agentloop_servers.run_store": {"agentloop.storage", "agentloop_servers.config"},
-    "agentloop_servers.tracing": {
-        "agentloop.api",
-        "agentloop.spans",
-        "agentloop.storage",
-        "agentloop_servers.config",
-    },
+    "agentloop_servers.sinks": {"agentloop.api", "agentloop_servers.config"},
     "agentloop_servers.app": {"*"},  # the wiring
     "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {

@@ -17,9 +17,7 @@ from agentloop.parts import PARTS
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
-    "agentloop/spans.py",
     "servers/agentloop_servers/engines/sglang",
-    "servers/agentloop_servers/tracing.py",
     "servers/agentloop_servers/weight_store",
     *(f"{folder}/{part.package}" for part in PARTS for folder in ("servers", "tools")),
 )

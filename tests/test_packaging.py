@@ -233,7 +233,7 @@ def test_everything_imported_is_declared():
                 assert DISTRIBUTIONS.get(name, name.replace("_", "-")) in declared, f"{file}: {name}"
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray", "opentelemetry": "opentelemetry-proto"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray", "opentelemetry": "opentelemetry-sdk"}
 BROUGHT_BY_TRAINERS = {"datasets", "verl", "transfer-queue"}  # verl's own users have verl: no extra of ours
 BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # by pydantic and by aiohttp
 

@@ -1,14 +1,20 @@
 """Optional parts: our table, packages of other authors, and the errors for a missing part."""
 
+import asyncio
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from agentloop import parts
 from agentloop.errors import InvalidRequest
 from agentloop.parts import COMMANDS, GROUP_PREFIX, PARTS, Part
+from agentloop_servers.sinks import begin_sinks, configured
+from tests.support.service.whole_service import simulated_config
 
 COMMAND = """
 import typer
@@ -73,3 +79,31 @@ def test_every_entry_of_ours_loads():
         for group, entries in part.entries.items():
             for name in entries:
                 assert parts.load(group, name, param="name") is not None
+
+
+def test_a_sink_of_another_package_gets_its_settings_and_what_ends(monkeypatch):
+    given = []
+
+    class Kept:
+        class Settings(BaseModel, extra="forbid"):
+            prefix: str
+
+        def __init__(self, settings: Settings, run: str, model: str) -> None:
+            self._name = f"{settings.prefix}/{run}"
+
+        def give(self, ended: Any) -> None:
+            given.append((self._name, ended))
+
+        def close(self) -> None:
+            given.append((self._name, "closed"))
+
+    monkeypatch.setattr(parts, "load", lambda group, name, param: {"kept": Kept}[name])
+
+    async def run() -> None:
+        async with AsyncExitStack() as closing:
+            begin_sinks(simulated_config(sinks={"kept": {"prefix": "p"}}), Path("runs/r"), closing)("a record")
+
+    asyncio.run(run())
+    assert given == [("p/r", "a record"), ("p/r", "closed")]
+    with pytest.raises(InvalidRequest, match="settings of a sink"):
+        configured(simulated_config(sinks={"kept": {"suffix": "p"}}))

@@ -48,7 +48,7 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.metrics import MetricSample, MetricsTally
-from agentloop.plugins import resolve, resolve_extra
+from agentloop.plugins import resolve_extra
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -133,6 +133,7 @@ from agentloop_servers.replica.server import Replica
 from agentloop_servers.run_store import check_store, home_or, keep_run, open_store, restore_run, url_elsewhere
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.settings import CALL_MARGIN_S, balancer_config, replica_config, sized, weight_config
+from agentloop_servers.sinks import begin_sinks, configured
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_servers.users import keys_of, load_users, table_of
 
@@ -141,7 +142,6 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
-TRACING = "agentloop_servers.tracing:Tracing"
 VERSIONS = "agentloop_servers.weight_store.serving:ServedVersions"
 ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
 LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
@@ -178,7 +178,7 @@ class CoordinatorDeployment:
         if config.store is not None:
             self._closing.callback(asyncio.create_task(end_with_lease(store), name="store-lease").cancel)
         self._closing.push_async_callback(clients.close)
-        trace = traced(config, run_dir, self._closing)
+        trace = begin_sinks(config, run_dir, self._closing)
         self._coordinator = Coordinator(
             store=store,
             connect=clients.connect,
@@ -355,7 +355,7 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), config.tools))
         self._closing.push_async_callback(toolbox.close)
-        self._closing.tally.trace = traced(config, run_dir, self._closing)
+        self._closing.tally.trace = begin_sinks(config, run_dir, self._closing)
         home = StoredJournals(client.workers) if stores_turns else JournalFolder(run_dir / TURNS_FOLDER)
         journal = TurnJournal(home)
         self._closing.push_async_callback(journal.close)
@@ -512,7 +512,7 @@ class IngressProcess:
         closing.callback(lock.release)
         self.number = shard
         trust = None if config.cluster is None else self._trust  # on one host agents, too, may call the own port
-        self.tally.trace = traced(config, self._run_dir, closing)
+        self.tally.trace = begin_sinks(config, self._run_dir, closing)
         all_keys = self._keys or {"": keys_of(config)}
         policy = ModelRun("", self._run_dir, self._trust)
         opened = await self._open(policy, self._coordinator, num_processes, trust)
@@ -579,16 +579,6 @@ class IngressProcess:
         """Stop, newest part first. Idempotent."""
         self._health_checks = []
         await self._closing.aclose()
-
-
-def traced(config: ServiceConfig, run_dir: Path, closing: AsyncExitStack) -> Callable[[Any], None]:
-    """Return what sends the traces of this process until `closing`; without `tracing` it does nothing."""
-    if config.tracing is None:
-        return lambda ended: None
-    begin = cast(Callable[..., Any], resolve(TRACING, param="tracing"))
-    tracing = begin(config.tracing, run_dir.name, config.served_name)
-    closing.push_async_callback(asyncio.to_thread, tracing.close)
-    return cast(Callable[[Any], None], tracing.give)
 
 
 def engine_traces(config: ServiceConfig, run_dir: Path) -> EngineTraces | None:
@@ -886,8 +876,7 @@ def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
     check_store(config, run_dir)
-    if config.tracing is not None:
-        resolve_extra(TRACING, "otel")
+    configured(config)  # a missing or misconfigured sink is refused before anything starts
     followed_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)

@@ -462,6 +462,8 @@ class ServiceConfig(ModelConfig):
     """The environment variables of the keys."""
     log: LogSettings = LogSettings()
     """The run's log."""
+    sinks: dict[str, dict[str, JsonValue]] = {}
+    """Other receivers of ended trajectories and updates: the settings of each sink that a package registers."""
     tracing: TracingSettings | None = None
     """Spans for an OpenTelemetry receiver; needs the extra `otel`."""
     metrics: MetricsSettings = MetricsSettings()

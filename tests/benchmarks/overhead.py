@@ -43,7 +43,7 @@ from agentloop_servers.config import TracingSettings
 from agentloop_servers.private_http.trust import Trust
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
-from agentloop_servers.tracing import Tracing
+from agentloop_traces.sink import Tracing
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator

@@ -15,8 +15,8 @@ from aiohttp import ClientError, ClientSession
 from agentloop.client.client import RolloutClient
 from agentloop.types import Message, RolloutTask, Trajectory
 from agentloop_servers.tcp import listening_socket
-from agentloop_view.export import Format, export_records
-from tests.servers import test_tracing
+from agentloop_view.export import export_records
+from tests.parts.traces import test_tracing
 from tests.support.service.whole_service import simulated_config, whole_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -97,7 +97,7 @@ async def test_phoenix_shows_trajectories_with_their_tools_and_token_counts(phoe
         async with asyncio.timeout(60):
             while len(await phoenix.shown("traces")) < len(records):
                 await asyncio.sleep(0.5)
-    await asyncio.to_thread(export_records, str(tmp_path), Format.OTLP, endpoint=url)  # the same once more
+    await asyncio.to_thread(export_records, str(tmp_path), "otlp", endpoint=url)  # the same once more
     await asyncio.sleep(3)  # Phoenix writes behind its answer
     traces = await phoenix.shown("traces", include_spans="true")
     details = {span["context"]["span_id"]: span["attributes"] for span in await phoenix.shown("spans")}

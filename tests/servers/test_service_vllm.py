@@ -28,11 +28,11 @@ from agentloop.errors import WeightVersionNotServed
 from agentloop.types import Generation, KVPolicy, RolloutTask, Trajectory, VersionDemand
 from agentloop_servers.config import MetricsSettings, ServiceConfig, TracingSettings
 from agentloop_servers.local import running_service
+from tests.parts.traces.test_spans import attributes_of
+from tests.parts.traces.test_tracing import Receiver, receiving
 from tests.servers.processes import deployed
 from tests.servers.recompute import POLICY, logprobs
 from tests.servers.test_sglang_dialect import Sample, SlimeLikeTrainer
-from tests.servers.test_tracing import Receiver, receiving
-from tests.test_spans import attributes_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -29,7 +29,6 @@ from agentloop_servers.app import (
     run_gauges,
     served_versions,
     tool_names,
-    traced,
     user_table,
 )
 from agentloop_servers.chat_format.load import load_chat_format
@@ -45,6 +44,7 @@ from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.run_store import open_store
 from agentloop_servers.settings import balancer_config, replica_config
+from agentloop_servers.sinks import begin_sinks
 from agentloop_servers.tcp import listening_socket, url_of
 
 SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
@@ -121,7 +121,7 @@ async def whole_site(
             RealClock(),
             probe=clients.probe,
         )
-        coordinator.replicas.tally.trace = traced(config, run_dir, closing)
+        coordinator.replicas.tally.trace = begin_sinks(config, run_dir, closing)
         closing.push_async_callback(coordinator.close)
         await coordinator.start()
         server = CoordinatorServer(coordinator, SECRET, config.host)
@@ -157,7 +157,7 @@ async def whole_site(
         def add_worker(name: str, port: WorkerPort) -> Worker:
             journal = None if config.store is None else TurnJournal(StoredJournals(port), young_s=0.0)
             tally = MetricsTally()
-            tally.trace = traced(config, run_dir, closing)
+            tally.trace = begin_sinks(config, run_dir, closing)
             report(f"worker-{name}", tally)
             worker = Worker(
                 name,

@@ -1,4 +1,4 @@
-"""Trajectories and weight updates as OpenTelemetry spans, made of what is left when they have ended.
+"""Trajectories and weight updates as OpenTelemetry spans, made from their records when they have ended.
 
     invoke_agent LOOP      from the queue to the end; a session's has the loop `session`
       queue, reward        of it
@@ -10,7 +10,7 @@
       stage, stall, look   of each replica; the turns that the update cut link to it
 
 Names are those of the GenAI semantic conventions in the version of `SCHEMA`, which are not stable: all stand here.
-Ours begin with `agentloop.`. Ids follow from the run and the trajectory, so what is sent again is the same trace.
+Ours begin with `agentloop.`. Ids follow from the run and the trajectory, so a repeated export has the same ids.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from agentloop import __version__, codec
 from agentloop.api.coordinator import UpdateReport, assignment_id_of
@@ -38,9 +38,10 @@ SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 MAX_SPANS = 500
 """Spans of a trace; that of a longer trajectory has its first turns."""
 
-MAX_REQUEST_BYTES = 4 << 20
-"""Bytes of one request to a receiver."""
+_SCOPE = InstrumentationScope("agentloop", __version__, SCHEMA)
 
+_SPAN_BYTES = 1000  # without messages, at most in practice
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _MAX_NAME_CHARS = 64  # of a tool: the policy may call anything
 _MAX_TEXT_BYTES = 3 << 20  # of a trace: the turns behind them are without their messages
 
@@ -55,15 +56,16 @@ class SpanMaker:
         self._run = run
         self._model = model
         self._content = content
-        about = {"service.name": "agentloop", "service.version": __version__, "agentloop.run": run}
-        self._resource = Resource(attributes=[KeyValue(key=key, value=_any(value)) for key, value in about.items()])
+        self._resource = Resource(
+            {"service.name": "agentloop", "service.version": __version__, "agentloop.run": run}
+        )
 
     def is_sampled(self, record: Trajectory, share: float) -> bool:
         """Tell if it is of this `share` of all, or its caller's trace is recorded."""
         return self._ids_of(record).is_sampled(share)
 
-    def encoded(self, ended: Trajectory | UpdateReport) -> bytes:
-        """Return a trace as an OTLP request, which another may follow. Empty for a record without times."""
+    def trace(self, ended: Trajectory | UpdateReport) -> Trace:
+        """Return the trace of a record or an update. It has no spans for a record without times."""
         return self._of_update(ended) if isinstance(ended, UpdateReport) else self._of_record(ended)
 
     def _ids_of(self, record: Trajectory) -> TraceIds:
@@ -72,11 +74,11 @@ class SpanMaker:
     def _ids_of_update(self, version: int) -> TraceIds:
         return TraceIds(f"{self._run}/weights/{version}")
 
-    def _of_record(self, record: Trajectory) -> bytes:
+    def _of_record(self, record: Trajectory) -> Trace:
         times, loop = record.times, record.loop or "session"
         if times is None:
-            return b""
-        trace = _Trace(self._resource, self._ids_of(record), _name_of(record), times.began_at)
+            return Trace([], 0)
+        trace = _TraceMaker(self._resource, self._ids_of(record), _name_of(record), times.began_at)
         queue_us, reward_us = round(record.timings.queue_s * 1e6), round(record.timings.reward_s * 1e6)
         if queue_us:
             trace.add("queue", "queue", -queue_us, 0, {})
@@ -100,11 +102,13 @@ class SpanMaker:
         }
         root = trace.add_root(f"invoke_agent {loop}", times.ended_us, about)
         _link_caller(root, record.trace_link)
-        if record.failure is not None and self._content:  # the error may have the policy's text
-            root.status.message = record.error or record.reward_error or ""
-        return trace.encoded()
+        if self._content:  # the error may have the policy's text
+            root.error = record.error or record.reward_error or ""
+        return trace.made()
 
-    def _add_turns(self, trace: _Trace, paths: Sequence[TokenPath], tool_calls: Sequence[ToolCallTimes]) -> int:
+    def _add_turns(
+        self, trace: _TraceMaker, paths: Sequence[TokenPath], tool_calls: Sequence[ToolCallTimes]
+    ) -> int:
         """Add the turns, with their calls, for which there is room. Returns how many are left out."""
         num_turns, calls = sum(len(path.own_turns) for path in paths), deque(tool_calls)
         chats = sorted((chat for path in paths for chat in _chats(path)), key=lambda chat: chat.times.begun_us)
@@ -120,11 +124,11 @@ class SpanMaker:
                 error, name = None if call.outcome is ToolOutcome.OK else call.outcome, call.name[:_MAX_NAME_CHARS]
                 about: About = {"gen_ai.tool.name": name, "gen_ai.tool.call.id": call_id, "error.type": error}
                 key, ended_us = f"tool {chat.turn.turn_id} {index}", call.begun_us + call.duration_us
-                tool = trace.add(key, f"execute_tool {name}", call.begun_us, ended_us, about, span.span_id)
-                span.end_time_unix_nano = max(span.end_time_unix_nano, tool.end_time_unix_nano)
+                trace.add(key, f"execute_tool {name}", call.begun_us, ended_us, about, span.span_id)
+                span.ended_us = max(span.ended_us, ended_us)
         return num_turns - len(chats)
 
-    def _add_chat(self, trace: _Trace, chat: _Chat) -> Span:
+    def _add_chat(self, trace: _TraceMaker, chat: _Chat) -> _TraceSpan:
         turn, times = chat.turn, chat.times
         about: About = {
             "gen_ai.provider.name": turn.engine or "agentloop",
@@ -149,20 +153,18 @@ class SpanMaker:
             trace.text_room -= sum(map(len, texts))
             for key, text in zip(("gen_ai.input.messages", "gen_ai.output.messages"), texts, strict=True):
                 if trace.text_room >= 0:
-                    span.attributes.add(key=key, value=_any(text.decode()))
-        for event, at_us in (("first_token", times.first_token_us), ("sampled", times.ended_us)):
-            if at_us is not None:
-                span.events.add(name=event, time_unix_nano=trace.began_ns + 1000 * at_us)
-        for version in chat.versions[1:]:
-            update = self._ids_of_update(version)
-            span.links.add(trace_id=update.trace_id, span_id=update.root_id)
+                    span.about[key] = text.decode()
+        events = {"first_token": times.first_token_us, "sampled": times.ended_us}
+        span.events += [(event, at_us) for event, at_us in events.items() if at_us is not None]
+        updates = map(self._ids_of_update, chat.versions[1:])
+        span.links += [(update.trace_id, update.root_id) for update in updates]
         if turn.traceparent != trace.ids.traceparent:
             _link_caller(span, turn.traceparent)
         return span
 
-    def _of_update(self, report: UpdateReport) -> bytes:
+    def _of_update(self, report: UpdateReport) -> Trace:
         ids = self._ids_of_update(report.version)
-        trace = _Trace(self._resource, ids, f"weights/{report.version}", report.began_at)
+        trace = _TraceMaker(self._resource, ids, f"weights/{report.version}", report.began_at)
         for one in report.replicas[: MAX_SPANS // 3 - 1]:
             begins = {"stage": 0.0, "stall": one.paused_at_ms, "look": one.paused_at_ms + one.stall_ms}
             for (step, begun_ms), ms in zip(begins.items(), (one.stage_ms, one.stall_ms, one.look_ms), strict=True):
@@ -172,53 +174,87 @@ class SpanMaker:
                     trace.add(f"{step} {one.replica_id}", step, begun_us, ended_us, about)
         about = {"agentloop.weight_versions": (report.version,), "agentloop.kv_policy": report.kv_policy}
         trace.add_root("weight_update", round(report.total_ms * 1e3), about)
-        return trace.encoded()
+        return trace.made()
 
 
-class _Trace:
-    """The spans of one trace. Their times are microseconds since it `began_at`."""
+class Trace(NamedTuple):
+    """The spans of one trace, and about the bytes that they take in a request."""
+
+    spans: list[ReadableSpan]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _TraceSpan:
+    """A span of a trace that is being made; its times are microseconds since the trace began."""
+
+    span_id: bytes
+    parent_id: bytes
+    name: str
+    begun_us: int
+    ended_us: int
+    about: About
+    error: str = ""
+    events: list[tuple[str, int]] = field(default_factory=list)
+    links: list[tuple[bytes, bytes]] = field(default_factory=list)  # trace and span
+
+
+class _TraceMaker:
+    """A trace that is being made. `began_at` is in seconds since 1970."""
 
     def __init__(self, resource: Resource, ids: TraceIds, name: str, began_at: float) -> None:
         self.ids = ids
-        self._name = name
-        self.began_ns = round(began_at * 1e9)
-        self._request = ExportTraceServiceRequest()  # made in place: what is given to another message is copied
-        scope = self._request.resource_spans.add(resource=resource).scope_spans.add(schema_url=SCHEMA)
-        self.spans = scope.spans
+        self.spans: list[_TraceSpan] = []
         self.text_room = _MAX_TEXT_BYTES
+        self._resource = resource
+        self._name = name
+        self._began_ns = round(began_at * 1e9)
 
     def add(
         self, key: str, name: str, begun_us: int, ended_us: int, about: About, parent_id: bytes | None = None
-    ) -> Span:
+    ) -> _TraceSpan:
         """Add a span below the root or `parent_id`. Its `key` is unique; its operation is the name's first word."""
-        operation = name.partition(" ")[0]
-        ids: About = {"gen_ai.operation.name": operation, "gen_ai.conversation.id": self._name}
-        span: Span = self.spans.add(
-            trace_id=self.ids.trace_id,
-            span_id=self.ids.span_id(key),
-            parent_span_id=self.ids.root_id if parent_id is None else parent_id,
-            name=name,
-            kind=Span.SPAN_KIND_CLIENT if operation == "chat" else Span.SPAN_KIND_INTERNAL,
-            start_time_unix_nano=self.began_ns + 1000 * begun_us,
-            end_time_unix_nano=self.began_ns + 1000 * ended_us,
-        )
-        given = [_attribute(key, value) for key, value in (ids | about).items() if value is not None]
-        span.MergeFromString(b"".join(given))
-        if about.get("error.type"):
-            span.status.code = Status.STATUS_CODE_ERROR
-        return span
+        ids: About = {"gen_ai.operation.name": name.partition(" ")[0], "gen_ai.conversation.id": self._name}
+        given: About = {key: value for key, value in (ids | about).items() if value is not None}
+        parent_id = self.ids.root_id if parent_id is None else parent_id
+        self.spans.append(_TraceSpan(self.ids.span_id(key), parent_id, name, begun_us, ended_us, given))
+        return self.spans[-1]
 
-    def encoded(self) -> bytes:
-        """Return the trace as an OTLP request."""
-        request: bytes = self._request.SerializeToString()
-        return request
-
-    def add_root(self, name: str, ended_us: int, about: About) -> Span:
+    def add_root(self, name: str, ended_us: int, about: About) -> _TraceSpan:
         """Add the span of the whole, which all others are within."""
         root = self.add("", name, 0, ended_us, about, self.ids.caller_id)
-        root.start_time_unix_nano = min(span.start_time_unix_nano for span in self.spans)
-        root.end_time_unix_nano = max(span.end_time_unix_nano for span in self.spans)
+        root.begun_us = min(span.begun_us for span in self.spans)
+        root.ended_us = max(span.ended_us for span in self.spans)
         return root
+
+    def made(self) -> Trace:
+        """Return the trace."""
+        num_text_bytes = _MAX_TEXT_BYTES - max(0, self.text_room)
+        return Trace(list(map(self._readable, self.spans)), num_text_bytes + _SPAN_BYTES * len(self.spans))
+
+    def _readable(self, span: _TraceSpan) -> ReadableSpan:
+        is_failed = "error.type" in span.about
+        return ReadableSpan(
+            span.name,
+            _context(self.ids.trace_id, span.span_id),
+            _context(self.ids.trace_id, span.parent_id) if span.parent_id else None,
+            self._resource,
+            span.about,
+            [Event(name, timestamp=self._at(at_us)) for name, at_us in span.events],
+            [Link(_context(*link)) for link in span.links],
+            SpanKind.CLIENT if span.about["gen_ai.operation.name"] == "chat" else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, span.error) if is_failed else Status(),
+            start_time=self._at(span.begun_us),
+            end_time=self._at(span.ended_us),
+            instrumentation_scope=_SCOPE,
+        )
+
+    def _at(self, microseconds: int) -> int:
+        return self._began_ns + 1000 * microseconds
+
+
+def _context(trace_id: bytes, span_id: bytes) -> SpanContext:
+    return SpanContext(int.from_bytes(trace_id), int.from_bytes(span_id), is_remote=False, trace_flags=_SAMPLED)
 
 
 def _name_of(record: Trajectory) -> str:
@@ -250,11 +286,11 @@ def _chats(path: TokenPath) -> Iterator[_Chat]:
             yield _Chat(turn, turn.times, path.messages[ends[number] : ends[number + 1]], versions, reason)
 
 
-def _link_caller(span: Span, traceparent: str) -> None:
+def _link_caller(span: _TraceSpan, traceparent: str) -> None:
     """Link a span to that of a caller whose trace it is not in; an empty `traceparent` names none."""
     if traceparent:
         caller = TraceIds("", traceparent)
-        span.links.add(trace_id=caller.trace_id, span_id=caller.caller_id)
+        span.links.append((caller.trace_id, caller.caller_id))
 
 
 def _parts(message: Message) -> dict[str, Any]:
@@ -270,20 +306,3 @@ def _parts(message: Message) -> dict[str, Any]:
         arguments = codec.to_builtins(call.arguments)
         parts.append({"type": "tool_call", "id": call.id, "name": call.name, "arguments": arguments})
     return {"role": message.role, "parts": parts}
-
-
-@lru_cache(maxsize=4096, typed=True)  # most of a turn's were the one before's, and messages would be copied
-def _attribute(key: str, value: Value) -> bytes:
-    """Encode a span of this attribute alone, which another one merges."""
-    encoded: bytes = Span(attributes=[KeyValue(key=key, value=_any(value))]).SerializeToString()
-    return encoded
-
-
-def _any(value: Value) -> AnyValue:
-    if isinstance(value, str):
-        return AnyValue(string_value=value)
-    if isinstance(value, int):
-        return AnyValue(int_value=value)
-    if isinstance(value, float):
-        return AnyValue(double_value=value)
-    return AnyValue(array_value=ArrayValue(values=[_any(one) for one in value]))

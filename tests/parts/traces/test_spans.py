@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from agentloop import types
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
-from agentloop.spans import MAX_REQUEST_BYTES, MAX_SPANS, SpanMaker
 from agentloop.types import Message, Move, ToolCall, Trajectory, TurnTimes
+from agentloop_traces.sink import MAX_REQUEST_BYTES
+from agentloop_traces.spans import MAX_SPANS, SpanMaker
 from tests.support.records.samples import make_path, make_trajectory
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
@@ -23,9 +25,14 @@ BEGAN_NS = 1_700_000_000 * 10**9  # of the samples
 MAKER = SpanMaker("run", "policy")
 
 
-def spans_of(requests: bytes) -> list[Span]:
-    """The spans of OTLP requests that follow each other, as a receiver reads them."""
-    request = ExportTraceServiceRequest.FromString(requests)
+def encoded(maker: SpanMaker, ended: Trajectory | UpdateReport) -> bytes:
+    """The trace as an OTLP request."""
+    return bytes(encode_spans(maker.trace(ended).spans).SerializeToString())
+
+
+def spans_of(request_bytes: bytes) -> list[Span]:
+    """The spans of an OTLP request, as a receiver reads them."""
+    request = ExportTraceServiceRequest.FromString(request_bytes)
     return [span for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
 
 
@@ -60,11 +67,11 @@ def record_of(**changed: Any) -> Trajectory:
 
 
 def named(record: Trajectory, name: str, maker: SpanMaker = MAKER) -> list[Span]:
-    return [span for span in spans_of(maker.encoded(record)) if span.name == name]
+    return [span for span in spans_of(encoded(maker, record)) if span.name == name]
 
 
 def test_a_trajectory_is_one_tree_with_the_conventions_names():
-    by_id = check_tree(spans_of(MAKER.encoded(record_of())))
+    by_id = check_tree(spans_of(encoded(MAKER, record_of())))
     parents = [(one.name, by_id[one.parent_span_id].name) for one in by_id.values() if one.parent_span_id]
     of_root = [
         (name, "invoke_agent tool_loop") for name in ("queue", "reward", "move", "chat policy", "chat policy")
@@ -115,24 +122,24 @@ def test_a_trajectory_is_one_tree_with_the_conventions_names():
         ("first_token", 100_000),
         ("sampled", 300_000),
     ]
-    assert MAKER.encoded(replace(record_of(), times=None)) == b""
+    assert encoded(MAKER, replace(record_of(), times=None)) == b""
 
 
 def test_ids_follow_from_the_run_and_the_trajectory():
     record = record_of()
-    assert MAKER.encoded(record) == SpanMaker("run", "policy").encoded(record)
-    (trace_id,) = {span.trace_id for span in spans_of(MAKER.encoded(record))}
+    assert encoded(MAKER, record) == encoded(SpanMaker("run", "policy"), record)
+    (trace_id,) = {span.trace_id for span in spans_of(encoded(MAKER, record))}
     others = [replace(record, sample_index=1), replace(record, group_id="g-1"), replace(record, rollout_id="r2")]
-    ids = {span.trace_id for one in others for span in spans_of(MAKER.encoded(one))}
-    assert len(ids | {trace_id, spans_of(SpanMaker("run-2", "policy").encoded(record))[0].trace_id}) == 5
-    again = spans_of(MAKER.encoded(replace(record, attempt=1)))
+    ids = {span.trace_id for one in others for span in spans_of(encoded(MAKER, one))}
+    assert len(ids | {trace_id, spans_of(encoded(SpanMaker("run-2", "policy"), record))[0].trace_id}) == 5
+    again = spans_of(encoded(MAKER, replace(record, attempt=1)))
     assert trace_id not in {span.trace_id for span in again}  # which has its root
-    assert not {span.span_id for span in again} & {span.span_id for span in spans_of(MAKER.encoded(record))}
+    assert not {span.span_id for span in again} & {span.span_id for span in spans_of(encoded(MAKER, record))}
 
 
 def test_a_callers_trace_is_adopted_and_sampled_as_it_is():
     record, (_, trace_id, caller, _) = record_of(traceparent=CALLER), CALLER.split("-")
-    by_id = check_tree(spans_of(MAKER.encoded(record)), bytes.fromhex(caller))
+    by_id = check_tree(spans_of(encoded(MAKER, record)), bytes.fromhex(caller))
     assert {span.trace_id.hex() for span in by_id.values()} == {trace_id}
     assert not MAKER.is_sampled(record, 0.0)
     assert MAKER.is_sampled(replace(record, traceparent=f"{CALLER[:-2]}01"), 0.0)
@@ -144,7 +151,7 @@ def test_a_callers_trace_is_adopted_and_sampled_as_it_is():
 
 def test_texts_are_there_only_if_asked_for():
     record = record_of(stop_reason=types.StopReason.LOOP_FAILED, is_complete=False, error="What is a secret?")
-    bare, maker = MAKER.encoded(record), SpanMaker("run", "policy", content=True)
+    bare, maker = encoded(MAKER, record), SpanMaker("run", "policy", content=True)
     assert not [text for text in (b"What is", b"2 + 3", "5 \u2713".encode()) if text in bare]
     about = [attributes_of(span) for span in named(record, "chat policy", maker)]
     texts = [json.loads(one[f"gen_ai.{way}.messages"]) for one in about for way in ("input", "output")]
@@ -181,7 +188,7 @@ def long_record(num_turns: int, num_chars: int = 10) -> Trajectory:
 @pytest.mark.parametrize("num_turns", [248, 249, 1000])
 def test_a_long_trace_says_what_it_leaves_out(num_turns):
     record = long_record(num_turns)
-    assert len(check_tree(spans_of(MAKER.encoded(record)))) <= MAX_SPANS
+    assert len(check_tree(spans_of(encoded(MAKER, record)))) <= MAX_SPANS
     shown = [attributes_of(span) for span in named(record, "chat policy")]
     ids = [attributes_of(span)["gen_ai.tool.call.id"] for span in named(record, "execute_tool look")]
     num_shown = min(num_turns, 248)  # with their calls 496; a root, a queue, a reward and a move are there too
@@ -192,7 +199,7 @@ def test_a_long_trace_says_what_it_leaves_out(num_turns):
 
 
 def test_a_trace_with_long_messages_fits_a_request():
-    request = SpanMaker("run", "policy", content=True).encoded(long_record(100, num_chars=100_000))
+    request = encoded(SpanMaker("run", "policy", content=True), long_record(100, num_chars=100_000))
     shown = [span for span in spans_of(request) if "gen_ai.output.messages" in attributes_of(span)]
     assert (20 < len(shown) < 40, len(request) <= MAX_REQUEST_BYTES) == (True, True)
 
@@ -201,7 +208,7 @@ def test_turns_of_branches_are_shown_once_and_name_their_split():
     first, reason = make_path(), types.SplitReason.HISTORY_EDIT
     turns = (first.turns[0], replace(first.turns[1], turn_id="2", times=TurnTimes(1500, None, 1600)))
     record = record_of(paths=(first, replace(first, turns=turns, parent=0, num_shared=15, split_reason=reason)))
-    check_tree(spans_of(MAKER.encoded(record)))
+    check_tree(spans_of(encoded(MAKER, record)))
     about = [attributes_of(span) for span in named(record, "chat policy")]
     shown = [(one["agentloop.turn"], one.get("agentloop.split_reason")) for one in about]
     assert shown == [("0", None), ("1", None), ("2", "history_edit")]
@@ -212,7 +219,7 @@ def test_an_update_is_a_trace_that_the_turns_it_cut_link_to():
     replicas = (good, ReplicaUpdate("b", 700.0, 0.0, error="lost"))
     report = UpdateReport(5, 4, types.KVPolicy.KEEP, replicas, 950.0, began_at=1.7e9)
     found, root = {}, Span()
-    for span in check_tree(spans_of(MAKER.encoded(report))).values():
+    for span in check_tree(spans_of(encoded(MAKER, report))).values():
         at_ms = [(ns - BEGAN_NS) // 10**6 for ns in (span.start_time_unix_nano, span.end_time_unix_nano)]
         found[span.name, attributes_of(span).get("agentloop.replica")] = at_ms
         root = root if span.parent_span_id else span

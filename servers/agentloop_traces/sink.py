@@ -1,32 +1,32 @@
-"""The way of traces to an OTLP receiver. Spans are made and sent by a thread, in batches, of what has ended.
+"""Traces sent to an OTLP receiver: a thread makes the spans of ended trajectories and sends them in batches.
 
-The process that ends a trajectory has its record in hand and gives it here: nothing is decoded again. A receiver
-that is slow or dead costs traces, which are counted in the log, and nothing else: what waits is bounded.
+The process that ends a trajectory passes its record here, so nothing is decoded again. A slow or dead receiver
+costs traces, which the log counts, and nothing else: the queue is bounded.
 """
 
 from __future__ import annotations
 
-import http.client
-import os
 import threading
 import time
-import urllib.request
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
-from urllib.parse import unquote
 
 import structlog
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from agentloop.api.coordinator import UpdateReport
-from agentloop.errors import error_line
-from agentloop.spans import MAX_REQUEST_BYTES, SpanMaker
-from agentloop.storage.home import Home
+from agentloop.errors import InvalidRequest
+from agentloop.storage.exports import ExportRequest
 from agentloop.storage.trajectory_store import TrajectoryReader, folder_of
 from agentloop.types import Trajectory
 from agentloop_servers.config import TracingSettings, saved_config
+from agentloop_traces.spans import SpanMaker, Trace
+
+MAX_REQUEST_BYTES = 4 << 20
+"""Bytes of one request to a receiver, about."""
 
 _MAX_WAITING = 4_000_000  # tokens of what waits for the thread; what comes then is dropped
 _BASE_TOKENS = 1000  # of each, beside its paths'
@@ -36,18 +36,19 @@ _CLOSE_S = 2.0
 _QUIET_S = 60.0  # after a line of the log
 _NUM_RECENT = 1000  # trajectories that a slow one is compared with
 
-_TOO_MUCH = "too much waited"
-
 _log = structlog.stdlib.get_logger("tracing")
 
 
 class Tracing:
     """The traces of one process: of a share of what ends, and of all that is kept for its end."""
 
+    Settings = TracingSettings
+
     def __init__(self, settings: TracingSettings, run: str, model: str) -> None:
         """`model` is the name that the run serves. End it with `close`."""
         self._settings = settings
         self._spans = SpanMaker(run, model, content=settings.content)
+        self._exporter = exporter_to(settings.endpoint)
         self._seconds: deque[float] = deque(maxlen=_NUM_RECENT)  # of recent trajectories
         self._sorted: list[float] = []  # the same
         self._waiting: deque[tuple[Trajectory | UpdateReport, int]] = deque()
@@ -75,6 +76,7 @@ class Tracing:
         """Send what waits, as far as a moment allows. Blocks."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
+        self._exporter.shutdown()  # type: ignore[no-untyped-call] # ends a request that is still repeated
 
     def _is_kept(self, record: Trajectory) -> bool:
         kept, is_slow = self._settings.keep, self._is_slow(record.timings.total_s)
@@ -93,71 +95,75 @@ class Tracing:
         return len(self._sorted) > 100 and total_s > self._sorted[len(self._sorted) * 99 // 100 - 1]
 
     def _run(self) -> None:
-        reason = _TOO_MUCH
-        for batch in batches(self._traces()):
-            reason = _TOO_MUCH
-            try:
-                post(self._settings.endpoint, batch)
-            except (OSError, http.client.HTTPException, ValueError) as error:  # a header that cannot be sent, too
-                self._num_dropped += len(batch)
-                reason = error_line(error)
+        for traces in batches(self._traces()):
+            if not sent(self._exporter, traces):
+                self._num_dropped += len(traces)
             if time.monotonic() >= self._quiet_until:
-                self._tell(reason)
-        self._tell(reason)
+                self._report_dropped()
+        self._report_dropped()
 
-    def _tell(self, reason: str) -> None:
+    def _report_dropped(self) -> None:
         if self._num_dropped:
-            _log.warning("traces_dropped", num=self._num_dropped, reason=reason)
+            reason = "the receiver did not take them, or more ended than could be sent"
+            _log.warning("traces_dropped", num=self._num_dropped, endpoint=self._settings.endpoint, reason=reason)
             self._num_dropped, self._quiet_until = 0, time.monotonic() + _QUIET_S
 
-    def _traces(self) -> Iterator[bytes]:
-        """Yield the traces of what is given, and an empty one whenever a batch is due, until the end."""
+    def _traces(self) -> Iterator[Trace | None]:
+        """Yield the traces of what ended, and None whenever a batch is due, until the end."""
         is_closing = False
         while not is_closing:
-            is_closing = self._closing.wait(_SEND_EVERY_S)  # to wake for each would cost as much as its spans
+            is_closing = self._closing.wait(
+                _SEND_EVERY_S
+            )  # a wake-up for each trace would cost as much as its spans
             while self._waiting:
                 ended, size = self._waiting.popleft()
                 self._num_taken += size
-                yield self._spans.encoded(ended)
-            yield b""
+                yield self._spans.trace(ended)
+            yield None
 
 
-def batches(traces: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Gather traces into requests of `MAX_REQUEST_BYTES`; an empty one ends the request at once."""
-    batch: list[bytes] = []
+def batches(traces: Iterable[Trace | None]) -> Iterator[list[Trace]]:
+    """Gather traces into requests of `MAX_REQUEST_BYTES`; None ends the request at once."""
+    batch: list[Trace] = []
     for trace in traces:
-        if batch and (not trace or sum(map(len, batch)) + len(trace) > MAX_REQUEST_BYTES):
+        if batch and (trace is None or sum(one.num_bytes for one in batch) + trace.num_bytes > MAX_REQUEST_BYTES):
             yield batch
             batch = []
-        if trace:
+        if trace is not None and trace.spans:
             batch.append(trace)
     if batch:
         yield batch
 
 
-def post(endpoint: str, batch: list[bytes]) -> None:
-    """Send one request, with the headers that the usual variable names. Raises OSError and HTTPException."""
-    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",") if pair)
-    headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
-    headers["content-type"] = "application/x-protobuf"
-    url = f"{endpoint.rstrip('/')}/v1/traces"
-    with urllib.request.urlopen(urllib.request.Request(url, b"".join(batch), headers), timeout=_SEND_TIMEOUT_S):
-        pass
+def exporter_to(endpoint: str) -> OTLPSpanExporter:
+    """Return the exporter to a receiver; OTEL_EXPORTER_OTLP_HEADERS and the like apply to it."""
+    return OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_SEND_TIMEOUT_S)
 
 
-def send_run(store: Path | Home, rollout_id: str | None, endpoint: str, *, content: bool) -> int:
-    """Send the traces of a run's records, or of one rollout's, and of its latest updates; returns their number.
+def sent(exporter: OTLPSpanExporter, traces: Iterable[Trace]) -> bool:
+    """Send one request. Returns False if the receiver did not take it within 10 s; the exporter logs the reason."""
+    spans = [span for trace in traces for span in trace.spans]
+    return exporter.export(spans) is SpanExportResult.SUCCESS
 
-    Raises as `post`, and NotFound.
+
+def otlp(request: ExportRequest) -> str:
+    """Send the traces of a run's records, or of one rollout's, and of its latest updates: `export --format otlp`.
+
+    Raises InvalidRequest if the receiver does not take them, and NotFound.
     """
-    folder, num_sent = folder_of(store).resolve(), 0
-    config, reader = saved_config(folder), TrajectoryReader(store)
-    spans = SpanMaker(folder.name, "" if config is None else config.served_name, content=content)
+    folder, num_sent = folder_of(request.store).resolve(), 0
+    config, reader = saved_config(folder), TrajectoryReader(request.store)
+    maker = SpanMaker(folder.name, "" if config is None else config.served_name, content=request.content)
+    exporter = exporter_to(request.endpoint)
     try:
-        ended: Iterable[Trajectory | UpdateReport] = chain(reader.updates(), reader.trajectories(rollout_id))
-        for batch in batches(map(spans.encoded, ended)):
-            post(endpoint, batch)
-            num_sent += len(batch)
+        ended: Iterable[Trajectory | UpdateReport] = chain(
+            reader.updates(), reader.trajectories(request.rollout_id)
+        )
+        for traces in batches(map(maker.trace, ended)):
+            if not sent(exporter, traces):
+                raise InvalidRequest(f"{request.endpoint} did not take the traces", param="endpoint")
+            num_sent += len(traces)
     finally:
+        exporter.shutdown()  # type: ignore[no-untyped-call]
         reader.close()
-    return num_sent
+    return f"{num_sent} traces sent to {request.endpoint}"

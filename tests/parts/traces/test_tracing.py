@@ -14,24 +14,25 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession, web
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import ReadableSpan
 from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
 from agentloop.engine import Engine
 from agentloop.rollout.context import LoopContext
-from agentloop.spans import MAX_REQUEST_BYTES
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Message, RolloutTask, StopReason, Timings, ToolCall, Trajectory
 from agentloop_servers.config import ServiceConfig, TracingSettings
 from agentloop_servers.engine_parts import build_engine
-from agentloop_servers.tracing import Tracing, batches
-from agentloop_view.export import Format, export_records
+from agentloop_traces.sink import MAX_REQUEST_BYTES, Tracing, batches
+from agentloop_traces.spans import Trace
+from agentloop_view.export import export_records
+from tests.parts.traces.test_spans import attributes_of, check_tree, spans_of
 from tests.support.engine.recording import RecordingEngine
 from tests.support.records.samples import make_trajectory
 from tests.support.service.whole_service import simulated_config, whole_service
-from tests.test_spans import attributes_of, check_tree, spans_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEAD = "http://127.0.0.1:9"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 LATER = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"  # of another call of the same session
@@ -154,7 +155,7 @@ async def test_each_trajectory_of_a_service_is_one_trace_live_and_exported(tmp_p
         assert {record.loop for record in stored} == {f"{__name__}:Works", f"{__name__}:Fails", "tool_loop", ""}
         callers = {record.group_id: record.traceparent for record in stored if record.traceparent}
         assert callers == dict.fromkeys(("at-first-use", "made", "one-000000"), CALLER)
-        await asyncio.to_thread(export_records, str(tmp_path), Format.OTLP, endpoint=receiver.url)
+        await asyncio.to_thread(export_records, str(tmp_path), "otlp", endpoint=receiver.url)
         assert f"{len(stored) + 1} traces sent" in capsys.readouterr().out
         sent = receiver.traces
         for traces in (live, sent):
@@ -214,7 +215,7 @@ async def test_failed_and_slowest_trajectories_are_kept():
 
 @pytest.mark.slow
 async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounded_and_counted(monkeypatch):
-    monkeypatch.setattr("agentloop_servers.tracing._SEND_TIMEOUT_S", 100.0)
+    monkeypatch.setattr("agentloop_traces.sink._SEND_TIMEOUT_S", 100.0)
     async with receiving() as receiver:
         for url, num, all_come in ((receiver.url, 2000, True), (receiver.url, 6000, False), (DEAD, 100, False)):
             receiver.spans, receiver.headers = [], []
@@ -242,7 +243,8 @@ async def test_a_burst_comes_through_and_what_a_silent_receiver_leaves_is_bounde
 
 
 def test_requests_are_bounded_and_end_where_nothing_came():
-    half, few = MAX_REQUEST_BYTES // 2, b"x"
-    traces = [few, few, b"", b"", b"y" * half, few, b"z" * half, few, b"", few]
-    sizes = [[len(trace) for trace in batch] for batch in batches(traces)]
+    half, span = MAX_REQUEST_BYTES // 2, ReadableSpan("s")
+    few, large, without = Trace([span], 1), Trace([span], half), Trace([], 0)
+    traces = [few, few, None, None, large, few, large, without, few, None, few]
+    sizes = [[trace.num_bytes for trace in batch] for batch in batches(traces)]
     assert sizes == [[1, 1], [half, 1], [half, 1], [1]]

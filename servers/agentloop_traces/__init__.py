@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of trajectories and weight updates."""
