@@ -16,6 +16,7 @@ from agentloop.chat.fields import (
     CallId,
     Description,
     Echo,
+    EchoedText,
     HostedSearch,
     HostedTools,
     Ignored,
@@ -75,7 +76,7 @@ class ThinkingBlock(Echo):
     """The reasoning of an assistant. Reasoning that another service encrypted is ignored."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: Text = ""
+    thinking: EchoedText = None
 
 
 class ToolUseBlock(Echo):
