@@ -25,7 +25,6 @@ from agentloop.chat.fields import (
     Refused,
     SchemaObject,
     Stop,
-    Text,
     TextOr,
     TextPart,
     ToolName,
