@@ -216,7 +216,7 @@ def _messages(turn: HistoryTurn, param: str, images: list[Image]) -> Iterator[Me
 
 def _assistant(blocks: Sequence[ContentBlock]) -> Message:
     texts = [block.text for block in blocks if isinstance(block, TextPart)]
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    thoughts = [block.thinking or "" for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_read_tool_use(block) for block in blocks if isinstance(block, ToolUseBlock)]
     return Message("assistant", joined_text(texts, "assistant"), tuple(calls), reasoning="".join(thoughts))
 

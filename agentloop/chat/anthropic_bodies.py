@@ -16,6 +16,7 @@ from agentloop.chat.fields import (
     CallId,
     Description,
     Echo,
+    EchoedText,
     HostedSearch,
     HostedTools,
     Ignored,
@@ -24,7 +25,6 @@ from agentloop.chat.fields import (
     Refused,
     SchemaObject,
     Stop,
-    Text,
     TextOr,
     TextPart,
     ToolName,
@@ -75,7 +75,7 @@ class ThinkingBlock(Echo):
     """The reasoning of an assistant. Reasoning that another service encrypted is ignored."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: Text = ""
+    thinking: EchoedText = None
 
 
 class ToolUseBlock(Echo):

@@ -87,6 +87,14 @@ def _as_text(value: Any) -> Any:
 Arguments = Annotated[Text, BeforeValidator(_as_text)]
 """The type of a call's arguments in a history: a JSON object, or its text. Other text is kept unchanged."""
 
+
+def _text_or_none(value: Any) -> Any:
+    return value if isinstance(value, str) else None
+
+
+EchoedText = Annotated[Text | None, BeforeValidator(_text_or_none)]
+"""The type of reasoning and ids in a history. A value of another type is metadata of another service: None."""
+
 Refused: TypeAlias = Annotated[Json, refused()]
 """The type of a field that would change the answer, unless it asks for nothing."""
 

@@ -19,6 +19,7 @@ from agentloop.chat.fields import (
     CallId,
     Description,
     Echo,
+    EchoedText,
     Ignored,
     Listed,
     Model,
@@ -121,8 +122,8 @@ class AssistantMessage(Echo):
     tool_calls: list[CallBody] | None = Field(default=None, max_length=MAX_MESSAGE_CALLS)
     name: ShortText | None = None
     refusal: Text | None = None
-    reasoning: Text | None = None
-    reasoning_content: Text | None = None
+    reasoning: EchoedText = None
+    reasoning_content: EchoedText = None
     audio: Annotated[Json, refused(hint=": send its transcript as `content`")] = None
     function_call: Annotated[Json, refused(hint=": use `tool_calls`, and `tool` messages for the results")] = None
 

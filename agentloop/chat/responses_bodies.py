@@ -18,6 +18,7 @@ from agentloop.chat.fields import (
     CallId,
     Description,
     Echo,
+    EchoedText,
     HostedSearch,
     HostedTools,
     Ignored,
@@ -92,7 +93,7 @@ class MessageItem(Echo):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content | None = None
-    id: ShortText | None = None
+    id: EchoedText = None
 
 
 class CallItem(Echo):
@@ -103,7 +104,7 @@ class CallItem(Echo):
     name: CalledName
     namespace: CalledName | None = None
     arguments: Arguments = ""
-    id: ShortText | None = None
+    id: EchoedText = None
 
 
 class OutputItem(Echo):
@@ -118,7 +119,7 @@ class ReasoningItem(Echo):
     """The reasoning of an assistant. Encrypted content is another service's and ignored."""
 
     type: Literal["reasoning"]
-    id: ShortText | None = None
+    id: EchoedText = None
     summary: Parts | None = None
     content: Parts | None = None
 
@@ -278,7 +279,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     image: Ignored = None  # of images that are answered: none here
 
     background: Annotated[Json, refused(hint=": wait for the answer, or read it with `stream`")] = None
-    background_options: Annotated[Json, refused(hint=": no response runs in the background")] = None
+    background_options: Annotated[Json, refused(hint=": wait for the answer, or read it with `stream`")] = None
     context_management: Annotated[Json, refused(hint=": shorten `input` yourself")] = None
     conversation: Annotated[
         Json, refused(hint=": use `previous_response_id`, or send the whole history as `input`")

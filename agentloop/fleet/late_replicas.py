@@ -73,11 +73,12 @@ class LateReplicas:
         """
         now = self._clock.now()
         for replica in self._fleet.behind():
-            replica_id = replica.replica_id
+            replica_id, trying = replica.replica_id, self._tried(replica)
             tried, not_before = self._not_before.get(replica_id, (None, 0.0))
-            if replica_id in self._tasks or (tried == self._tried(replica) and now < not_before):
+            if replica_id in self._tasks or (tried == trying and now < not_before):
                 continue
-            self._tasks[replica_id] = asyncio.create_task(self._run(replica_id), name=f"bring up {replica_id}")
+            running = self._run(replica_id, trying)
+            self._tasks[replica_id] = asyncio.create_task(running, name=f"bring up {replica_id}")
 
     def forget(self, replica_id: str) -> None:
         """Drop the back-off of a replica that has registered, or is gone."""
@@ -102,7 +103,7 @@ class LateReplicas:
                 return await self._attempt(replica_id, self._patience_s(attempt.retry_state.attempt_number))
         raise InvariantBroken("the last attempt raises its error")
 
-    async def _run(self, replica_id: str) -> None:
+    async def _run(self, replica_id: str, trying: object) -> None:
         try:
             is_ready = await self.bring_up(replica_id)
         except InvariantBroken:
@@ -118,7 +119,7 @@ class LateReplicas:
         if is_ready:
             self._log.info("replica_ready", replica=replica_id, version=replica.weight_version)
         else:
-            self._not_before[replica_id] = (self._tried(replica), self._clock.now() + self._config.catch_up_pause_s)
+            self._not_before[replica_id] = (trying, self._clock.now() + self._config.catch_up_pause_s)
         self._on_change()
 
     def _say_why(self, replica_id: str, error: Exception) -> None:

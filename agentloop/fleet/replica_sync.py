@@ -242,10 +242,11 @@ class ReplicaSync:
                 await self._order_all("resume", self._resume)
 
     async def sleep(self, level: int, reason: str = "") -> None:
-        """Freeze every replica and give its memory back; replicas that join meanwhile follow. Idempotent.
+        """Freeze every replica and give its memory back; replicas that join later follow. Idempotent.
 
-        Waits for a weight update to end. Raises InvalidRequest if a replica cannot sleep, or StorageFull if the
-        weights to discard are not saved, both before any step; EngineLost naming the replicas that did not follow.
+        Waits for a weight update to end, and for replicas that are being brought up. Raises InvalidRequest if a
+        replica cannot sleep, or StorageFull if the weights to discard are not saved, both before any step;
+        EngineLost naming the replicas that did not follow.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
@@ -260,6 +261,15 @@ class ReplicaSync:
                         raise StorageFull("the last update's outcome is not saved: only its replicas hold it")
                     await self._ordered(self._desired.orders.put_to_sleep(level, reason, self._wall_time()))
                     await self._sleep_all()
+                if not self._claimed:
+                    return
+                # A replica that is being brought up sleeps once it holds its weights. One that gets none needs a
+                # second order.
+                await self._until_unclaimed()
+                async with self._gate:
+                    await self._sleep_all()
+                if self._claimed:
+                    raise EngineLost(f"{', '.join(sorted(self._claimed))}: is still being brought up, then sleeps")
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory back, and resume once all of it is awake. Idempotent. Waits for a weight update to end.
@@ -654,6 +664,10 @@ class ReplicaSync:
     async def _until_resolved(self) -> None:
         """Wait until an interrupted update is resolved, and late replicas have had time to serve its version."""
         await self.until_idle()
+        await self._until_unclaimed()
+
+    async def _until_unclaimed(self) -> None:
+        """Wait until no procedure holds a replica, but no longer than `straggler_grace_s`."""
         give_up_at = deadline_after(self.config.straggler_grace_s)
         while self._claimed and await self._released.wait_until(give_up_at):
             pass

@@ -29,6 +29,21 @@ _SINGLE = (
 )
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "multipleOf"}
 
+_LEAP = "(0[48]|[2468][048]|[13579][26])"  # 04, 08 ... 96
+_DATE = (
+    r"(\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+    rf"|(\d\d{_LEAP}|(00|{_LEAP})00)-02-29)"
+)
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",  # without leap seconds, which many readers refuse
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
+}
+"""The formats for which xgrammar's own rules accept values that do not exist, such as 2026-02-31."""
+
 # References
 
 
@@ -68,8 +83,8 @@ def check_references(root: JSON) -> None:
 def bundled(schema: JSON, root: JSON) -> JSON:
     """Return a part of a schema as an independent schema, in the form that xgrammar reads.
 
-    Every reference becomes `#/$defs/NAME`, integers without a bound get 64 bits, and arrays without a rule for
-    items take any. Raises ValueError for a reference without a target.
+    Every reference becomes `#/$defs/NAME`, integers without a bound get 64 bits, arrays without a rule for items
+    take any, and the formats of `_PATTERNS` become patterns. Raises ValueError for a reference without a target.
     """
     names: dict[int, str] = {}
     definitions: dict[str, JSON] = {}
@@ -97,6 +112,10 @@ def bundled(schema: JSON, root: JSON) -> JSON:
             found["$ref"] = f"#/$defs/{names[id(target)]}"
         if node.get("type") == "integer" and not _BOUNDS & node.keys():
             found |= INT64
+        pattern = _PATTERNS.get(str(node.get("format")))
+        if pattern is not None and "string" in _declared(node) and not node.keys() & _NOT_WITH_FORMAT:
+            found["pattern"] = pattern
+            del found["format"]
         if "array" in _declared(node) and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
             found["items"] = True  # xgrammar allows no items next to minItems or maxItems without it
         return found
@@ -305,6 +324,7 @@ _OF_TYPE = {
 }
 RULES = _NEVER.union(("type", "enum", "const", "$ref", *_BRANCHES), *_OF_TYPE.values()) - {"format"}
 _FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_NOT_WITH_FORMAT = frozenset({"pattern", "minLength", "maxLength", *_FORMS})
 _FORMATS = frozenset(
     {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"}
     | {"uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}

@@ -123,6 +123,48 @@ def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
     )
 
 
+class HiddenMessages:
+    """Refuses messages that a renderer would drop silently.
+
+    What a renderer shows depends on the outline of a conversation, so each outline is tried once.
+    """
+
+    def __init__(self, renderer: str) -> None:
+        """`renderer` is its name in errors."""
+        self._renderer = renderer
+        self._known: _Remembered[tuple[int, ...]] = _Remembered(_MAX_OUTLINES)
+
+    def check_prompt(
+        self, messages: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
+    ) -> None:
+        """Raise TemplateError naming a message that `write` does not show.
+
+        `kind` is what else the prompt depends on.
+        """
+        for index in self._first_of(messages, ["prompt", *kind], write):
+            raise TemplateError(
+                f"{self._renderer} does not show message {index} (role {messages[index].role!r}) of this "
+                "conversation to the model: move its text to a message that it shows",
+                param=f"messages.{index}",
+            )
+
+    def check_bridge(
+        self, appended: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
+    ) -> None:
+        """Raise TemplateNotPrefixStable for a message after a turn that `write` does not show."""
+        for index in self._first_of(appended, ["bridge", *kind], write):
+            raise TemplateNotPrefixStable(
+                f"{self._renderer} does not show a {appended[index].role} message after a turn, but elsewhere",
+                param="messages",
+            )
+
+    def _first_of(
+        self, messages: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
+    ) -> tuple[int, ...]:
+        outline = outline_of(messages)
+        return self._known.get([kind, outline], "messages", lambda: first_hidden(outline, write))
+
+
 class TemplateRenderer(ModelText):
     """One model folder's renderer of messages to ids and back. `from_directory` makes one."""
 
@@ -147,7 +189,7 @@ class TemplateRenderer(ModelText):
         if not settings.stop_tokens:
             self._adopt_stops()
         self._tried: _Remembered[tuple[PromptText, BridgeReport]] = _Remembered()
-        self._hidden: _Remembered[tuple[int, ...]] = _Remembered(_MAX_OUTLINES)
+        self._hidden = HiddenMessages("the chat template")
         self._report = self._under(NO_KWARGS)[1]
         if self._report.difference is not None and settings.on_unstable is OnUnstable.RAISE:
             difference = tokens.unmask(self._report.difference)
@@ -222,13 +264,8 @@ class TemplateRenderer(ModelText):
         prompts, definitions = self._under(template_kwargs)[0], self._definitions(tools)
         write = prompts.open_text if is_open else prompts.text
         text = write(messages, definitions)
-        kind = ["whole", is_open, bool(tools), template_kwargs]
-        for index in self._hidden_of(messages, kind, lambda outline: write(outline, definitions)):
-            raise TemplateError(
-                f"the chat template does not show message {index} (role {messages[index].role!r}) of this "
-                "conversation to the model: move its text to a message that the template shows",
-                param=f"messages.{index}",
-            )
+        kind = [is_open, bool(tools), template_kwargs]
+        self._hidden.check_prompt(messages, kind, lambda outline: write(outline, definitions))
         return text
 
     def bridge(
@@ -252,25 +289,11 @@ class TemplateRenderer(ModelText):
             raise TemplateNotPrefixStable(problem, param="messages")
         definitions = self._definitions(tools)
         bridge = text.bridge(appended, definitions, end, is_open=is_open)
-        kind = ["bridge", is_open, bool(tools), template_kwargs]
-        for index in self._hidden_of(
+        kind = [is_open, bool(tools), template_kwargs]
+        self._hidden.check_bridge(
             appended, kind, lambda outline: text.bridge(outline, definitions, TurnEnd(), is_open=is_open)
-        ):
-            raise TemplateNotPrefixStable(
-                f"the template does not show a {appended[index].role} message after a turn, but elsewhere",
-                param="messages",
-            )
+        )
         return self.tokens.encode(bridge)
-
-    def _hidden_of(
-        self, messages: Sequence[Message], kind: list[JSON], write: Callable[[Sequence[Message]], str]
-    ) -> tuple[int, ...]:
-        """Return the index of the first message that `write` does not show, or nothing.
-
-        What a template shows depends on the outline of a conversation, so each outline is tried once.
-        """
-        outline = outline_of(messages)
-        return self._hidden.get([kind, outline], "messages", lambda: first_hidden(outline, write))
 
     def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
         """Return the template under a call's arguments, and what a trial found of it."""

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import (
@@ -590,7 +590,7 @@ class ServiceConfig(ModelConfig):
 
     def max_context_tokens(self, entry: EngineEntry) -> int:
         """Return the longest context of an entry's replicas. Raises InvalidRequest as `model_sizes`."""
-        return entry.max_context_tokens or _own_sizes(self).max_context_tokens
+        return entry.max_context_tokens or _own_sizes(self)[0].max_context_tokens
 
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
@@ -701,9 +701,9 @@ def model_sizes(config: ServiceConfig) -> ModelSizes:
 
     Raises InvalidRequest if it does not, and if a replica's KV cache is too small for one context.
     """
-    sizes = _own_sizes(config)
+    sizes, document = _own_sizes(config)
     for entry in config.entries:
-        _check_kv_cache(config, entry, entry.max_context_tokens or sizes.max_context_tokens)
+        _check_kv_cache(entry, document, entry.max_context_tokens or sizes.max_context_tokens)
     longest = max(entry.max_context_tokens or sizes.max_context_tokens for entry in config.entries)
     return replace(sizes, max_context_tokens=longest)
 
@@ -712,17 +712,14 @@ _PARTIAL_KV = ("kv_lora_rank", "sliding_window", "layers_block_type", "attn_laye
 _NUM_KEPT_BLOCKS = 2  # of a KV cache: vLLM's null block and that of the canary check
 
 
-def _check_kv_cache(config: ServiceConfig, entry: EngineEntry, max_context_tokens: int) -> None:
+def _check_kv_cache(entry: EngineEntry, document: Mapping[str, Any], max_context_tokens: int) -> None:
     """Raise InvalidRequest if `kv_cache_mib` does not hold one context: the engine would find it after minutes."""
-    model = config.model_path()
     if entry.kind == "simulated" or entry.kv_cache_mib is None or entry.dtype not in DTYPE_BYTES:
         return
     try:
-        block_bytes = entry.block_size * kv_bytes_per_token(entry, str(model))
+        block_bytes = entry.block_size * kv_bytes_per_token(entry, document)
     except CheckpointUnreadable:
         return  # a model of another kind: the engine itself decides
-    document = json.loads((model / "config.json").read_text())
-    document |= document.get("text_config") or {}
     is_partial = set(document.get("layer_types") or ()) - {"full_attention"}
     if is_partial or any(document.get(name) for name in _PARTIAL_KV):
         return  # some layers keep less KV: the engine itself has to say how much
@@ -744,15 +741,16 @@ def weight_bytes(config: ServiceConfig) -> int:
     return sum(file.stat().st_size for file in config.model_path().glob("*.safetensors"))
 
 
-def _own_sizes(config: ServiceConfig) -> ModelSizes:
+def _own_sizes(config: ServiceConfig) -> tuple[ModelSizes, Mapping[str, Any]]:
+    """Return the model's sizes, and its config.json with the fields of its text part on the top level."""
     path = config.model_path() / "config.json"
     try:
         document = json.loads(path.read_text())
-        document |= document.get("text_config") or {}  # of models that also see or hear
+        document |= document.get("text_config") or {}  # a multimodal model has one
         is_given = all(entry.max_context_tokens for entry in config.entries)
         context = 0 if is_given else int(document["max_position_embeddings"])
         has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
-        return ModelSizes(context, int(document["vocab_size"]), has_experts)
+        return ModelSizes(context, int(document["vocab_size"]), has_experts), document
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
 

@@ -7,10 +7,8 @@ serve the service's one model, and report their logprobs in one mode, so that a 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -339,21 +337,19 @@ class KvLayout(Protocol):
     def tensor_parallel_size(self) -> int: ...
 
 
-def kv_bytes_per_token(layout: KvLayout, model: str) -> int:
-    """Return the bytes of one token's KV in one worker's cache, for a model folder whose layers all keep it.
+def kv_bytes_per_token(layout: KvLayout, document: Mapping[str, Any]) -> int:
+    """Return the bytes of one token's KV in one worker's cache, for a model whose layers all keep it.
 
-    Raises CheckpointUnreadable if config.json does not give the sizes.
+    `document` is the model's config.json. Raises CheckpointUnreadable if it does not give the sizes.
     """
-    path = Path(model) / "config.json"
     try:
-        sizes = json.loads(path.read_text(encoding="utf-8"))
-        sizes = sizes.get("text_config", sizes)
+        sizes = document.get("text_config", document)
         num_heads = int(sizes["num_attention_heads"])
         num_kv_heads = int(sizes.get("num_key_value_heads", num_heads))
         head_dim = int(sizes.get("head_dim") or sizes["hidden_size"] // num_heads)
         num_layers = int(sizes["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointUnreadable(f"{path} does not say how large a token's KV is", param="model") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointUnreadable("config.json does not say how large a token's KV is", param="model") from error
     num_own = max(1, num_kv_heads // layout.tensor_parallel_size)
     value_bytes = 1 if layout.kv_cache_dtype == "fp8" else DTYPE_BYTES[layout.dtype]
     return 2 * num_layers * num_own * head_dim * value_bytes

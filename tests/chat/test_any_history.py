@@ -24,6 +24,8 @@ PNG = (
     "qOZRzaOaRzVTRTMAOhEBLDUYsRcAAAAASUVORK5CYII="
 )
 METADATA: dict[str, Any] = {
+    "id": 7,
+    "reasoning": {"effort": "low"},
     "parsed": {"a": 1},
     "parsed_arguments": {"a": 1},
     "reasoning_details": [{"type": "reasoning.text", "text": "x"}],
@@ -40,15 +42,14 @@ METADATA: dict[str, Any] = {
 
 
 def marked(value: Any) -> Any:
-    """Add metadata to every object of a history but to its free values, and an id where it has none."""
+    """Add metadata to every object of a history but to its free values."""
     if isinstance(value, list):
         return [marked(one) for one in value]
     if not isinstance(value, dict):
         return value
     kept = ("input", "arguments", "source")  # a call's arguments, and the bytes of an image
     own = {key: one if key in kept else marked(one) for key, one in value.items()}
-    has_id = value.get("type") in ("function_call", "message", "reasoning") or "tool_use_id" in value
-    return METADATA | ({} if has_id or "type" not in value else {"id": "x"}) | own
+    return METADATA | own
 
 
 CHAT = [
@@ -79,6 +80,7 @@ MESSAGES = [
         "role": "assistant",
         "content": [
             {"type": "thinking", "thinking": "r", "signature": "x"},
+            {"type": "redacted_thinking", "thinking": None, "data": "x"},
             {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
         ],
     },
@@ -165,6 +167,18 @@ def test_a_json_schema_without_a_schema_names_the_format_that_needs_none() -> No
         with pytest.raises(InvalidRequest, match="json_object") as refused:
             asked(user, **fields)
         assert str(refused.value.param).endswith(".schema")
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "way_out"),
+    [
+        (response, {"background_options": {"prewarm": True}}, "`stream`"),
+        (message, {"output_config": {"task_budget": {"type": "tokens", "total": 64}}}, "`max_tokens`"),
+    ],
+)
+def test_a_field_that_is_refused_names_its_alternative(asked: Any, fields: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=way_out):
+        asked([{"role": "user", "content": "a"}], **fields)
 
 
 def test_images_of_responses_and_messages() -> None:

@@ -7,7 +7,6 @@ does not yields forks with their reasons.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from agentloop.types import Trajectory
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine
 from tests.support.engine.recording import RecordingEngine
+from tests.support.service.programs import output_of
 from tests.support.service.whole_service import whole_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,25 +82,10 @@ async def run_script(client: str, script: str, url: str) -> list[dict]:
     """What the script printed; its errors are the test's."""
     python = ROOT / ".venv" / "clients" / client / "bin" / "python"
     assert python.exists(), f"no environment for {client}: run `make test-clients`"
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "NO_COLOR": "1"}
-    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
-    process = await asyncio.create_subprocess_exec(
-        python,
-        AGENTS / script,
-        url,
-        env=environment,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(SCRIPT_TIMEOUT_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode()[-4000:]
-    return [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
+    environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
+    command, home = (python, AGENTS / script, url), os.environ.get("HOME", "/")
+    out = await output_of(*command, home=home, timeout_s=SCRIPT_TIMEOUT_S, env=environment)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 async def finished(http: aiohttp.ClientSession, session_id: str, control_key: str) -> Trajectory:

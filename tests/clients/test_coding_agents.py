@@ -7,8 +7,6 @@ and sampled, on one path.
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from agentloop.types import Message, StopReason
 from tests.support.endpoint.dialect_app import DialectService, dialect_service
 from tests.support.engine.scripted import call
+from tests.support.service.programs import output_of
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -65,25 +64,8 @@ async def run(pattern: str, *arguments: str, cwd: Path, home: Path, **environmen
     """Run an agent to its end, with nothing of this machine's configuration; what it printed."""
     path = next(ENVIRONMENTS.glob(pattern), None)
     assert path is not None, f"no {pattern}: run `make test-clients`"
-    process = await asyncio.create_subprocess_exec(
-        *(["node"] if path.suffix == ".js" else []),
-        path,
-        *arguments,
-        cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(RUN_TIMEOUT_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, (out.decode()[-2000:], err.decode()[-2000:])
-    return out.decode()
+    command = (*(["node"] if path.suffix == ".js" else []), path, *arguments)
+    return await output_of(*command, home=home, timeout_s=RUN_TIMEOUT_S, cwd=cwd, env=environment)
 
 
 async def check_captured(service: DialectService, session: Session, tool: str) -> None:

@@ -5,8 +5,6 @@ The policy is a script in the simulated engine. Every conversation has turns wit
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +12,7 @@ import pytest
 
 from tests.support.endpoint.dialect_app import dialect_service
 from tests.support.engine.scripted import call
+from tests.support.service.programs import output_of
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,24 +48,8 @@ async def test_an_agent_in_its_defaults_is_one_path(agent: str, tmp_path: Path) 
     ):
         async with http.post("/sessions", json={}) as answer:
             made = await answer.json()
-        process = await asyncio.create_subprocess_exec(
-            *start,
-            made["base_url"],
-            made["api_key"],
-            *arguments,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NO_COLOR": "1"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(RUN_TIMEOUT_S):
-                out, err = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        assert process.returncode == 0, err.decode()[-4000:]
-        answers = out.decode().splitlines()
+        command = (*start, made["base_url"], made["api_key"], *arguments)
+        answers = (await output_of(*command, home=tmp_path, timeout_s=RUN_TIMEOUT_S)).splitlines()
         expected = ["It is five.", "Bye."][: num_turns - 2]
         assert [given.endswith(text) for given, text in zip(answers, expected, strict=True)] == [True] * len(
             expected

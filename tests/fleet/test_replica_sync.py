@@ -237,6 +237,53 @@ async def test_a_replica_that_joins_a_sleeping_fleet_sleeps_and_is_brought_up_wh
 
 
 @virtual
+async def test_a_sleep_waits_for_a_replica_that_is_being_brought_up(clock):
+    site = sleepers(clock, "a")
+    await site.update(1)
+    late = site.register("late", version=0)
+    late.seconds = {"stage": 5.0}
+    bringing = asyncio.create_task(site.late.bring_up("late"))
+    await clock.sleep(1.0)
+    await site.sync.sleep(1)
+    assert states(site) == {"a": "asleep", "late": "asleep"}
+    assert (late.asleep, late.weight_version) == (ALL_MEMORY, 1)
+    assert not await bringing
+
+
+@virtual
+async def test_a_sleep_reaches_a_replica_that_could_not_be_brought_up(clock):
+    site = sleepers(clock, "a")
+    await site.push(1)
+    late = site.register("late", version=0)
+    site.engines["a"].hangs = {"offer"}
+    bringing = asyncio.create_task(site.late.bring_up("late"))
+    await clock.sleep(1.0)
+    await site.sync.sleep(1)
+    assert states(site) == {"a": "asleep", "late": "asleep"}
+    assert late.asleep == ALL_MEMORY
+    assert not await bringing
+
+
+@virtual
+async def test_a_sleep_names_a_replica_that_is_still_being_brought_up_and_it_sleeps_afterwards(clock):
+    site = sleepers(clock, "a", "b")
+    await site.push(1)
+    late = site.register("late", version=0)
+    for peer in "ab":
+        site.engines[peer].hangs = {"offer"}
+    site.late.start()
+    await clock.sleep(1.0)
+    with pytest.raises(EngineLost, match="late"):
+        await site.sync.sleep(1)
+    assert states(site) == {"a": "asleep", "b": "asleep", "late": "joining"}
+    await clock.sleep(10.0)
+    assert late.asleep == frozenset()
+    site.late.start()
+    await clock.sleep(1.0)
+    assert late.asleep == ALL_MEMORY
+
+
+@virtual
 async def test_a_replica_that_joins_a_half_woken_fleet_gives_back_as_much(clock):
     site = sleepers(clock, "a")
     await site.sync.sleep(1)

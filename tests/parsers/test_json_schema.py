@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
+import datetime
 import json
+import re
 from typing import Any
 
 import jsonschema_rs
@@ -12,7 +15,14 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.grammar import call_json, constraint_of
-from agentloop.parsers.json_schema import MAX_REFERENCES, allowed_types, loosened, property_schema, unenforced
+from agentloop.parsers.json_schema import (
+    MAX_REFERENCES,
+    allowed_types,
+    bundled,
+    loosened,
+    property_schema,
+    unenforced,
+)
 from agentloop.types import ToolCallStatus
 from tests.parsers.test_call_constraint import allows, walk
 from tests.parsers.writing import parse
@@ -30,6 +40,8 @@ ENFORCED: list[Any] = [
     {"type": "string", "minLength": 2, "maxLength": 3},
     {"type": "string", "pattern": "^a+$"},
     {"type": "string", "format": "date"},
+    {"type": ["string", "null"], "format": "time"},
+    {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "string", "format": "ipv4"}]},
     {"type": "array", "minItems": 2},
     {"type": "array", "items": INT, "maxItems": 2, "uniqueItems": False},
     {"type": "array", "prefixItems": [INT, STR], "items": False},
@@ -80,6 +92,8 @@ NOT_ENFORCED: list[tuple[str, Any]] = [
 ]
 VALUES: list[Any] = [
     *(0, 1, 3, 7, 10, 12, -1, 1.5, 2.5, True, None, "", "a", "aa", "aaa", "aaaa", "b", "x@y.zz", "2020-01-01"),
+    *("2024-02-29", "2026-02-31", "2026-02-28T12:00:00Z", "2026-04-31T12:00:00Z", "2026-04-30T12:00:60Z"),
+    *("12:00:00.5+01:00", "12:00:60Z", "1.2.3.4", "01.2.3.4"),
     *([], [1], [1, 1], [1, 2, 3], [3, 4], ["a"], [1, "a"], [1, "a", 2], [[1]]),
     *({}, {"a": 1}, {"a": "x"}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": "x"}, {"a": 1, "c": 3}, {"c": "s"}),
     *({"x": 1}, {"x": "s"}, {"ab": 1}, {"aa": 1}, {"a": {"a": {}}}, {"a": {"b": 1}}, {"a": 3}, {"a": 9}),
@@ -96,7 +110,7 @@ def test_a_schema_that_passes_is_enforced(schema: Any) -> None:
     assert unenforced(schema) == ""
     values = accepted(schema)
     assert values
-    valid = jsonschema_rs.validator_for(schema)
+    valid = jsonschema_rs.validator_for(schema, validate_formats=True)
     assert [value for value in values if not valid.is_valid(value)] == []
 
 
@@ -250,6 +264,16 @@ def test_the_format_of_a_string_without_a_type_of_its_own_is_refused_by_name(sch
     assert unenforced(schema | {"format": "date"}).startswith("'format' ")
     assert "aaaa" in accepted(schema | {"format": "date"})  # xgrammar does ignore it
     assert unenforced({**INT, "format": "int64"}) == unenforced({"anyOf": [INT], "format": "int64"}) == ""
+
+
+def test_a_date_that_passes_is_a_day_of_the_calendar() -> None:
+    pattern = bundled({"type": "string", "format": "date"}, None)["pattern"]
+    for year in (1, 1900, 2000, 2023, 2024, 2096, 2100):
+        days = {
+            str(datetime.date(year, 1, 1) + datetime.timedelta(day)) for day in range(365 + calendar.isleap(year))
+        }
+        texts = {f"{year:04}-{month:02}-{day:02}" for month in range(14) for day in range(33)}
+        assert {text for text in texts if re.search(pattern, text)} == days
 
 
 def test_schemas_of_one_key_that_all_apply_narrow_its_type() -> None:

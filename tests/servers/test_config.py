@@ -352,6 +352,17 @@ def test_a_balancer_that_cannot_be_is_refused(settings, message):
         service(balancer=settings)
 
 
+def test_a_models_description_is_read_once(tmp_path, monkeypatch):
+    sizes = {"num_attention_heads": 1, "hidden_size": 8, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64, **sizes}))
+    read_text, read = Path.read_text, []
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args, **kw: read.append(path) or read_text(path, *args, **kw)
+    )
+    model_sizes(ServiceConfig(model=str(tmp_path), engine={"kind": "vllm", "dtype": "float32", "kv_cache_mib": 1}))
+    assert read == [tmp_path / "config.json"]
+
+
 def test_a_kv_cache_below_one_context_is_refused_with_the_longest_context_that_fits(tmp_path):
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
     model = {"vocab_size": 49152, "max_position_embeddings": 8192, **sizes}  # SmolLM2-135M

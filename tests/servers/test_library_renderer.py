@@ -14,7 +14,7 @@ from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.types import Message, Thinking, ToolCall, ToolCallStatus
+from agentloop.types import ImageRef, Message, Thinking, ToolCall, ToolCallStatus
 from tests.support.families.table import write_family
 
 pytest.importorskip("renderers", reason="needs renderers (requirements/dev.txt)")
@@ -181,6 +181,20 @@ def test_the_library_and_our_own_parsers_read_its_turns(pairs: dict[str, Pair], 
     own = parsers_that_fit(pair.library)
     assert own
     assert self_test(pair.library, get_parser(own[0]), own[0]).call_text == test.call_text
+
+
+def test_a_message_that_the_library_drops_is_refused(pairs: dict[str, Pair]) -> None:
+    pair, late = pairs["qwen3"], [user("A rook?"), turn("A bird."), Message("system", "Be brief."), user("And?")]
+    pair.library.render(late, ())
+    vision = LibraryRenderer(pair.folder, "qwen3-vl", RenderSettings())
+    vision.render(late[:2] + late[3:], ())
+    with pytest.raises(TemplateError, match=r"renderers:qwen3-vl does not show message 2 \(role 'system'\)"):
+        vision.render(late, ())
+    picture = Message("user", "This?", images=(ImageRef("one"),))
+    with pytest.raises(TemplateError, match=r"renderers:qwen3 does not show message 0 \(role 'user'\)"):
+        pair.library.render([picture], ())
+    with pytest.raises(TemplateNotPrefixStable, match="renderers:qwen3 does not show a user message"):
+        pair.library.bridge([picture], (), TurnEnd(pair.library.stop_token_ids[0]))
 
 
 def test_thoughts_as_in_the_template_fork_at_a_users_message(pairs: dict[str, Pair]) -> None:

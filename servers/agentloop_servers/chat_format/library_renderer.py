@@ -26,7 +26,7 @@ from agentloop.errors import (
 )
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
-from agentloop.rendering.renderer import ModelText, RenderSettings, model_text
+from agentloop.rendering.renderer import HiddenMessages, ModelText, RenderSettings, model_text
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.rendering.trial import examine
@@ -144,6 +144,7 @@ class LibraryRenderer(ModelText):
         super().__init__(text.tokens, stop_token_ids=text.stop_token_ids, vocab_size=text.vocab_size)
         self.library = Library(*family_of(family, folder), self, settings)
         self._prompts = PromptText(ChatTemplate("", {}), text.tokens, (), TemplateForm())  # for its entries alone
+        self._hidden = HiddenMessages(f"renderers:{self.library.family}")
         self._has_tools = True
         report = examine(lambda _: _Conversation(self), self.ids)
         self._has_tools = report.form.supports_tools
@@ -173,7 +174,15 @@ class LibraryRenderer(ModelText):
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
         self._refuse_open(is_open)
-        return self.rendered(messages, self._definitions(tools), template_kwargs, adds_generation_prompt=True)
+        definitions = self._definitions(tools)
+
+        def write(conversation: Sequence[Message]) -> list[int]:
+            return self.rendered(conversation, definitions, template_kwargs, adds_generation_prompt=True)
+
+        ids = write(messages)
+        kind = [bool(tools), template_kwargs]
+        self._hidden.check_prompt(messages, kind, lambda outline: self.decode(write(outline)))
+        return ids
 
     def bridge(
         self,
@@ -188,7 +197,15 @@ class LibraryRenderer(ModelText):
         if not appended or appended[0].role == "assistant":
             raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
         self._refuse_open(is_open)
-        return self.bridged(appended, self._definitions(tools), end, template_kwargs)
+        definitions = self._definitions(tools)
+
+        def write(messages: Sequence[Message]) -> list[int]:
+            return self.bridged(messages, definitions, end, template_kwargs)
+
+        ids = write(appended)
+        kind = [bool(tools), template_kwargs]
+        self._hidden.check_bridge(appended, kind, lambda outline: self.decode(write(outline)))
+        return ids
 
     def _refuse_open(self, is_open: bool) -> None:
         if is_open:

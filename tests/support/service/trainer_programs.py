@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from tests.support.service.programs import output_of
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "tests" / "parts" / "trainers" / "programs"
@@ -21,31 +22,14 @@ async def run_program(trainer: str, program: str, *arguments: str) -> dict[str, 
     python = _python_of(trainer)
     paths = (ROOT, ROOT / "servers", ROOT / "tools", ROOT / "examples")
     environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ.get("HOME", "/"),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    process = await asyncio.create_subprocess_exec(
-        python,
-        PROGRAMS / program,
-        *arguments,
-        env=environment,
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(PROGRAM_TIMEOUT_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode()[-6000:]
-    return json.loads(out.decode().splitlines()[-1])
+    command, home = (python, PROGRAMS / program, *arguments), os.environ.get("HOME", "/")
+    out = await output_of(*command, home=home, timeout_s=PROGRAM_TIMEOUT_S, cwd=ROOT, env=environment)
+    return json.loads(out.splitlines()[-1])
 
 
 def _python_of(trainer: str) -> Path:

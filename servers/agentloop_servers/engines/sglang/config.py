@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentloop.capabilities import PRIORITY_POLICY
@@ -91,7 +93,8 @@ def server_arguments(config: SglangConfig) -> dict[str, Any]:
     if config.kv_cache_dtype == "fp8":
         arguments["kv_cache_dtype"] = "fp8_e4m3"
     if config.kv_cache_memory_bytes is not None:
-        arguments["max_total_tokens"] = config.kv_cache_memory_bytes // kv_bytes_per_token(config, config.model)
+        document = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+        arguments["max_total_tokens"] = config.kv_cache_memory_bytes // kv_bytes_per_token(config, document)
     if config.scheduling_policy == PRIORITY_POLICY:
         # In vLLM's direction. A request that runs is not put back for one that waits.
         arguments |= {

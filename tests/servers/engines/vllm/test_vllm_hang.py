@@ -31,8 +31,8 @@ def is_there(pid):
 async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
     engine, directory = VllmEngine(vllm_config(POLICY)), Directory()
     limits = ReplicaConfig(heartbeat_interval_s=0.2, stall_timeout_s=8.0, first_step_timeout_s=60.0)
-    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=limits)
-    clients = EngineClients(Trust("secret"))
+    trust = Trust("secret")
+    replica, clients = Replica("r", engine, directory, trust, "127.0.0.1", config=limits), EngineClients(trust)
     children = set(multiprocessing.active_children())
     await replica.start()
     try:
