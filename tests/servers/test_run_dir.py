@@ -24,6 +24,7 @@ from agentloop_servers.config import (
 )
 from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.run_store import check_store
 
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:
@@ -101,6 +102,17 @@ def test_a_run_whose_config_has_a_removed_key_is_refused(tmp_path: Path) -> None
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(InvalidRequest, match="of another release"):
             saved_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["trajectories.sqlite", "sessions-1.sqlite"])
+def test_a_run_with_a_damaged_store_is_refused(tmp_path: Path, name: str) -> None:
+    check_store(ServiceConfig(model="x"), tmp_path / "new")
+    for each in ("trajectories.sqlite", "sessions-1.sqlite"):
+        open_database(tmp_path / each, Schema("test store", 1, "CREATE TABLE t (n INTEGER);", "NORMAL")).close()
+    check_store(ServiceConfig(model="x"), tmp_path)
+    os.truncate(tmp_path / name, 5000)
+    with pytest.raises(InvalidRequest, match=f"/{name} is damaged"):
+        check_store(ServiceConfig(model="x"), tmp_path)
 
 
 def test_a_run_is_its_owners_alone_and_so_is_one_of_before(tmp_path):

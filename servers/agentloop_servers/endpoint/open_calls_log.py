@@ -139,20 +139,17 @@ class OpenCallsLog:
                 os.close(fd)
 
 
-def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
-    """Return the calls in a dead process's file, in the order they began, and the file's number of gaps.
+def read_open_calls(path: Path) -> list[OpenCall]:
+    """Return the calls in a dead process's file, in the order they began.
 
     A last frame that was cut off is none: its call has not begun. No file: nothing. Raises OSError.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return [], 0
+        return []
     found: dict[int, OpenCall] = {}
-    at = num_damaged = 0
-    for start, end, body in read_frames(data):
-        num_damaged += start != at
-        at = end
+    for _, _, body in read_frames(data):
         number, *rest = msgspec.json.decode(body)
         if rest:
             session_id, call_id, digest, created_at = rest
@@ -160,4 +157,4 @@ def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
             found[number] = OpenCall(number, session_id, call)
         else:
             found.pop(number, None)
-    return sorted(found.values(), key=lambda opened: opened.number), num_damaged
+    return sorted(found.values(), key=lambda opened: opened.number)

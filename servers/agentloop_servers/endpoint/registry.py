@@ -489,15 +489,14 @@ class Sessions:
         if stored.state is SessionState.GONE:
             raise _gone(session_id)
         if stored.expires_at <= self._time():
-            session = self._restored(session_id, stored)
+            session = self._restored(stored)
             await self._expire(session_id, session)
             raise _gone(session_id, session.record.rollout_id)
         self._make_room()
-        return self._restored(session_id, stored)
+        return self._restored(stored)
 
-    def _restored(self, session_id: str, stored: StoredSession) -> Session:
-        if stored.record is None:
-            raise Gone(f"what the disk had of session {shown_id(session_id)!r} is damaged", param="session_id")
+    def _restored(self, stored: StoredSession) -> Session:
+        assert stored.record is not None  # only tombstones have no record
         self.num_restored += 1
         return self._resident(stored.record, stored.nodes, stored.calls)
 
@@ -565,7 +564,7 @@ class Sessions:
                         if stored.record is None:
                             await self._delete_stored(session_id, stored.owner, SessionState.GONE)
                             continue
-                        session = self._restored(session_id, stored)
+                        session = self._restored(stored)
                     await self._expire(session_id, session)
 
     async def _expire(self, session_id: str, session: Session) -> None:

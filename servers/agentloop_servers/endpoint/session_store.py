@@ -9,8 +9,7 @@ lease, and one that was given up commits nothing more.
 
 Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
 numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
-they were committed. A damaged row is left out, and leaves its session incomplete; what is deleted or expired stays
-as a tombstone, and no write of a late call brings it back.
+they were committed. What is deleted or expired stays as a tombstone, and no write of a late call brings it back.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import TypeVar
 
 import structlog
 
+from agentloop import codec
 from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import sessions_lease
 from agentloop.errors import (
@@ -37,7 +37,7 @@ from agentloop.errors import (
 from agentloop.sessions.journal import SessionRecord, SessionState
 from agentloop.storage.disk_room import DiskRoom
 from agentloop.storage.home import Database, Home, Ownership, Schema
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
+from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.trajectory_store import folder_of
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
@@ -52,16 +52,15 @@ MAX_WRITE_BATCH = 32
 
 _EXPIRY_SLACK = 1 / 16  # of the time to live: a session's expiry is written when it moved by that much
 _PROCESS_ENDED = "the endpoint's process ended meanwhile"
-_DAMAGED = "what the disk had of it is damaged"
 _LIVE = frozenset({SessionState.OPEN, SessionState.FINISHED})
 
 _SESSIONS = """
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, state TEXT NOT NULL, is_recorded INTEGER NOT NULL,
-    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL{place}) WITHOUT ROWID;
+    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL{place}) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
     seq INTEGER {key}, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
-    value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
+    value BLOB NOT NULL, UNIQUE (session_id, call_id));
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
@@ -69,11 +68,11 @@ CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 
 _OPEN_CALLS = """
 CREATE TABLE IF NOT EXISTS open_calls (
     session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
-    crc INTEGER NOT NULL, PRIMARY KEY (session_id, call_id));
+    PRIMARY KEY (session_id, call_id));
 """
 _SCHEMA = Schema(
     kind="session store",
-    version=2,
+    version=3,
     tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )
@@ -91,7 +90,7 @@ class StoredCall:
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as it is on disk. A tombstone has no record, nor has one whose record is damaged."""
+    """A session as it is on disk. A tombstone has no record."""
 
     state: SessionState
     owner: str
@@ -134,17 +133,10 @@ class SessionStore:
         self._log = OpenCallsLog(self._log_path)
         self._notes = OwnedTasks("open-calls")
         self._number = 0  # the last of a beginning or an end
-        self._rows = RowChecker(_SCHEMA.kind)
-        self._num_damaged_lines = 0
 
     @property
     def _log_path(self) -> Path | None:
         return self._where.with_suffix(".open-calls") if isinstance(self._where, Path) else None
-
-    @property
-    def num_corrupt_rows(self) -> int:
-        """Damaged rows, and damaged lines of the open-call log, met so far."""
-        return self._rows.num_corrupt_rows + self._num_damaged_lines
 
     async def start(self) -> int:
         """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
@@ -164,7 +156,7 @@ class SessionStore:
             return await self.take_in(self._shards.places)
         log_path = self._where.with_suffix(".open-calls")
         try:
-            left, self._num_damaged_lines = await loop.run_in_executor(self._executor, read_open_calls, log_path)
+            left = await loop.run_in_executor(self._executor, read_open_calls, log_path)
         except OSError as error:
             raise InvalidRequest(f"{log_path.name} cannot be read: {error}") from error
         file = await loop.run_in_executor(self._executor, open_database, self._where, _SCHEMA)
@@ -183,14 +175,13 @@ class SessionStore:
 
         def work(db: Database) -> int:
             rows = db.execute(
-                "SELECT number, session_id, call_id, CAST(value AS BLOB), crc FROM open_calls WHERE session_id IN"
+                "SELECT number, session_id, call_id, value FROM open_calls WHERE session_id IN"
                 f" (SELECT session_id FROM sessions WHERE {_at(places)}) ORDER BY number"
             ).fetchall()
             db.executemany(_FORGET_CALL, [row[1:3] for row in rows])
             left = [
-                OpenCall(number, session_id, call)
-                for number, session_id, call_id, *stored in rows
-                if (call := self._rows.value("open_calls", CallRecord, (session_id, call_id), *stored)) is not None
+                OpenCall(number, session_id, codec.decode(value, CallRecord))
+                for number, session_id, _, value in rows
             ]
             _fail_open_calls(db, left, [opened.number for opened in left])
             return _num_open(db, f" AND {_at(places)}")
@@ -211,8 +202,8 @@ class SessionStore:
         (number,) = self._next_numbers(1)
         self._log.add(number, session_id, call_record)
         if self._shards is not None:  # committed a moment later: a lost host may have begun one that is not there
-            row = (session_id, call_record.call_id, number, *packed(call_record))
-            statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            row = (session_id, call_record.call_id, number, codec.encode(call_record))
+            statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
             self._notes.start(self._run(lambda db: db.execute(statement, row).rowcount))
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
@@ -242,8 +233,8 @@ class SessionStore:
             allowed = _LIVE if record.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
             state, _ = _require(db, record.session_id, allowed)
             db.execute(
-                "UPDATE sessions SET state = ?, value = ?, crc = ? WHERE session_id = ?",
-                (record.state, *packed(record), record.session_id),
+                "UPDATE sessions SET state = ?, value = ? WHERE session_id = ?",
+                (record.state, codec.encode(record), record.session_id),
             )
             self._extend(db, record.session_id)
             return state is SessionState.OPEN and record.state is SessionState.FINISHED
@@ -257,7 +248,9 @@ class SessionStore:
         self._room.check()
         expires_at = self._wall_s() + record.ttl_s
         row: tuple[object, ...] = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
-        row += (*packed(record), *(() if self._shards is None else (self._shards.place_of(record.session_id),)))
+        row += (codec.encode(record),)
+        if self._shards is not None:
+            row += (self._shards.place_of(record.session_id),)
         statement = f"INSERT INTO sessions VALUES ({', '.join('?' * len(row))}) ON CONFLICT DO NOTHING"
 
         def work(db: Database) -> bool:
@@ -297,7 +290,7 @@ class SessionStore:
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             else:
-                statement = "UPDATE sessions SET state = ?, value = ?, crc = 0 WHERE session_id = ?"
+                statement = "UPDATE sessions SET state = ?, value = ? WHERE session_id = ?"
                 db.execute(statement, (state, b"", session_id))
             return was_open
 
@@ -350,14 +343,13 @@ class SessionStore:
         marks = ", ".join("?" * len(owners))
         shown = "substr(session_id, instr(session_id, '~') + 1) COLLATE BINARY"  # as `shown_id` does
         statement = (
-            f"SELECT session_id, CAST(value AS BLOB), crc FROM sessions WHERE owner IN ({marks})"
+            f"SELECT value FROM sessions WHERE owner IN ({marks})"
             f" AND state IN ('open', 'finished') AND {shown} > ?{self._own()} ORDER BY {shown} LIMIT ?"
         )
 
         def work(db: Database) -> list[SessionRecord]:
             rows = db.execute(statement, (*owners, after, limit)).fetchall()
-            found = (self._rows.value("sessions", SessionRecord, *row) for row in rows)
-            return [record for record in found if record is not None]
+            return [codec.decode(value, SessionRecord) for (value,) in rows]
 
         return await self._run(work)
 
@@ -415,31 +407,25 @@ class SessionStore:
         self, db: Database, session_id: str, open_calls: Sequence[OpenCall]
     ) -> tuple[StoredSession | None, int]:
         """Return a session, and the last number that a call of it has."""
-        columns = "state, owner, is_recorded, expires_at, CAST(value AS BLOB), crc"
+        columns = "state, owner, is_recorded, expires_at, value"
         row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         if row is None:
             return None, 0
         state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
         if state not in _LIVE:
             return StoredSession(state, owner, is_recorded, expires_at), 0
-        record = self._rows.value("sessions", SessionRecord, session_id, row[4], row[5])
-        columns = "call_id, began, CAST(value AS BLOB), crc, seq"
-        statement = f"SELECT {columns} FROM calls WHERE session_id = ? ORDER BY seq"
+        record = codec.decode(row[4], SessionRecord)
+        statement = "SELECT began, value, seq FROM calls WHERE session_id = ? ORDER BY seq"
         rows = db.execute(statement, (session_id,)).fetchall()
-        calls = _sound(
-            [
-                (call_id, self._rows.value("calls", StoredCall, (session_id, call_id), data, crc))
-                for call_id, _, data, crc, _ in rows
-            ]
-        )
+        calls = [codec.decode(value, StoredCall) for _, value, _ in rows]
         ended_or_open = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
-        for (call_id, began, *_), call in zip(rows, calls, strict=True):
-            ended_or_open[call_id] = began, call.record  # some may have ended since `open_calls` was taken
+        for (began, *_), call in zip(rows, calls, strict=True):
+            ended_or_open[call.record.call_id] = began, call.record  # may have ended since `open_calls` was taken
         in_order = sorted(ended_or_open.values(), key=lambda numbered: numbered[0])
         nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
         in_order_calls = tuple(call for _, call in in_order)
         stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order_calls, nodes)
-        return stored, rows[-1][4] if rows else 0
+        return stored, rows[-1][2] if rows else 0
 
 
 # --- in the thread, inside its transaction: what raises does so before it writes ---
@@ -468,10 +454,10 @@ def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) ->
 
 def _put_call(db: Database, session_id: str, call: StoredCall, number: int, began: int) -> None:
     """Write a call down that ended as `number`, in its old place if it has one."""
-    row = (number, began, session_id, call.record.call_id, *packed(call))
+    row = (number, began, session_id, call.record.call_id, codec.encode(call))
     db.execute(
-        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
-        " SET value = excluded.value, crc = excluded.crc",
+        "INSERT INTO calls VALUES (?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
+        " SET value = excluded.value",
         row,
     )
 
@@ -487,9 +473,9 @@ def _fail_open_calls(db: Database, left: Sequence[OpenCall], numbers: Sequence[i
         record = replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
         ids = opened.session_id, record.call_id
         db.execute(
-            "INSERT INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
+            "INSERT INTO calls SELECT ?, ?, ?, ?, ? FROM sessions"
             " WHERE session_id = ? AND state IN ('open', 'finished') ON CONFLICT DO NOTHING",
-            (number, opened.number, *ids, *packed(StoredCall(record)), opened.session_id),
+            (number, opened.number, *ids, codec.encode(StoredCall(record)), opened.session_id),
         )
 
 
@@ -499,26 +485,3 @@ def _num_open(db: Database, condition: str) -> int:
 
 def _at(places: Collection[int]) -> str:
     return f"place IN ({', '.join(map(str, sorted(places))) or 'NULL'})"
-
-
-def _damaged(call: CallRecord) -> CallRecord:
-    return replace(call, state=ModelCallState.FAILED, error=_DAMAGED)
-
-
-def _sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:
-    """Return calls in the order they ended, without the turns that descend from damaged ones: those have failed.
-
-    A call's turns stand and fall together, so what comes of a damaged one is known by its absence.
-    """
-    known: set[str | None] = {None}  # nodes that a turn may follow; None: a root follows nothing
-    calls = []
-    for call_id, call in found:
-        if call is None:  # no retry can heal it: its digest is nobody's
-            lost = CallRecord(call_id, b"", 0, ModelCallState.FAILED, error=_DAMAGED)
-            calls.append(StoredCall(lost))
-        elif any(node.parent_id not in known for node in call.nodes):
-            calls.append(StoredCall(_damaged(call.record)))
-        else:
-            known.update(node.node_id for node in call.nodes)
-            calls.append(call)
-    return calls

@@ -341,4 +341,4 @@ async def test_many_sessions_take_bounded_memory_and_all_come_back(tmp_path: Pat
 async def test_a_session_that_was_thrown_away_begins_nothing(site: SessionSite, sessions: Sessions) -> None:
     with pytest.raises(SessionNotFound):
         sessions.journal.open_call("s", make_call("c"))
-    assert read_open_calls(site.path / "sessions.open-calls") == ([], 0)
+    assert read_open_calls(site.path / "sessions.open-calls") == []
