@@ -1,6 +1,6 @@
 """A terminal record in transit: its maker encodes it once; its readers alone decode it.
 
-A header has the fields that the coordinator uses. The coordinator adds the staleness, which is the last field of the
+The header has the fields that the coordinator uses. The coordinator adds the staleness, the last field of the
 encoded bytes, by appending its value.
 """
 
