@@ -39,7 +39,6 @@
     ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
     │   └── StoreUnreachable                     no answer from a store of versions
     ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
-    ├── RecordsDamaged                  500  finished records cannot be read; all others were delivered
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
     │   └── WeightsRefused                   they arrived, and make the model noise: not finite or all-equal logits
     ├── TemplateError                   400  the chat template cannot be used
@@ -117,12 +116,6 @@ class InvalidRequest(AgentLoopError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
-
-
-class RecordsDamaged(AgentLoopError):
-    """Finished records are damaged on the service's disk: all others were delivered."""
-
-    code, http_status = "records_damaged", 500
 
 
 class CheckpointUnreadable(InvalidRequest):

@@ -222,7 +222,6 @@ class RolloutStatus:
     num_held: int = 0  # queued samples that wait for a version, an adapter, or their run's staleness limit
     owner: str = ""  # as in its terms
     priority: int = 0
-    num_damaged: int = 0  # of the finished ones: records that a read found damaged on the disk, and did not deliver
 
     @property
     def is_done(self) -> bool:
@@ -626,9 +625,6 @@ class RolloutPort(Protocol):
 
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
-
-    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
-        """Run samples with damaged records again. Raises NotFound, Gone, and Conflict while the rollout runs."""
 
 
 class LeasePort(Protocol):

@@ -1,14 +1,12 @@
-"""A terminal record on its way: encoded once by its maker, and opaque bytes behind a header from there on.
+"""A terminal record in transit: its maker encodes it once; its readers alone decode it.
 
-The header has what a coordinator decides by. What it adds to a record, the staleness, is the value of the bytes'
-last field, which it appends. So a record is decoded by its readers alone. The CRC is the maker's, and is checked
-where the record is read from the disk.
+The header has the fields that the coordinator uses. The coordinator adds the staleness, the last field of the
+encoded bytes, by appending its value.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from dataclasses import dataclass
 
 from agentloop import codec
@@ -35,7 +33,6 @@ class EncodedRecord:
     staleness: int | None
     facts: Values  # `facts_of` it
     data: memoryview  # `codec.encode` of the Trajectory, without the value of its last field, `staleness`
-    crc: int  # CRC-32 of `data`
     digest: bytes  # SHA-256 of `data`, so also of the attempt; whoever changes the record keeps its maker's digest
 
     @classmethod
@@ -64,7 +61,6 @@ class EncodedRecord:
             staleness=trajectory.staleness,
             facts=facts_of(trajectory),
             data=data,
-            crc=zlib.crc32(data),
             digest=hashlib.sha256(data).digest(),
         )
 
@@ -77,11 +73,6 @@ class EncodedRecord:
     def value(self) -> bytes:
         """The bytes of the whole record, as `codec.encode(Trajectory)` makes them."""
         return b"".join((self.data, codec.encode(self.staleness)))
-
-    @property
-    def value_crc(self) -> int:
-        """The CRC-32 of `value`, made of that of `data`."""
-        return zlib.crc32(codec.encode(self.staleness), self.crc)
 
     def decoded(self) -> Trajectory:
         """Return the record. Raises InvalidRequest if the bytes hold none."""

@@ -308,7 +308,7 @@ class RolloutClient:
         `max_staleness` and `on_stale` bound what runs on; with `num_samples` 1, trajectories are counted.
 
         With `acknowledge` the service may delete a batch's records once the next one is asked for. What is
-        unfinished when the iteration is closed is cancelled. Raises as `submit`, and RecordsDamaged.
+        unfinished when the iteration is closed is cancelled. Raises as `submit`.
         """
         rule = BatchRule(num_groups, over_provision, Carry(carry))
         options = {"num_samples": num_samples, "run_id": _new_id(), **options}  # one run: an older group goes first
@@ -364,11 +364,6 @@ class RolloutClient:
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End what is queued or running; each sample still gets its record. Raises NotFound."""
         return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
-
-    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
-        """Run the samples of an ended rollout again whose records the service cannot read. Raises NotFound, Gone,
-        and Conflict while it runs."""
-        return await self._post(f"/rollouts/{rollout_id}/resubmit_damaged", None, RolloutStatus)
 
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""

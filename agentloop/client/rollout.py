@@ -16,7 +16,7 @@ from typing import Protocol
 
 from agentloop.api.coordinator import Page, RolloutStatus
 from agentloop.api.requests import TaskBody, parse_body
-from agentloop.errors import Gone, InvalidRequest, NotFound, RecordsDamaged, ServiceUnavailable
+from agentloop.errors import Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
@@ -32,9 +32,6 @@ class Service(Protocol):
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End one part."""
-
-    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
-        """Run one part's damaged samples again."""
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
         """Let one part's trajectories up to a cursor be deleted."""
@@ -63,15 +60,13 @@ class _Part:
     pages: deque[_ReadPage] = field(default_factory=deque)  # those not acknowledged, in order
     num_read: int = 0
     is_over: bool = False
-    num_damaged: int = 0  # records that the service cannot read
 
 
 class Rollout:
     """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
 
     The iteration ends when all `num_trajectories` have ended; it may be left and continued. A large rollout has
-    several parts, each a rollout to the service: `rollout_ids`. If records are damaged on the service's disk, the
-    iteration raises RecordsDamaged after all others; `resubmit_damaged` has them run again, and iterated.
+    several parts, each a rollout to the service: `rollout_ids`.
     """
 
     def __init__(self, service: Service) -> None:
@@ -95,7 +90,6 @@ class Rollout:
             trajectory, page = self._ready.popleft()
             page.num_left -= 1
             yield trajectory
-        self._check_damage()
 
     async def groups(self) -> AsyncIterator[Sequence[Trajectory]]:
         """Yield each group once all its samples have ended. It may be left and continued, and ends as iterating the
@@ -109,7 +103,6 @@ class Rollout:
                 for _, page in self._begun.pop(key):
                     page.num_left -= 1
                 yield [trajectory for trajectory, _ in group]
-        self._check_damage()
 
     async def acknowledge(self) -> None:
         """Let the service delete what was iterated so far, page by page: it is kept elsewhere."""
@@ -124,14 +117,6 @@ class Rollout:
     async def status(self) -> RolloutStatus:
         """The counts at this moment, under the first of `rollout_ids`."""
         return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
-
-    async def resubmit_damaged(self) -> RolloutStatus:
-        """Run the samples again whose records are damaged; the next iteration delivers them."""
-        for part in self._parts.values():
-            if part.num_damaged:
-                await self._service.resubmit_damaged(part.rollout_id)
-                part.num_damaged, part.is_over = 0, False
-        return await self.status()
 
     async def cancel(self) -> RolloutStatus:
         """End what is queued or running; the iteration then delivers those records too."""
@@ -157,13 +142,8 @@ class Rollout:
     def forget(self) -> None:
         """Take out the parts of which all was given to the caller."""
         for part in list(self._parts.values()):
-            if part.is_over and not part.num_damaged and all(page.num_left == 0 for page in part.pages):
+            if part.is_over and all(page.num_left == 0 for page in part.pages):
                 del self._parts[part.rollout_id]
-
-    def _check_damage(self) -> None:
-        if damaged := [part for part in self._parts.values() if part.num_damaged]:
-            told = ", ".join(f"{part.num_damaged} of {part.rollout_id}" for part in damaged)
-            raise RecordsDamaged(f"records cannot be read: {told}; `resubmit_damaged` has them run again")
 
     async def _read_page(self) -> bool:
         """Wait for trajectories; False if there are no more. Parts take turns, so that none waits for another."""
@@ -193,11 +173,10 @@ class Rollout:
             ) from error
         part.cursor = page.cursor
         part.num_read += len(page.trajectories)
-        part.num_damaged = max(part.num_damaged, page.status.num_damaged)
         if page.trajectories:
             part.pages.append(read := _ReadPage(page.cursor, len(page.trajectories)))
             self._ready.extend((trajectory, read) for trajectory in page.trajectories)
-        # A damaged record is never delivered: an empty page then is the end.
+        # A record that retention deleted is never delivered: then an empty page of a finished rollout is the end.
         is_empty_end = page.status.is_done and not page.trajectories
         part.is_over = is_empty_end or part.num_read >= part.num_trajectories
 
@@ -210,7 +189,6 @@ def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
         num_running=sum(status.num_running for status in statuses),
         num_queued=sum(status.num_queued for status in statuses),
         num_held=sum(status.num_held for status in statuses),
-        num_damaged=sum(status.num_damaged for status in statuses),
     )
 
 

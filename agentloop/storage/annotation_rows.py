@@ -12,7 +12,6 @@ from agentloop.api.annotations import RecordAnnotation, SampleAnnotation
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.storage.home import Database
 from agentloop.storage.retention import HAS_VALUE
-from agentloop.storage.sqlite import RowChecker, packed
 from agentloop.types import IntArray
 
 MAX_OF_RECORD = 64
@@ -20,12 +19,11 @@ MAX_OF_RECORD = 64
 
 ANNOTATION_TABLES = """
 CREATE TABLE IF NOT EXISTS annotations (
-    number INTEGER PRIMARY KEY, seq INTEGER NOT NULL, name TEXT NOT NULL,
-    value BLOB NOT NULL, crc INTEGER NOT NULL);
+    number INTEGER PRIMARY KEY, seq INTEGER NOT NULL, name TEXT NOT NULL, value BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS annotations_by_record ON annotations (seq, name);
 """
 _FIND = f"""
-SELECT seq, CAST(value AS BLOB), crc FROM trajectories
+SELECT seq, value FROM trajectories
 WHERE rollout_id = ? AND group_id = ? AND sample_index = ? AND {HAS_VALUE}
 """
 _COUNT = """
@@ -33,14 +31,14 @@ SELECT (SELECT COUNT(*) FROM annotations a WHERE a.seq = t.seq), group_id, sampl
 WHERE seq = ?
 """
 _ADD = f"""
-INSERT INTO annotations (seq, name, value, crc) SELECT seq, ?, ?, ? FROM trajectories WHERE seq = ? AND {HAS_VALUE}
+INSERT INTO annotations (seq, name, value) SELECT seq, ?, ? FROM trajectories WHERE seq = ? AND {HAS_VALUE}
 """
 _NEWEST = """
-SELECT name, number, CAST(value AS BLOB), crc FROM annotations
+SELECT name, value FROM annotations
 WHERE number IN (SELECT MAX(number) FROM annotations WHERE seq = ? GROUP BY name) ORDER BY name
 """
 
-Row: TypeAlias = tuple[str, bytes, int, int]
+Row: TypeAlias = tuple[str, bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +53,27 @@ class _Record:
     paths: tuple[_Path, ...]
 
 
-def located(db: Database, rows: RowChecker, rollout_id: str, given: Sequence[SampleAnnotation]) -> list[Row]:
+def located(db: Database, rollout_id: str, given: Sequence[SampleAnnotation]) -> list[Row]:
     """Return the rows of annotations that fit their records. Raises NotFound and InvalidRequest."""
     found = []
     for one in given:
         place = (rollout_id, one.group_id, one.sample_index)
         shown = "/".join(map(str, place[1:]))
         row = db.execute(_FIND, place).fetchone()
-        data = None if row is None else rows.data("trajectories", *row)
-        if data is None:
-            raise NotFound(f"no record {shown}: it was deleted, is damaged, or never was", param="annotations")
-        paths = codec.decode(data, _Record).paths
+        if row is None:
+            raise NotFound(f"no record {shown}: it was deleted or never stored", param="annotations")
+        seq, value = row
+        paths = codec.decode(value, _Record).paths
         if objection := one.annotation.objection([len(path.response_ids) for path in paths]):
             raise InvalidRequest(f"record {shown}: {objection}", param="annotations")
-        found.append((one.name, *packed(one.annotation), row[0]))
+        found.append((one.name, codec.encode(one.annotation), seq))
     return found
 
 
 def add(db: Database, rows: Sequence[Row]) -> None:
     """Add rows, without those of records that were deleted meanwhile. Raises Conflict, and then adds none, if a
     record would have more than `MAX_OF_RECORD`."""
-    for seq, num_new in Counter(row[3] for row in rows).items():
+    for seq, num_new in Counter(row[2] for row in rows).items():
         record = db.execute(_COUNT, (seq,)).fetchone()
         if record is not None and record[0] + num_new > MAX_OF_RECORD:
             raise Conflict(
@@ -86,8 +84,6 @@ def add(db: Database, rows: Sequence[Row]) -> None:
     db.executemany(_ADD, rows)
 
 
-def newest(db: Database, rows: RowChecker, seq: int) -> dict[str, RecordAnnotation]:
+def newest(db: Database, seq: int) -> dict[str, RecordAnnotation]:
     """Return the newest annotation of each name of a record."""
-    stored = db.execute(_NEWEST, (seq,))
-    found = {name: rows.value("annotations", RecordAnnotation, *row) for name, *row in stored}
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: codec.decode(value, RecordAnnotation) for name, value in db.execute(_NEWEST, (seq,))}

@@ -58,8 +58,8 @@ _ADD_TOTALS = (
 )
 _ADD = f"""
 INSERT INTO fresh_facts SELECT t.seq, {", ".join("?" * (len(fields(RecordFacts)) - 1))} FROM trajectories t
-WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.crc = ?
-    AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq) ON CONFLICT DO NOTHING
+WHERE t.rollout_id = ? AND t.group_id = ? AND t.sample_index = ? AND t.digest = ?
+    AND length(t.value) > 0 AND NOT EXISTS (SELECT 1 FROM facts f WHERE f.seq = t.seq) ON CONFLICT DO NOTHING
 """
 _ORDERS = {
     ListOrder.NEWEST: ("seq", "DESC", "<"),
@@ -77,8 +77,9 @@ def row_of(record: EncodedRecord) -> Values:
 
 
 def add(db: Database, records: Sequence[EncodedRecord]) -> int:
-    """Add the facts of records that were just stored. Returns how many; a repeat or a second record adds none."""
-    rows = [(*row_of(one), one.rollout_id, one.group_id, one.sample_index, one.value_crc) for one in records]
+    """Add the facts of records that were just stored. Returns how many. A repeat, a second record of a sample and a
+    deleted record add none."""
+    rows = [(*row_of(one), one.rollout_id, one.group_id, one.sample_index, one.digest) for one in records]
     return max(db.executemany(_ADD, rows).rowcount, 0)
 
 

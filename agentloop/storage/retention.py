@@ -1,8 +1,5 @@
 """Retention: which records of a run are deleted, and when; in batches that no hand-in waits long for.
 
-A record that was found damaged is no trainer's, whatever cursor is acknowledged: it stays until its sample is run
-again, or by age or size.
-
 A record is emptied first: its row stays, so that it is counted, and never stored or rolled out again. A rollout
 that is done goes as a whole once all its records are empty, and its name stays as deleted. Rollouts of sessions are
 never done: their empty rows stay. Freed pages are used for what is stored next; where they are more than a quarter
@@ -25,15 +22,13 @@ CREATE TABLE IF NOT EXISTS acknowledged (
     rollout_id TEXT PRIMARY KEY, seq INTEGER NOT NULL, emptied INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS record_times (at REAL PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deleted_rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS damaged_records (
-    rollout_id TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (rollout_id, seq)) WITHOUT ROWID;
 """
 
 MAX_EMPTIED = 64
 """Records emptied in one transaction."""
 
-HAS_VALUE = "(crc != 0 OR length(value) > 0)"
-"""True of a row of `trajectories` that was not emptied. A damaged one may claim to be a text of no length."""
+HAS_VALUE = "length(value) > 0"
+"""True of a row of `trajectories` that was not emptied."""
 
 _PAGE_ROWS = 1000  # looked at in one statement
 _MARKS_PER_AGE = 100  # so much finer than the greatest age are the times told apart
@@ -87,7 +82,7 @@ def trim(db: Database, policy: RetentionPolicy, now: float, unfinished: Unfinish
     """Delete one batch by the policy. Returns the freed rows and pages; 0: nothing is left to delete."""
     _mark(db, policy, now)
     rows = list(_rows_to_empty(db, policy, now, unfinished))
-    db.executemany("UPDATE trajectories SET value = ?, crc = 0 WHERE seq = ?", [(b"", seq) for seq, _ in rows])
+    db.executemany("UPDATE trajectories SET value = ? WHERE seq = ?", [(b"", seq) for seq, _ in rows])
     facts.forget(db, [seq for seq, _ in rows])
     for rollout_id in {rollout_id for _, rollout_id in rows} - set(unfinished.live):
         _delete_if_empty(db, rollout_id)
@@ -139,8 +134,7 @@ def _acknowledged(db: Database, unfinished: Unfinished) -> list[tuple[int, str]]
         if rollout_id in unfinished.counted:
             continue
         found: list[tuple[int, str]] = db.execute(
-            "SELECT seq, rollout_id FROM trajectories t WHERE rollout_id = ? AND seq > ? AND seq <= ?"
-            " AND NOT EXISTS (SELECT 1 FROM damaged_records d WHERE d.rollout_id = t.rollout_id AND d.seq = t.seq)"
+            "SELECT seq, rollout_id FROM trajectories WHERE rollout_id = ? AND seq > ? AND seq <= ?"
             " ORDER BY seq LIMIT ?",
             (rollout_id, emptied, cursor, MAX_EMPTIED),
         ).fetchall()
@@ -159,6 +153,6 @@ def _delete_if_empty(db: Database, rollout_id: str) -> None:
     left = f"SELECT 1 FROM trajectories WHERE rollout_id = ? AND {HAS_VALUE} LIMIT 1"
     if is_submitted is None or db.execute(left, (rollout_id,)).fetchone() is not None:
         return
-    for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "damaged_records", "rollouts"):
+    for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "rollouts"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
     db.execute("INSERT INTO deleted_rollouts VALUES (?) ON CONFLICT DO NOTHING", (rollout_id,))

@@ -1,10 +1,9 @@
-"""SQLite for an event loop: one thread a file, the work that waits as one transaction, rows under a checksum.
+"""SQLite for an event loop: one thread a file, the work that waits as one transaction.
 
-The writer and the checksums are of any database (`home.py`).
+The writer is of any database (`home.py`).
 
 Invariants: no work returns before its transaction is committed; work is done in the order it came; where one piece
-spoils a transaction, each of it gets its own, so a bad piece fails alone. A row whose checksum or content is wrong
-is counted, named in the log and left out, never returned and never fatal to the others.
+spoils a transaction, each of it gets its own, so a bad piece fails alone.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import asyncio
 import sqlite3
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
-from agentloop import codec
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.storage.disk_room import PRIMARY_CODE, is_full
 from agentloop.storage.home import Database, Schema
@@ -113,6 +110,23 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     return db
 
 
+def check_file(path: Path) -> None:
+    """Check the structure of a store's file, also while a process writes it. Reads the whole file.
+
+    Raises InvalidRequest if the file is damaged.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    except sqlite3.Error as error:
+        found = str(error)
+    if found != "ok":
+        reason = " ".join(found.split())
+        raise InvalidRequest(
+            f"{path} is damaged ({reason}): restore a copy of it, or start with a new run directory"
+        )
+
+
 def _has_no_room(error: sqlite3.Error, folder: Path) -> bool:
     """Tell if a file in `folder` could not be opened because nothing can be written there.
 
@@ -132,50 +146,6 @@ def _has_no_room(error: sqlite3.Error, folder: Path) -> bool:
 
 def _storage_full(name: str) -> StorageFull:
     return StorageFull(f"the disk of the {name} is full or cannot be written")
-
-
-def packed(value: Any) -> tuple[bytes, int]:
-    """Return a value as its row's two columns: encoded bytes and their checksum."""
-    data = codec.encode(value)
-    return data, zlib.crc32(data)
-
-
-class RowChecker:
-    """The reader of rows' values, which counts the damaged ones.
-
-    Select a value as `CAST(value AS BLOB)`: a damaged row may claim to be text.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._damaged: set[tuple[str, object]] = set()  # (table, key)
-
-    @property
-    def num_corrupt_rows(self) -> int:
-        """Distinct rows met so far whose checksum or content was wrong."""
-        return len(self._damaged)
-
-    def data(self, table: str, key: object, data: bytes, crc: int) -> bytes | None:
-        """Return a row's bytes as they were stored; None if they are damaged."""
-        if zlib.crc32(data) == crc:
-            return data
-        self._note(table, key, "checksum differs")
-        return None
-
-    def value(self, table: str, kind: type[T], key: object, data: bytes, crc: int) -> T | None:
-        """Decode a row's value; None if it is damaged."""
-        if self.data(table, key, data, crc) is None:
-            return None
-        try:
-            return codec.decode(data, kind)
-        except InvalidRequest as error:
-            self._note(table, key, error.message)
-            return None
-
-    def _note(self, table: str, key: object, reason: str) -> None:
-        if (table, key) not in self._damaged:
-            self._damaged.add((table, key))
-            _log.error("corrupt_row", store=self._kind, table=table, key=key, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +188,6 @@ class BatchWriter:
         self._waiting: list[_Piece] = []
         self._is_writing = False
         self._is_closed = False
-        self._is_damaged = False
         self._is_full = False  # the last that was to be written found no room
         self._batch_began_at: float | None = None  # of the transaction under way
         self._away = ""
@@ -318,8 +287,6 @@ class BatchWriter:
                 problem = InvalidRequest("an integer of more than 63 bits cannot be stored")
             elif isinstance(error, UnicodeError):  # a caller's text
                 problem = InvalidRequest(f"a text cannot be stored: {error}")
-            elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
-                self._note_damage(repr(error))
             elif not isinstance(error, AgentLoopError):
                 _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
         return [problem] if len(works) == 1 else [self._outcomes([work], is_part=True)[0] for work in works]
@@ -331,17 +298,6 @@ class BatchWriter:
         elif self._is_full and not is_full:
             _log.info("storage_has_room_again", store=self._kind)
         self._is_full = is_full
-
-    def _note_damage(self, reason: str) -> None:
-        """Log once what SQLite finds wrong with the file. What lies on its sound pages is served on."""
-        if self._is_damaged:
-            return
-        self._is_damaged = True
-        try:
-            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        except sqlite3.Error as error:
-            found = repr(error)
-        _log.error("store_damaged", store=self._kind, reason=reason, quick_check=found)
 
 
 def _outcome(work: Work[Any], db: Database) -> Any:

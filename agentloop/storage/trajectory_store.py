@@ -18,8 +18,7 @@ import hashlib
 import itertools
 import sqlite3
 import time
-import zlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -42,7 +41,7 @@ from agentloop.metrics import MetricsPage, SavedMetrics
 from agentloop.storage import annotation_rows, facts, retention
 from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
 from agentloop.storage.home import COORDINATOR_LEASE, LEASE_S, Database, Home, Schema
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
+from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
@@ -66,27 +65,26 @@ _log = structlog.stdlib.get_logger(__name__)
 
 _SCHEMA = Schema(
     kind="trajectory store",
-    version=2,
+    version=3,
     tables=retention.TABLES
     + facts.TABLES
     + annotation_rows.ANNOTATION_TABLES
     + """
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollout_terms (
-    rollout_id TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+    rollout_id TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     seq INTEGER PRIMARY KEY, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL, num_samples INTEGER NOT NULL,
-    value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (rollout_id, group_id));
+    value BLOB NOT NULL, UNIQUE (rollout_id, group_id));
 CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
-    sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL, digest BLOB NOT NULL,
+    sample_index INTEGER NOT NULL, value BLOB NOT NULL, digest BLOB NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
 CREATE TABLE IF NOT EXISTS turn_journals (
     assignment_id TEXT NOT NULL, run TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL,
     PRIMARY KEY (assignment_id, run, number));
 CREATE TABLE IF NOT EXISTS images (sha256 TEXT PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS service_state (
-    name TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS service_state (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
 """,
     # What `commit` returned for is acknowledged to a trainer: it must survive the machine too.
@@ -104,26 +102,22 @@ _COUNT_ALL_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups"
 _COUNT_GROUPS = f"{_COUNT_ALL_GROUPS} WHERE rollout_id = ?"
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
 _ADD_ROLLOUT = "INSERT INTO rollouts VALUES (?) ON CONFLICT DO NOTHING"
-_ADD_TERMS = "INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+_ADD_TERMS = "INSERT INTO rollout_terms VALUES (?, ?) ON CONFLICT DO NOTHING"
 _ROWS_AFTER = (
-    "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
-    f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq"
+    f"SELECT seq, value FROM trajectories WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE}"
+    " ORDER BY seq LIMIT ?"
 )
-_ROW_AT = f"SELECT seq, CAST(value AS BLOB), crc FROM trajectories WHERE seq = ? AND {retention.HAS_VALUE}"
-_REPLACES = "DO UPDATE SET value = excluded.value, crc = excluded.crc"
-_SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?, ?) ON CONFLICT (rollout_id) {_REPLACES}"
+_VALUE_AT = f"SELECT value FROM trajectories WHERE seq = ? AND {retention.HAS_VALUE}"
+_REPLACES = "DO UPDATE SET value = excluded.value"
+_SET_TERMS = f"INSERT INTO rollout_terms VALUES (?, ?) ON CONFLICT (rollout_id) {_REPLACES}"
 _ADD_GROUP = (
-    "INSERT INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
-    " ON CONFLICT DO NOTHING"
+    "INSERT INTO groups (rollout_id, group_id, num_samples, value) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 )
 _ADD_IMAGE = "INSERT INTO images VALUES (?, ?) ON CONFLICT DO NOTHING"
-_SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?, ?) ON CONFLICT (name) {_REPLACES}"
-_ADD_DAMAGED = (
-    "INSERT INTO damaged_records SELECT rollout_id, seq FROM trajectories WHERE seq = ? ON CONFLICT DO NOTHING"
-)
+_SAVE_STATE = f"INSERT INTO service_state VALUES (?, ?) ON CONFLICT (name) {_REPLACES}"
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
-    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"
+    "INSERT INTO trajectories (rollout_id, group_id, sample_index, value, digest) VALUES (?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
 _AT_PLACE = "FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?"
@@ -160,7 +154,6 @@ class TrajectoryReader:
         """`where` is a file or a home. Raises InvalidRequest if it does not exist or is no trajectory store."""
         self._db = _opener(where)(_SCHEMA, is_read_only=True)
         self._name = f"{_SCHEMA.kind} of {folder_of(where)}"
-        self._rows = RowChecker(_SCHEMA.kind)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -188,9 +181,9 @@ class TrajectoryReader:
 
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         """Return records as `TrajectoryStore.read`, decoded."""
-        checked = partial(self._rows.value, "trajectories", Trajectory)
         with self._reading():
-            return _read(self._db, rollout_id, after, limit, checked)
+            rows = self._db.execute(_ROWS_AFTER, (rollout_id, after, limit))
+            return [(seq, codec.decode(value, Trajectory)) for seq, value in rows]
 
     def trajectories(self, rollout_id: str | None = None) -> Iterator[Trajectory]:
         """Yield all trajectories by rollout, in commit order, a page in memory at a time. Raises NotFound."""
@@ -210,16 +203,16 @@ class TrajectoryReader:
     def record_at(self, seq: int) -> AnnotatedRecord:
         """Return the record that a listing has as `seq`. Raises NotFound."""
         with self._reading():
-            return _record_at(self._db, seq, self._rows)
+            return _record_at(self._db, seq)
 
     def updates(self) -> tuple[UpdateReport, ...]:
         """Return the reports of the latest weight updates, oldest first."""
         with self._reading():
-            return _state(self._db, self._rows, UPDATES, tuple[UpdateReport, ...]) or ()
+            return _state(self._db, UPDATES, tuple[UpdateReport, ...]) or ()
 
     def metrics(self) -> MetricsPage:
         """Return the metrics of the service's processes that were saved last."""
-        saved = _state(self._db, self._rows, METRICS, SavedMetrics)
+        saved = _state(self._db, METRICS, SavedMetrics)
         return MetricsPage((), ()) if saved is None else saved.counted
 
     def write_images(self, folder: Path) -> None:
@@ -227,10 +220,8 @@ class TrajectoryReader:
         files = ImageFiles(folder)
         for (sha256,) in self._db.execute("SELECT sha256 FROM images").fetchall():
             if files.lacks(sha256):
-                row = self._db.execute(
-                    "SELECT CAST(data AS BLOB) FROM images WHERE sha256 = ?", (sha256,)
-                ).fetchone()
-                files.write([Image(sha256, row[0])])
+                (data,) = self._db.execute("SELECT data FROM images WHERE sha256 = ?", (sha256,)).fetchone()
+                files.write([Image(sha256, data)])
 
     def acknowledged(self) -> frozenset[RecordKey] | None:
         """Return the acknowledged records; None if nothing was acknowledged."""
@@ -279,12 +270,6 @@ class TrajectoryStore:
                 raise
             db = opened(_SCHEMA)
         self._images = ImageFiles(folder / IMAGES_FOLDER)
-        self._rows = RowChecker(_SCHEMA.kind)
-        self._damaged: defaultdict[str, set[int]] = defaultdict(
-            set
-        )  # rows found so, by rollout; earlier owners' too
-        for rollout_id, seq in db.execute("SELECT rollout_id, seq FROM damaged_records"):
-            self._damaged[rollout_id].add(seq)
         self._new_facts: list[EncodedRecord] = []  # records of the transaction under way
         (self._num_fresh,) = db.execute("SELECT COUNT(*) FROM fresh_facts").fetchone()
         self._epoch: int | None = None
@@ -348,11 +333,11 @@ class TrajectoryStore:
             if _holds_sessions(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             db.execute(_ADD_ROLLOUT, (rollout_id,))
-            db.execute(_ADD_TERMS, (rollout_id, *packed(dataclasses.replace(terms, groups_digest=digest))))
+            db.execute(_ADD_TERMS, (rollout_id, codec.encode(dataclasses.replace(terms, groups_digest=digest))))
             db.executemany(
                 _ADD_GROUP,
                 (
-                    (rollout_id, group.group_id, group.num_samples, row, zlib.crc32(row))
+                    (rollout_id, group.group_id, group.num_samples, row)
                     for group, row in zip(groups, rows, strict=True)
                 ),
             )
@@ -421,7 +406,7 @@ class TrajectoryStore:
         def work(db: Database) -> None:
             _check_sessions(db, rollout_id)
             db.execute(_ADD_ROLLOUT, (rollout_id,))
-            db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
+            db.execute(_ADD_TERMS, (rollout_id, codec.encode(RolloutTerms(owner))))
 
         await self._writer.run(work)
 
@@ -439,7 +424,7 @@ class TrajectoryStore:
             stored = db.execute(f"SELECT digest, {retention.HAS_VALUE} {_AT_PLACE}", place).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
-                db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
+                db.execute(_ADD_TERMS, (rollout_id, codec.encode(terms)))
                 self._add(db, [record])
                 return True
             if stored[0] != record.digest and stored[1]:  # of a deleted record, any repeat is taken for it
@@ -455,14 +440,14 @@ class TrajectoryStore:
 
     async def terms(self, rollout_id: str) -> RolloutTerms:
         """Return the terms that a rollout was accepted on; the default ones for an unknown rollout."""
-        return await self._writer.run(lambda db: self._terms(db, rollout_id))
+        return await self._writer.run(lambda db: _terms(db, rollout_id))
 
     async def cancel(self, rollout_id: str) -> None:
         """Note that a rollout was cancelled: the records that it lacks will be CANCELLED ones."""
 
         def work(db: Database) -> None:
-            terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
-            db.execute(_SET_TERMS, (rollout_id, *packed(terms)))
+            terms = dataclasses.replace(_terms(db, rollout_id), is_cancelled=True)
+            db.execute(_SET_TERMS, (rollout_id, codec.encode(terms)))
 
         await self._order(work)
 
@@ -481,14 +466,15 @@ class TrajectoryStore:
         return await self._writer.run(work)
 
     async def stored(self, assignment_id: str) -> EncodedRecord | None:
-        """Return the record that a sample has, with the digest of its submission; None if it has none or the record
-        is damaged. Every commit before this call, also one whose answer was lost, has taken place or never will."""
-        statement = f"SELECT seq, CAST(value AS BLOB), crc, digest {_AT_PLACE}"
+        """Return the record that a sample has, with the digest of its submission; None if it has none, or none any
+        more. Every commit before this call, also one whose answer was lost, has taken place or never will."""
+        statement = f"SELECT value, digest {_AT_PLACE} AND {retention.HAS_VALUE}"
 
         def work(db: Database) -> EncodedRecord | None:
             row = db.execute(statement, place_of(assignment_id)).fetchone()
-            known = None if row is None else self._rows.value("trajectories", Trajectory, *row[:3])
-            return None if known is None else dataclasses.replace(EncodedRecord.of(known), digest=row[3])
+            if row is None:
+                return None
+            return dataclasses.replace(EncodedRecord.of(codec.decode(row[0], Trajectory)), digest=row[1])
 
         # The writer's transactions follow one another in the database too, over a connection that was made again.
         return await self._writer.run(work)
@@ -500,23 +486,9 @@ class TrajectoryStore:
     async def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
         """Return up to `limit` records in commit order, each with its cursor, all greater than `after`.
 
-        A record is the bytes that were stored, their checksum good: pass them on, or `codec.decode(record,
-        Trajectory)`. Corrupt rows are passed over, so an empty answer means that there is nothing more.
+        A record is the bytes that were stored: pass them on, or `codec.decode(record, Trajectory)`.
         """
-        damaged: set[int] = set()
-
-        def checked(seq: int, data: bytes, crc: int) -> bytes | None:
-            good = self._rows.data("trajectories", seq, data, crc)
-            if good is None:
-                damaged.add(seq)
-            return good
-
-        rows = await self._reader.run(lambda db: _read(db, rollout_id, after, limit, checked))
-        if damaged and (new := damaged - self._damaged[rollout_id]):
-            self._damaged[rollout_id] |= new
-            with suppress(StorageFull):  # then this owner alone knows
-                await self._writer.run(lambda db: db.executemany(_ADD_DAMAGED, [(seq,) for seq in new]).rowcount)
-        return rows
+        return await self._reader.run(lambda db: db.execute(_ROWS_AFTER, (rollout_id, after, limit)).fetchall())
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
         """Return (accepted, finished) in trajectories.
@@ -542,7 +514,7 @@ class TrajectoryStore:
 
     async def record_at(self, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
         """Return the record that a listing has as `seq`, as `RecordsPort`. Raises NotFound."""
-        return await self._reader.run(lambda db: _record_at(db, seq, self._rows, user_names))
+        return await self._reader.run(lambda db: _record_at(db, seq, user_names))
 
     async def annotate(self, rollout_id: str, given: Sequence[SampleAnnotation]) -> None:
         """Add annotations to records of a rollout: all, or none.
@@ -553,7 +525,7 @@ class TrajectoryStore:
         rows = list[annotation_rows.Row]()
         for start in range(0, len(given), _LOCATED):
             some = given[start : start + _LOCATED]
-            located = partial(annotation_rows.located, rows=self._rows, rollout_id=rollout_id, given=some)
+            located = partial(annotation_rows.located, rollout_id=rollout_id, given=some)
             rows += await self._reader.run(located)
         await self._writer.run(lambda db: annotation_rows.add(db, rows))
 
@@ -573,28 +545,6 @@ class TrajectoryStore:
 
         return await self._order(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
-    def num_damaged(self, rollout_id: str) -> int:
-        """Count a rollout's records that were found damaged when they were read, by earlier owners too."""
-        return len(self._damaged.get(rollout_id, ()))
-
-    async def drop_damaged(self, rollout_id: str) -> int:
-        """Delete a rollout's damaged records, so that their samples are unfinished again. Returns how many."""
-
-        def work(db: Database) -> int:
-            rows = db.execute(_ROWS_AFTER, (rollout_id, 0)).fetchall()
-            met = {seq for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None}
-            damaged = [(rollout_id, seq) for seq in met | self._damaged.get(rollout_id, set())]
-            db.executemany("DELETE FROM damaged_records WHERE rollout_id = ? AND seq = ?", damaged)
-            facts.forget(db, [seq for _, seq in damaged])
-            statement = "DELETE FROM trajectories WHERE rollout_id = ? AND seq = ?"
-            return max(db.executemany(statement, damaged).rowcount, 0)
-
-        def forget() -> None:
-            self._settled.pop(rollout_id, None)
-            self._damaged.pop(rollout_id, None)
-
-        return await self._order(work, forget)
-
     async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Return the groups that lack records, of one rollout or all, each with the samples that it lacks."""
         of_one = "" if rollout_id is None else " WHERE rollout_id = ?"
@@ -607,14 +557,12 @@ class TrajectoryStore:
             ):
                 done.setdefault((rollout_id, group_id), set()).add(sample)
             owed = []
-            columns = "rollout_id, group_id, num_samples, seq, CAST(value AS BLOB), crc"
-            for rollout_id, group_id, num_samples, *stored in db.execute(
-                f"SELECT {columns} FROM groups{of_one} ORDER BY seq", names
+            for rollout_id, group_id, num_samples, value in db.execute(
+                f"SELECT rollout_id, group_id, num_samples, value FROM groups{of_one} ORDER BY seq", names
             ):
                 finished = done.get((rollout_id, group_id), set())
-                missing = tuple(sample for sample in range(num_samples) if sample not in finished)
-                group = self._rows.value("groups", RolloutGroup, *stored) if missing else None
-                if group is not None:
+                if missing := tuple(sample for sample in range(num_samples) if sample not in finished):
+                    group = codec.decode(value, RolloutGroup)
                     owed.append((dataclasses.replace(group, rollout_id=rollout_id), missing))
             return owed
 
@@ -631,8 +579,8 @@ class TrajectoryStore:
             if self._lease is not None:
                 self._epoch = self._lease.take(db, self._epoch, above)
             else:
-                self._epoch = max(_state(db, self._rows, _EPOCH, int) or 0, above) + 1
-                db.execute(_SAVE_STATE, (_EPOCH, *packed(self._epoch)))
+                self._epoch = max(_state(db, _EPOCH, int) or 0, above) + 1
+                db.execute(_SAVE_STATE, (_EPOCH, codec.encode(self._epoch)))
             return self._epoch
 
         return await self._order(work)
@@ -667,13 +615,13 @@ class TrajectoryStore:
         def work(db: Database) -> None:
             for lease in leases:
                 lease.revoke(db)
-            db.execute(_SAVE_STATE, (name, *packed(value)))
+            db.execute(_SAVE_STATE, (name, codec.encode(value)))
 
         await self._order(work)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
-        """Return the value last saved under a name; None if there is none, or it is damaged."""
-        return await self._writer.run(lambda db: _state(db, self._rows, name, kind))
+        """Return the value last saved under a name; None if nothing was saved."""
+        return await self._writer.run(lambda db: _state(db, name, kind))
 
     def time_commits(self, observe: Callable[[float], None]) -> None:
         """Have `observe`, which is thread-safe, told the seconds of each transaction."""
@@ -718,17 +666,11 @@ class TrajectoryStore:
                 raise
             return await self._writer.run(work, on_committed)
 
-    def _terms(self, db: Database, rollout_id: str) -> RolloutTerms:
-        statement = "SELECT CAST(value AS BLOB), crc FROM rollout_terms WHERE rollout_id = ?"
-        row = db.execute(statement, (rollout_id,)).fetchone()
-        terms = None if row is None else self._rows.value("rollout_terms", RolloutTerms, rollout_id, *row)
-        return RolloutTerms() if terms is None else terms
-
     def _check_owner(self, db: Database) -> None:
         """Raises ServiceUnavailable once another process has taken the store over. Renews the lease."""
         if (own := self._epoch) is None:
             return
-        stored = _state(db, self._rows, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
+        stored = _state(db, _EPOCH, int) if self._lease is None else self._lease.newest(db, own)
         if stored is not None and stored > own:
             if self._successor is None:
                 _log.error("store_taken_over", epoch=stored, own_epoch=own)
@@ -780,34 +722,22 @@ def _counts(db: Database, rollout_id: str) -> tuple[int, int]:
     return num_accepted, int(db.execute(_COUNT_FINISHED, (rollout_id,)).fetchone()[0])
 
 
-def _read(
-    db: Database, rollout_id: str, after: int, limit: int, checked: Callable[[int, bytes, int], T | None]
-) -> list[tuple[int, T]]:
-    """Return the first `limit` rows after a cursor of which `checked` (seq, data, crc) makes something."""
-    found: list[tuple[int, T]] = []
-    while len(found) < limit:
-        rows = db.execute(f"{_ROWS_AFTER} LIMIT ?", (rollout_id, after, limit - len(found))).fetchall()
-        if not rows:
-            break
-        after = rows[-1][0]
-        found += [(row[0], value) for row in rows if (value := checked(*row)) is not None]
-    return found
+def _terms(db: Database, rollout_id: str) -> RolloutTerms:
+    row = db.execute("SELECT value FROM rollout_terms WHERE rollout_id = ?", (rollout_id,)).fetchone()
+    return RolloutTerms() if row is None else codec.decode(row[0], RolloutTerms)
 
 
-def _state(db: Database, rows: RowChecker, name: str, kind: type[T]) -> T | None:
-    row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()
-    return None if row is None else rows.value("service_state", kind, name, *row)
+def _state(db: Database, name: str, kind: type[T]) -> T | None:
+    row = db.execute("SELECT value FROM service_state WHERE name = ?", (name,)).fetchone()
+    return None if row is None else codec.decode(row[0], kind)
 
 
-def _record_at(
-    db: Database, seq: int, rows: RowChecker, user_names: tuple[str, ...] | None = None
-) -> AnnotatedRecord:
+def _record_at(db: Database, seq: int, user_names: tuple[str, ...] | None = None) -> AnnotatedRecord:
     is_owned, owners = facts.of_users(user_names)
-    row = db.execute(f"{_ROW_AT} AND {is_owned}", (seq, *owners)).fetchone()
-    data = None if row is None else rows.data("trajectories", *row)
-    if data is None:
-        raise NotFound(f"no record {seq}: it was deleted, is damaged, or never was", param="seq")
-    return AnnotatedRecord(data, annotation_rows.newest(db, rows, seq))
+    row = db.execute(f"{_VALUE_AT} AND {is_owned}", (seq, *owners)).fetchone()
+    if row is None:
+        raise NotFound(f"no record {seq}: it was deleted or never stored", param="seq")
+    return AnnotatedRecord(row[0], annotation_rows.newest(db, seq))
 
 
 def _assignment_id(record: EncodedRecord) -> str:
@@ -818,5 +748,5 @@ def _place(record: EncodedRecord) -> tuple[str, str, int]:
     return record.rollout_id, record.group_id, record.sample_index
 
 
-def _row(record: EncodedRecord) -> tuple[str, str, int, bytes, int, bytes]:
-    return (*_place(record), record.value, record.value_crc, record.digest)
+def _row(record: EncodedRecord) -> tuple[str, str, int, bytes, bytes]:
+    return (*_place(record), record.value, record.digest)

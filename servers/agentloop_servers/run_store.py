@@ -21,7 +21,8 @@ from pydantic import SecretStr
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve_extra
 from agentloop.storage.home import Home, shown_url
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore, check_home
+from agentloop.storage.sqlite import check_file
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore, check_home
 from agentloop_servers.config import (
     AUTHORITY_NAME,
     CONFIG_NAME,
@@ -69,10 +70,15 @@ def home_or(name: str, config: ServiceConfig, run_dir: Path, secret: str) -> Pat
 
 
 def check_store(config: ServiceConfig, run_dir: Path) -> None:
-    """Raise InvalidRequest if a run cannot have the home of its config. Makes the tables of a new one there."""
+    """Raise InvalidRequest if a run cannot have the home of its config, or a file of its stores is damaged or of
+    another schema version. Makes the tables of a new database."""
     url, kept = _url(config), _kept_url(run_dir)
     if has_store(run_dir) and _shown(kept) != _shown(url):
         raise InvalidRequest(f"the records of {run_dir} are in {_shown(kept)}, not in {_shown(url)}", param="store")
+    for path in sorted(run_dir.glob("*.sqlite")):
+        check_file(path)
+    if (store := run_dir / STORE_NAME).is_file():
+        TrajectoryReader(store).close()  # Serve would start a refused coordinator again and again
     if url is not None:
         secret = run_dir / SECRET_NAME
         check_home(_home(url, run_dir, _owner(secret.read_text()) if secret.is_file() else ""))

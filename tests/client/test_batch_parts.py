@@ -58,9 +58,6 @@ class RecordedService:
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         return await self.rollout_status(rollout_id)
 
-    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
-        return await self.rollout_status(rollout_id)
-
 
 async def test_carried_groups_are_offered_in_place_of_new_ones_and_read_parts_are_forgotten() -> None:
     service = RecordedService()

@@ -121,8 +121,7 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
 def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Groups with more complete samples than they keep, or with cancelled ones although they have fewer.
 
-    Not of rollouts that clients cancelled, or whose records were deleted. A damaged record's sample runs again, and
-    may fail then, alone: its siblings have had their records.
+    Not of rollouts that clients cancelled, or whose records were deleted.
     """
     for rollout_id, groups in world.ledger.accepted.items():
         if rollout_id in world.ledger.cancelling | world.ledger.acknowledging:
@@ -134,8 +133,7 @@ def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Ite
                 continue  # one that had its place was lost with its worker, and its weights were gone then
             num_cancelled = sum(one.stop_reason is StopReason.CANCELLED for one in own)
             wanted = group.num_samples if group.keep is None else group.keep
-            is_short = num_complete < wanted and rollout_id not in world.ledger.damaged
-            if num_complete > wanted or (num_cancelled and is_short):
+            if num_complete > wanted or (num_cancelled and num_complete < wanted):
                 yield (
                     f"{rollout_id}/{group.group_id} keeps {wanted} of {group.num_samples}: "
                     f"{num_complete} are complete, {num_cancelled} cancelled"

@@ -260,10 +260,9 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "a torn tail, a flipped byte",
-        "dropped and counted under a checksum; everything else is served",
+        "a damaged store is refused by its name when the service starts; a journal is read up to the damage",
         (
-            "storage/test_trajectory_store.py::test_a_corrupt_row_is_counted_and_the_others_are_served",
-            "servers/endpoint/test_open_calls_log.py::test_a_damaged_line_is_counted_and_a_last_one_that_was_cut_off_is_not",
+            "storage/test_sqlite.py::test_a_damaged_file_is_refused_and_a_sound_one_that_is_written_is_not",
             f"{_JOURNAL}a_torn_or_flipped_file_gives_the_turns_before_the_damage",
         ),
     ),

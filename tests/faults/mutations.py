@@ -87,14 +87,10 @@ MUTATIONS = (
     Mutation(
         "later_record_wins",
         _STORE,
-        'sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"\n    " ON CONFLICT DO NOTHING"',
-        'sample_index, value, crc, digest) VALUES (?, ?, ?, ?, ?, ?)"\n'
+        'sample_index, value, digest) VALUES (?, ?, ?, ?, ?)"\n    " ON CONFLICT DO NOTHING"',
+        'sample_index, value, digest) VALUES (?, ?, ?, ?, ?)"\n'
         '    f" ON CONFLICT (rollout_id, group_id, sample_index) {_REPLACES}"',
         _STORE_TESTS,
-    ),
-    Mutation("settled_counts_kept", _STORE, "self._settled.pop(rollout_id, None)", "pass", _COORDINATOR_TESTS),
-    Mutation(
-        "damage_not_told", _STORE, "                damaged.add(seq)", "                pass", _COORDINATOR_TESTS
     ),
     Mutation("acknowledge_not_clamped", _RETENTION, "(rollout_id, last),", "(rollout_id, cursor),", _STORE_TESTS),
     Mutation("acknowledge_goes_back", _RETENTION, " WHERE excluded.seq > acknowledged.seq", "", _STORE_TESTS),
@@ -105,7 +101,7 @@ MUTATIONS = (
         "{rollout_id for _, rollout_id in rows}",
         _STORE_TESTS,
     ),
-    Mutation("checksum_not_compared", _SQLITE, "if zlib.crc32(data) == crc:", "if True:", _STORE_TESTS),
+    Mutation("damaged_file_served", _SQLITE, 'if found != "ok":', "if False:", _STORE_TESTS),
     Mutation("failed_batch_not_rolled_back", _SQLITE, "db.rollback()", "db.commit()", _STORE_TESTS),
     Mutation(
         "batch_fails_together",
@@ -186,13 +182,6 @@ MUTATIONS = (
         _ROLLOUTS,
         "if not await self._store.has_record(record):",
         "if False:",
-        _COORDINATOR_TESTS,
-    ),
-    Mutation(
-        "damaged_run_beside_live",
-        _ROLLOUTS,
-        "if self.queue.status(rollout_id) is not None:\n                raise Conflict",
-        "if False:\n                raise Conflict",
         _COORDINATOR_TESTS,
     ),
     Mutation("lost_attempt_not_counted", _QUEUE, "        sample.last_attempt += 1\n", "", _QUEUE_TESTS),

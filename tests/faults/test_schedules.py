@@ -26,7 +26,7 @@ HAPPENINGS = (
     *("update", "replica failed", "unreadable", "transfers", "one phase", "broken transfers", "relayed"),
     *("begun again", "resampled turns", "swapped in flight", "client left", "ended: completed"),
     *("ended: loop_failed", "ended: cancelled", "order refused"),
-    *("cancelled", "refused other work", "acknowledged beyond", "damaged a record", "ran damaged ones again"),
+    *("cancelled", "refused other work", "acknowledged beyond"),
     *("killed two", "WeightsRefused", "folder rewritten", "rewritten folder refused"),
     *("alike: answer lost", "alike: retried", "damaged a journal", "resumed turns"),
 )

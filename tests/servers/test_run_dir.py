@@ -14,6 +14,7 @@ import pytest
 
 from agentloop.errors import Conflict, InvalidRequest
 from agentloop.storage.sqlite import Schema, open_database
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.config import (
     ServiceConfig,
     keep_config,
@@ -24,6 +25,7 @@ from agentloop_servers.config import (
 )
 from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
+from agentloop_servers.run_store import check_store
 
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:
@@ -101,6 +103,23 @@ def test_a_run_whose_config_has_a_removed_key_is_refused(tmp_path: Path) -> None
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(InvalidRequest, match="of another release"):
             saved_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["trajectories.sqlite", "sessions-1.sqlite"])
+async def test_a_run_with_a_damaged_store_or_one_of_another_version_is_refused(tmp_path: Path, name: str) -> None:
+    config = ServiceConfig(model="x")
+    check_store(config, tmp_path / "new")
+    await TrajectoryStore(tmp_path / "trajectories.sqlite").close()
+    open_database(tmp_path / "sessions-1.sqlite", Schema("x", 1, "CREATE TABLE t (n INTEGER);", "NORMAL")).close()
+    check_store(config, tmp_path)
+    os.truncate(tmp_path / name, 5000)
+    with pytest.raises(InvalidRequest, match=f"/{name} is damaged"):
+        check_store(config, tmp_path)
+    (tmp_path / "trajectories.sqlite").unlink()
+    (tmp_path / "sessions-1.sqlite").unlink()
+    open_database(tmp_path / "trajectories.sqlite", Schema("x", 2, "", "NORMAL")).close()
+    with pytest.raises(InvalidRequest, match=r"trajectories\.sqlite has schema version 2, but"):
+        check_store(config, tmp_path)
 
 
 def test_a_run_is_its_owners_alone_and_so_is_one_of_before(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -200,6 +199,7 @@ async def test_a_deleted_record_is_listed_no_more_and_stays_counted(store: Traje
     [_, (second, _), *_] = await store.read("r", 0, 10)
     await store.acknowledge("r", second)
     await store.trim(RetentionPolicy(deletes_acknowledged=True), 0.0, Unfinished(live={"r"}))
+    assert await store.add_records(encoded([record(0)])) == 0  # a repeat
     page = await store.list_records(FactsQuery())
     assert [one.sample_index for one in page.records] == [3, 2]
     if facts.MAX_FRESH == 3:
@@ -211,7 +211,6 @@ def test_facts_travel_with_the_record_and_have_no_more_than_400_bytes() -> None:
     sent = EncodedRecord.of(replace(make_trajectory(), paths=(), task_messages=long))
     arrived = codec.decode(codec.encode(sent), EncodedRecord)
     assert arrived.facts == sent.facts == facts_of(arrived.decoded())
-    assert arrived.crc == zlib.crc32(arrived.data)
     assert (sent.facts[-2], sent.facts[-1]) == ("x" * 64, "y" * 64)
     assert len(codec.encode(facts.row_of(sent))) < 400
 

@@ -78,7 +78,7 @@ async def test_a_run_of_another_owner_or_a_later_format_is_refused(
     for other in ("b", ""):
         assert "is of another run" in refusal(postgres_run, owner=other)
     postgres_server.execute("UPDATE about SET value = '99' WHERE name = 'trajectory store'", postgres_run.name)
-    assert "has a trajectory store of format 99, not 2" in refusal(ours)
+    assert "has a trajectory store of format 99, not 3" in refusal(ours)
 
 
 def test_a_shown_url_has_no_secret_whatever_is_odd_in_it() -> None:

@@ -102,32 +102,6 @@ async def test_a_done_rollout_goes_as_a_whole_and_its_name_is_not_used_again(sto
     assert await store.counts("other") == (3, 3)
 
 
-async def test_a_damaged_record_is_no_trainers_and_stays_known(home: StoreHome) -> None:
-    """B7: a cursor beyond it emptied it, and a new process knew of none."""
-    store = TrajectoryStore(home.where)
-    cursors = await fill(store, "r", 3)
-    home.execute("UPDATE trajectories SET crc = crc + 1 WHERE sample_index = 1")
-    assert [cursor for cursor, _ in await store.read("r", 0, 10)] == [cursors[0], cursors[2]]
-    await store.acknowledge("r", cursors[-1])
-    assert await trim(store, ACKNOWLEDGED) == 1
-    assert (store.num_damaged("r"), await store.counts("r")) == (1, (3, 3))
-    await store.close()
-    store = TrajectoryStore(home.where)
-    assert store.num_damaged("r") == 1
-    await trim(store, ACKNOWLEDGED)
-    assert await store.drop_damaged("r") == 1
-    assert (store.num_damaged("r"), await store.drop_damaged("r")) == (0, 0)
-    [(_, missing)] = await store.unfinished("r")
-    assert missing == (1,)
-    await store.add_records(encoded([make_trajectory("g", 1, rollout_id="r")]))
-    [(cursor, _)] = await store.read("r", cursors[-1], 10)
-    await store.acknowledge("r", cursor)
-    await trim(store, ACKNOWLEDGED)
-    with pytest.raises(Gone):
-        await store.counts("r")
-    await store.close()
-
-
 async def test_records_whose_staleness_is_counted_wait_for_their_rollouts_end(store: TrajectoryStore) -> None:
     cursors = await fill(store, "r", 3, 2)
     await store.acknowledge("r", cursors[-1])

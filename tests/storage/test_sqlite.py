@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from agentloop.errors import InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.home import Schema
-from agentloop.storage.sqlite import BatchWriter, RowChecker, open_database, packed
+from agentloop.storage.sqlite import BatchWriter, check_file, open_database
 
 SCHEMA = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS numbers (n INTEGER PRIMARY KEY);", "NORMAL")
 
@@ -128,46 +127,22 @@ def test_a_file_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None:
         open_database(path, Schema("test store", 4, "", "NORMAL"))
 
 
-def test_damaged_rows_are_counted_once_and_left_out() -> None:
-    rows = RowChecker("test store")
-    data, crc = packed((1, "a"))
-    assert rows.value("numbers", tuple, 1, data, crc) == (1, "a")
-    assert rows.data("numbers", 1, data, crc) == data
-    assert rows.num_corrupt_rows == 0
-    for _ in range(2):
-        assert rows.value("numbers", tuple, 1, data, crc + 1) is None
-        assert rows.data("numbers", 2, data[:-1], crc) is None
-        assert rows.value("numbers", int, 3, data, crc) is None
-    assert rows.num_corrupt_rows == 3
-
-
-def spoil(path: Path, offset: int) -> None:
-    """Overwrite one page of a file."""
-    data = bytearray(path.read_bytes())
-    data[offset : offset + 4096] = b"\xff" * 4096
-    path.write_bytes(bytes(data))
-
-
-async def test_a_damaged_page_is_told_once_and_the_others_are_served(path: Path) -> None:
+def test_a_damaged_file_is_refused_and_a_sound_one_that_is_written_is_not(path: Path) -> None:
     schema = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS blobs (n INTEGER PRIMARY KEY, b BLOB);", "NORMAL")
-    writer = BatchWriter(open_database(path, schema), schema.kind, Counting(), max_batch=100)
-    for number in range(200):
-        await writer.run(
-            lambda db, n=number: db.execute("INSERT INTO blobs VALUES (?, ?)", (n, bytes(3000))).rowcount
-        )
-    await writer.close()
-    spoil(path, 4096 * 150)
-    writer = BatchWriter(open_database(path, schema), schema.kind, Counting(), max_batch=100)
-
-    def read_all(db: sqlite3.Connection) -> int:
-        return len(db.execute("SELECT n, b FROM blobs").fetchall())
-
-    with capture_logs() as logs:
-        for _ in range(3):
-            with pytest.raises(sqlite3.DatabaseError, match="malformed"):
-                await writer.run(read_all)
-        earlier = await writer.run(lambda db: db.execute("SELECT n FROM blobs WHERE n < 100").fetchall())
-    assert len(earlier) == 100
-    [entry] = [entry for entry in logs if entry["event"] == "store_damaged"]
-    assert entry["quick_check"] != "ok"
-    await writer.close()
+    db = open_database(path, schema)
+    with db:
+        db.executemany("INSERT INTO blobs VALUES (?, ?)", [(number, bytes(3000)) for number in range(200)])
+    check_file(path)
+    db.close()
+    check_file(path)
+    data = bytearray(path.read_bytes())
+    data[4096 * 150 : 4096 * 151] = b"\xff" * 4096
+    path.write_bytes(bytes(data))
+    with pytest.raises(InvalidRequest, match=r"numbers.sqlite is damaged \(.+\): restore a copy .* run directory$"):
+        check_file(path)
+    path.write_bytes(bytes(data[: 4096 * 10]))
+    with pytest.raises(InvalidRequest, match=r"numbers.sqlite is damaged \(.+\): "):
+        check_file(path)
+    path.write_text("no database" * 1000)
+    with pytest.raises(InvalidRequest, match=r"numbers.sqlite is damaged \(file is not a database\)"):
+        check_file(path)

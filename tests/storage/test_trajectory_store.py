@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -127,34 +126,6 @@ async def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: Trajector
     await store.accept("r", [make_group("a", 1)])
     await store.add_records(encoded([make_trajectory("a", 7), make_trajectory("never", 0)]))
     assert await store.counts("r") == (1, 0)
-
-
-TEXT = "value = x'00' || substr(value, 2)"  # text in SQLite's eyes, and no UTF-8
-
-
-DAMAGES = ["value = value || substr(value, 2)", "value = substr(value, 1, 20)", TEXT, "crc = crc + 1"]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_corrupt_row_is_counted_and_the_others_are_served(
-    store: TrajectoryStore, home: StoreHome, damage: str
-) -> None:
-    await store.accept("r", [make_group(num_samples=3)])
-    await store.add_records(encoded([make_trajectory(sample_index=index) for index in range(3)]))
-    if damage == TEXT and not home.is_file:
-        pytest.skip("bytes are bytes there")
-    home.execute(f"UPDATE trajectories SET {damage} WHERE seq = 2")
-    assert [trajectory.sample_index for _, trajectory in await read(store, "r", 0, 10)] == [0, 2]
-    assert [trajectory.sample_index for _, trajectory in await read(store, "r", 1, 1)] == [2]
-
-
-async def test_a_row_of_another_type_is_corrupt_even_with_a_good_checksum(
-    store: TrajectoryStore, home: StoreHome
-) -> None:
-    await store.accept("r", [make_group("a"), make_group("b")])
-    byte = "x'c0'" if home.is_file else "'\\xc0'"
-    home.execute(f"UPDATE groups SET value = {byte}, crc = {zlib.crc32(bytes([0xC0]))} WHERE seq = 1")
-    assert [group.group_id for group, _ in await store.unfinished()] == ["b"]
 
 
 async def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_open(

@@ -523,7 +523,6 @@ class Rollouts:
             rows = await self._store.read(rollout_id, after, limit)
             if len(rows) == limit:
                 self._note_unread(rollout_id)
-            status = replace(status, num_damaged=self._store.num_damaged(rollout_id))  # that the read has met too
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
@@ -550,19 +549,6 @@ class Rollouts:
         await self.write_owed()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
-        return await self._by_id(rollout_id)
-
-    @to_its_end
-    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = (await self._status(rollout_id, user_names)).rollout_id
-        async with self._submitting.of(rollout_id):
-            if self.queue.status(rollout_id) is not None:
-                raise Conflict(f"rollout {rollout_id} runs: resubmit when it has ended", param="rollout_id")
-            num_dropped = await self._store.drop_damaged(rollout_id)
-            if num_dropped:
-                await self._restore(rollout_id, await self._store.unfinished(rollout_id), self._clock.now())
-                self._changed.notify()
-                self._log.warning("damaged_records_run_again", rollout=rollout_id, num_records=num_dropped)
         return await self._by_id(rollout_id)
 
     # --- leases of trajectories and sessions ---
@@ -745,14 +731,13 @@ class Rollouts:
     async def _by_id(self, rollout_id: str) -> RolloutStatus:
         self.queue.set_versions(self._replicas.versions, self._clock.now())
         status = self.queue.status(rollout_id)
-        if status is None:
-            num_accepted, num_finished = await self._store.counts(rollout_id)
-            terms = await self._store.terms(rollout_id)
-            status = RolloutStatus(
-                rollout_id, num_accepted, num_finished, 0, 0, owner=terms.owner, priority=terms.priority
-            )
-        num_damaged = self._store.num_damaged(rollout_id)
-        return replace(status, num_damaged=num_damaged) if num_damaged else status
+        if status is not None:
+            return status
+        num_accepted, num_finished = await self._store.counts(rollout_id)
+        terms = await self._store.terms(rollout_id)
+        return RolloutStatus(
+            rollout_id, num_accepted, num_finished, 0, 0, owner=terms.owner, priority=terms.priority
+        )
 
 
 def _is_dropped(record: EncodedRecord) -> bool:

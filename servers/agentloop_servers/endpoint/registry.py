@@ -196,11 +196,11 @@ class StoreJournal:
         self._cache = cache
         self._on_finished = on_finished
 
-    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+    async def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
         if self._cache.get(session_id) is None:
             raise _not_found(session_id)
-        self._store.open_call(session_id, call_record)
+        await self._store.open_call(session_id, call_record)
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep what became of a call; its session has a new size then."""
@@ -489,15 +489,14 @@ class Sessions:
         if stored.state is SessionState.GONE:
             raise _gone(session_id)
         if stored.expires_at <= self._time():
-            session = self._restored(session_id, stored)
+            session = self._restored(stored)
             await self._expire(session_id, session)
             raise _gone(session_id, session.record.rollout_id)
         self._make_room()
-        return self._restored(session_id, stored)
+        return self._restored(stored)
 
-    def _restored(self, session_id: str, stored: StoredSession) -> Session:
-        if stored.record is None:
-            raise Gone(f"what the disk had of session {shown_id(session_id)!r} is damaged", param="session_id")
+    def _restored(self, stored: StoredSession) -> Session:
+        assert stored.record is not None  # only tombstones have no record
         self.num_restored += 1
         return self._resident(stored.record, stored.nodes, stored.calls)
 
@@ -565,7 +564,7 @@ class Sessions:
                         if stored.record is None:
                             await self._delete_stored(session_id, stored.owner, SessionState.GONE)
                             continue
-                        session = self._restored(session_id, stored)
+                        session = self._restored(stored)
                     await self._expire(session_id, session)
 
     async def _expire(self, session_id: str, session: Session) -> None:

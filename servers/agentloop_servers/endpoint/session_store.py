@@ -1,16 +1,15 @@
 """The sessions of one endpoint process: records, calls and turns, in a SQLite file that it alone writes, or, of all
 processes, in the tables of the run's database, where the process that takes over finds a lost one's.
 
-Ownership: the file, through the one thread that touches it, and the open-call log beside it. In WAL mode with
-synchronous=NORMAL a commit survives a killed process, not a power cut: a session that is being talked to dies with
-its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk. In the database
-each row has its place (`ShardRouter.place_of`), and a process looks at its own places. What it commits renews its
-lease, and one that was given up commits nothing more.
+Ownership: the file, through the one thread that touches it. In WAL mode with synchronous=NORMAL a commit survives a
+killed process, not a power cut: a machine's sessions in use are lost with it anyway, and a finished session is in
+the run's TrajectoryStore, which waits for the disk. In the database each row has its place
+(`ShardRouter.place_of`), and a process looks at its own places. Each commit renews the process's lease; a process
+that lost its lease commits nothing more.
 
-Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
-numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
-they were committed. A damaged row is left out, and leaves its session incomplete; what is deleted or expired stays
-as a tombstone, and no write of a late call brings it back.
+Invariants: a call that began is in `open_calls` until its end is in `calls`. One count numbers beginnings and ends,
+also over restarts: a session's calls are loaded in the order in which they began, its turns in the order of their
+commits. What is deleted or expired stays as a tombstone, and no write of a late call brings it back.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
-from agentloop.aio import OwnedTasks
+from agentloop import codec
 from agentloop.api.coordinator import sessions_lease
 from agentloop.errors import (
-    InvalidRequest,
     ServiceUnavailable,
     SessionFinished,
     SessionNotFound,
@@ -37,10 +36,9 @@ from agentloop.errors import (
 from agentloop.sessions.journal import SessionRecord, SessionState
 from agentloop.storage.disk_room import DiskRoom
 from agentloop.storage.home import Database, Home, Ownership, Schema
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Work, one_thread, open_database, packed
+from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.trajectory_store import folder_of
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
-from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 from agentloop_servers.endpoint.shards import ShardRouter
 
 T = TypeVar("T")
@@ -52,33 +50,34 @@ MAX_WRITE_BATCH = 32
 
 _EXPIRY_SLACK = 1 / 16  # of the time to live: a session's expiry is written when it moved by that much
 _PROCESS_ENDED = "the endpoint's process ended meanwhile"
-_DAMAGED = "what the disk had of it is damaged"
 _LIVE = frozenset({SessionState.OPEN, SessionState.FINISHED})
 
 _SESSIONS = """
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, state TEXT NOT NULL, is_recorded INTEGER NOT NULL,
-    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL{place}) WITHOUT ROWID;
+    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL{place}) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
     seq INTEGER {key}, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
-    value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
+    value BLOB NOT NULL, UNIQUE (session_id, call_id));
+CREATE TABLE IF NOT EXISTS open_calls (
+    session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
+    PRIMARY KEY (session_id, call_id)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
 """
-_OPEN_CALLS = """
-CREATE TABLE IF NOT EXISTS open_calls (
-    session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
-    crc INTEGER NOT NULL, PRIMARY KEY (session_id, call_id));
-"""
 _SCHEMA = Schema(
     kind="session store",
-    version=2,
+    version=3,
     tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )
-_FORGET_CALL = "DELETE FROM open_calls WHERE session_id = ? AND call_id = ?"
-_SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NULL", key="NOT NULL") + _OPEN_CALLS)
+_PUT_CALL = """
+INSERT INTO calls VALUES
+    (?, COALESCE((SELECT number FROM open_calls WHERE session_id = ? AND call_id = ?), ?), ?, ?, ?)
+ON CONFLICT (session_id, call_id) DO UPDATE SET value = excluded.value
+"""
+_SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NULL", key="NOT NULL"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class StoredCall:
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as it is on disk. A tombstone has no record, nor has one whose record is damaged."""
+    """A session as it is on disk. A tombstone has no record."""
 
     state: SessionState
     owner: str
@@ -131,23 +130,10 @@ class SessionStore:
         self._wall_s = wall_s
         self._executor = executor or one_thread("sessions")
         self._writer: BatchWriter | None = None
-        self._log = OpenCallsLog(self._log_path)
-        self._notes = OwnedTasks("open-calls")
         self._number = 0  # the last of a beginning or an end
-        self._rows = RowChecker(_SCHEMA.kind)
-        self._num_damaged_lines = 0
-
-    @property
-    def _log_path(self) -> Path | None:
-        return self._where.with_suffix(".open-calls") if isinstance(self._where, Path) else None
-
-    @property
-    def num_corrupt_rows(self) -> int:
-        """Damaged rows, and damaged lines of the open-call log, met so far."""
-        return self._rows.num_corrupt_rows + self._num_damaged_lines
 
     async def start(self) -> int:
-        """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
+        """Open the store; calls that a dead process left open have failed. Returns how many sessions are open.
 
         Raises InvalidRequest if the file is no session store, StorageFull when the disk is full or read-only, and
         ServiceUnavailable when it fails otherwise.
@@ -162,18 +148,11 @@ class SessionStore:
             )
             await self._run(self._take_lease)
             return await self.take_in(self._shards.places)
-        log_path = self._where.with_suffix(".open-calls")
-        try:
-            left, self._num_damaged_lines = await loop.run_in_executor(self._executor, read_open_calls, log_path)
-        except OSError as error:
-            raise InvalidRequest(f"{log_path.name} cannot be read: {error}") from error
         file = await loop.run_in_executor(self._executor, open_database, self._where, _SCHEMA)
         self._writer = BatchWriter(file, _SCHEMA.kind, self._executor, max_batch=MAX_WRITE_BATCH)
-        self._number = max(await self._run(_last_number), *(opened.number for opened in left), 0)
-        numbers = self._next_numbers(len(left))
-        await self._run(lambda db: _fail_open_calls(db, left, numbers))
-        await loop.run_in_executor(self._executor, self._log.open)
-        return await self._run(lambda db: _num_open(db, ""))
+        num_open = await self._run(lambda db: _fail_open_calls(db, "1 = 1"))
+        self._number = await self._run(_last_number)
+        return num_open
 
     async def take_in(self, places: Collection[int]) -> int:
         """Make the sessions at these places this process's, in a database: calls that are open there have failed.
@@ -181,56 +160,42 @@ class SessionStore:
         Returns how many of the sessions are open.
         """
 
-        def work(db: Database) -> int:
-            rows = db.execute(
-                "SELECT number, session_id, call_id, CAST(value AS BLOB), crc FROM open_calls WHERE session_id IN"
-                f" (SELECT session_id FROM sessions WHERE {_at(places)}) ORDER BY number"
-            ).fetchall()
-            db.executemany(_FORGET_CALL, [row[1:3] for row in rows])
-            left = [
-                OpenCall(number, session_id, call)
-                for number, session_id, call_id, *stored in rows
-                if (call := self._rows.value("open_calls", CallRecord, (session_id, call_id), *stored)) is not None
-            ]
-            _fail_open_calls(db, left, [opened.number for opened in left])
-            return _num_open(db, f" AND {_at(places)}")
-
-        return await self._run(work)
+        return await self._run(lambda db: _fail_open_calls(db, _at(places)))
 
     async def close(self) -> None:
         """Finish what waits, then let go of the files. Idempotent."""
         if self._writer is not None:
-            await self._notes.close()
             await self._writer.close()
-            self._log.close()
 
     # --- the journal of a session ---
 
-    def open_call(self, session_id: str, call_record: CallRecord) -> None:
-        """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
-        (number,) = self._next_numbers(1)
-        self._log.add(number, session_id, call_record)
-        if self._shards is not None:  # committed a moment later: a lost host may have begun one that is not there
-            row = (session_id, call_record.call_id, number, *packed(call_record))
-            statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-            self._notes.start(self._run(lambda db: db.execute(statement, row).rowcount))
+    async def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Store an accepted call, before it is sampled. Raises SessionNotFound for a tombstone."""
+        self._number += 1
+        number = self._number
+
+        def work(db: Database) -> None:
+            _require(db, session_id, _LIVE)
+            row = (session_id, call_record.call_id, number, codec.encode(call_record))
+            db.execute("INSERT INTO open_calls VALUES (?, ?, ?, ?)", row)
+
+        await self._run(work)
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
         SessionNotFound for a tombstone."""
-        opened, (number,) = self._log.of_call(session_id, call_record.call_id), self._next_numbers(1)
-        began = number if opened is None else opened.number
-        stored = StoredCall(call_record, tuple(nodes))
+        self._number += 1
+        number, call = self._number, (session_id, call_record.call_id)
 
         def work(db: Database) -> None:
             _, good_until = _require(db, session_id, _LIVE)
-            _put_call(db, session_id, stored, number, began)
-            if self._shards is not None:
-                db.execute(_FORGET_CALL, (session_id, call_record.call_id))
+            value = codec.encode(StoredCall(call_record, tuple(nodes)))
+            db.execute(_PUT_CALL, (number, *call, number, *call, value))
+            db.execute("DELETE FROM open_calls WHERE session_id = ? AND call_id = ?", call)
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
-        await self._run(work, lambda: self._log.remove(session_id, call_record.call_id))
+        await self._run(work)
 
     async def save(self, record: SessionRecord) -> bool:
         """Replace a session's record. Returns true if this has finished it.
@@ -242,8 +207,8 @@ class SessionStore:
             allowed = _LIVE if record.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
             state, _ = _require(db, record.session_id, allowed)
             db.execute(
-                "UPDATE sessions SET state = ?, value = ?, crc = ? WHERE session_id = ?",
-                (record.state, *packed(record), record.session_id),
+                "UPDATE sessions SET state = ?, value = ? WHERE session_id = ?",
+                (record.state, codec.encode(record), record.session_id),
             )
             self._extend(db, record.session_id)
             return state is SessionState.OPEN and record.state is SessionState.FINISHED
@@ -257,7 +222,9 @@ class SessionStore:
         self._room.check()
         expires_at = self._wall_s() + record.ttl_s
         row: tuple[object, ...] = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
-        row += (*packed(record), *(() if self._shards is None else (self._shards.place_of(record.session_id),)))
+        row += (codec.encode(record),)
+        if self._shards is not None:
+            row += (self._shards.place_of(record.session_id),)
         statement = f"INSERT INTO sessions VALUES ({', '.join('?' * len(row))}) ON CONFLICT DO NOTHING"
 
         def work(db: Database) -> bool:
@@ -267,8 +234,7 @@ class SessionStore:
 
     async def load(self, session_id: str) -> StoredSession | None:
         """Load a session with everything it has, or its tombstone; None for an id that was never used."""
-        open_calls = self._log.of_session(session_id)
-        stored, last_number = await self._run(lambda db: self._load(db, session_id, open_calls))
+        stored, last_number = await self._run(lambda db: _loaded(db, session_id))
         self._number = max(self._number, last_number)  # another process may have counted further
         return stored
 
@@ -292,16 +258,16 @@ class SessionStore:
 
         def work(db: Database) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
-            for table in ("calls",) if self._shards is None else ("calls", "open_calls"):
+            for table in ("calls", "open_calls"):
                 db.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             else:
-                statement = "UPDATE sessions SET state = ?, value = ?, crc = 0 WHERE session_id = ?"
+                statement = "UPDATE sessions SET state = ?, value = ? WHERE session_id = ?"
                 db.execute(statement, (state, b"", session_id))
             return was_open
 
-        return await self._run(work, lambda: self._log.remove_all(session_id))
+        return await self._run(work)
 
     async def last_use(self, places: Collection[int] = ()) -> float:
         """Return about the latest use of a live session, in seconds since 1970; 0 without one. `places`, in a
@@ -350,14 +316,13 @@ class SessionStore:
         marks = ", ".join("?" * len(owners))
         shown = "substr(session_id, instr(session_id, '~') + 1) COLLATE BINARY"  # as `shown_id` does
         statement = (
-            f"SELECT session_id, CAST(value AS BLOB), crc FROM sessions WHERE owner IN ({marks})"
+            f"SELECT value FROM sessions WHERE owner IN ({marks})"
             f" AND state IN ('open', 'finished') AND {shown} > ?{self._own()} ORDER BY {shown} LIMIT ?"
         )
 
         def work(db: Database) -> list[SessionRecord]:
             rows = db.execute(statement, (*owners, after, limit)).fetchall()
-            found = (self._rows.value("sessions", SessionRecord, *row) for row in rows)
-            return [record for record in found if record is not None]
+            return [codec.decode(value, SessionRecord) for (value,) in rows]
 
         return await self._run(work)
 
@@ -399,10 +364,6 @@ class SessionStore:
         """Return the condition, after others, for the sessions of this process, or at these places."""
         return "" if self._shards is None else f" AND {_at(places or self._shards.places)}"
 
-    def _next_numbers(self, num: int) -> Sequence[int]:
-        first, self._number = self._number + 1, self._number + num
-        return range(first, first + num)
-
     def _extend(self, db: Database, session_id: str) -> None:
         """Move the expiry: never too early, and at most the slack too late."""
         now = self._wall_s()
@@ -410,36 +371,6 @@ class SessionStore:
             "UPDATE sessions SET expires_at = ? + ttl_s * ? WHERE session_id = ? AND expires_at < ? + ttl_s",
             (now, 1 + _EXPIRY_SLACK, session_id, now),
         )
-
-    def _load(
-        self, db: Database, session_id: str, open_calls: Sequence[OpenCall]
-    ) -> tuple[StoredSession | None, int]:
-        """Return a session, and the last number that a call of it has."""
-        columns = "state, owner, is_recorded, expires_at, CAST(value AS BLOB), crc"
-        row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
-        if row is None:
-            return None, 0
-        state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
-        if state not in _LIVE:
-            return StoredSession(state, owner, is_recorded, expires_at), 0
-        record = self._rows.value("sessions", SessionRecord, session_id, row[4], row[5])
-        columns = "call_id, began, CAST(value AS BLOB), crc, seq"
-        statement = f"SELECT {columns} FROM calls WHERE session_id = ? ORDER BY seq"
-        rows = db.execute(statement, (session_id,)).fetchall()
-        calls = _sound(
-            [
-                (call_id, self._rows.value("calls", StoredCall, (session_id, call_id), data, crc))
-                for call_id, _, data, crc, _ in rows
-            ]
-        )
-        ended_or_open = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
-        for (call_id, began, *_), call in zip(rows, calls, strict=True):
-            ended_or_open[call_id] = began, call.record  # some may have ended since `open_calls` was taken
-        in_order = sorted(ended_or_open.values(), key=lambda numbered: numbered[0])
-        nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
-        in_order_calls = tuple(call for _, call in in_order)
-        stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order_calls, nodes)
-        return stored, rows[-1][4] if rows else 0
 
 
 # --- in the thread, inside its transaction: what raises does so before it writes ---
@@ -466,14 +397,27 @@ def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) ->
     return state, row[1]
 
 
-def _put_call(db: Database, session_id: str, call: StoredCall, number: int, began: int) -> None:
-    """Write a call down that ended as `number`, in its old place if it has one."""
-    row = (number, began, session_id, call.record.call_id, *packed(call))
-    db.execute(
-        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
-        " SET value = excluded.value, crc = excluded.crc",
-        row,
-    )
+def _loaded(db: Database, session_id: str) -> tuple[StoredSession | None, int]:
+    """Return a session, and the last number that a call of it has."""
+    columns = "state, owner, is_recorded, expires_at, value"
+    row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    if row is None:
+        return None, 0
+    state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
+    if state not in _LIVE:
+        return StoredSession(state, owner, is_recorded, expires_at), 0
+    record = codec.decode(row[4], SessionRecord)
+    rows = db.execute(
+        "SELECT seq, began, value FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
+    ).fetchall()
+    ended = [(began, codec.decode(value, StoredCall)) for _, began, value in rows]
+    open_calls = db.execute("SELECT number, value FROM open_calls WHERE session_id = ?", (session_id,))
+    calls = [(number, codec.decode(value, CallRecord)) for number, value in open_calls]
+    calls = sorted([*calls, *((began, call.record) for began, call in ended)], key=itemgetter(0))
+    nodes = tuple(itertools.chain.from_iterable(call.nodes for _, call in ended))
+    in_order = tuple(call for _, call in calls)
+    stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order, nodes)
+    return stored, rows[-1][0] if rows else 0
 
 
 def _last_number(db: Database) -> int:
@@ -481,44 +425,19 @@ def _last_number(db: Database) -> int:
     return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
 
 
-def _fail_open_calls(db: Database, left: Sequence[OpenCall], numbers: Sequence[int]) -> None:
-    """Write down that these calls failed with their process."""
-    for number, opened in zip(numbers, left, strict=True):
-        record = replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
-        ids = opened.session_id, record.call_id
-        db.execute(
-            "INSERT INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
-            " WHERE session_id = ? AND state IN ('open', 'finished') ON CONFLICT DO NOTHING",
-            (number, opened.number, *ids, *packed(StoredCall(record)), opened.session_id),
-        )
-
-
-def _num_open(db: Database, condition: str) -> int:
-    return int(db.execute(f"SELECT COUNT(*) FROM sessions WHERE state = 'open'{condition}").fetchone()[0])
+def _fail_open_calls(db: Database, condition: str) -> int:
+    """Write down that these sessions' open calls failed with their process. Returns how many sessions are open."""
+    sessions = f"SELECT session_id FROM sessions WHERE {condition}"
+    rows = db.execute(
+        f"SELECT number, session_id, value FROM open_calls WHERE session_id IN ({sessions})"
+    ).fetchall()
+    for number, session_id, value in rows:
+        record = replace(codec.decode(value, CallRecord), state=ModelCallState.FAILED, error=_PROCESS_ENDED)
+        row = (number, number, session_id, record.call_id, codec.encode(StoredCall(record)))
+        db.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?)", row)
+    db.execute(f"DELETE FROM open_calls WHERE session_id IN ({sessions})")
+    return int(db.execute(f"SELECT COUNT(*) FROM ({sessions} AND state = 'open') live").fetchone()[0])
 
 
 def _at(places: Collection[int]) -> str:
     return f"place IN ({', '.join(map(str, sorted(places))) or 'NULL'})"
-
-
-def _damaged(call: CallRecord) -> CallRecord:
-    return replace(call, state=ModelCallState.FAILED, error=_DAMAGED)
-
-
-def _sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:
-    """Return calls in the order they ended, without the turns that descend from damaged ones: those have failed.
-
-    A call's turns stand and fall together, so what comes of a damaged one is known by its absence.
-    """
-    known: set[str | None] = {None}  # nodes that a turn may follow; None: a root follows nothing
-    calls = []
-    for call_id, call in found:
-        if call is None:  # no retry can heal it: its digest is nobody's
-            lost = CallRecord(call_id, b"", 0, ModelCallState.FAILED, error=_DAMAGED)
-            calls.append(StoredCall(lost))
-        elif any(node.parent_id not in known for node in call.nodes):
-            calls.append(StoredCall(_damaged(call.record)))
-        else:
-            known.update(node.node_id for node in call.nodes)
-            calls.append(call)
-    return calls

@@ -187,7 +187,6 @@ class RolloutRoutes:
         add_route(router, "POST", f"{rollout}/acknowledge", self.acknowledge, AcknowledgeBody, responses=status)
         add_route(router, "POST", f"{rollout}/annotate", self.annotate, AnnotateBody, responses=status)
         add_route(router, "POST", f"{rollout}/cancel", self.cancel, responses=status)
-        add_route(router, "POST", f"{rollout}/resubmit_damaged", self.resubmit_damaged, responses=status)
         add_route(router, "GET", "/status", self.status, responses=answered(ServiceStatus))
         return router
 
@@ -314,13 +313,6 @@ class RolloutRoutes:
         """End what is queued or running; each sample gets its record."""
         status = await self._ask_as_user(
             request, lambda user_names: self._coordinator.cancel(rollout_id, user_names)
-        )
-        return _status_response(rollout_id, status)
-
-    async def resubmit_damaged(self, request: Request, rollout_id: RolloutId) -> Response:
-        """Run the samples again whose records cannot be read any more; the rollout has ended."""
-        status = await self._ask_as_user(
-            request, lambda user_names: self._coordinator.resubmit_damaged(rollout_id, user_names)
         )
         return _status_response(rollout_id, status)
 

@@ -76,9 +76,9 @@ async def test_a_run_is_read_while_it_is_written(store: TrajectoryStore, tmp_pat
     stored.close()
 
 
-async def test_what_is_damaged_or_gone_is_said(store: TrajectoryStore, tmp_path: Path) -> None:
+async def test_what_is_gone_is_said(store: TrajectoryStore, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "trajectories.sqlite") as db:
-        db.execute("UPDATE trajectories SET crc = crc + 1 WHERE seq = 2")
+        db.execute("UPDATE trajectories SET value = x'' WHERE seq = 2")
     stored = StoredRun(tmp_path / "trajectories.sqlite")
     async with serving(viewer_app(stored, TokenLabels(tmp_path))) as url:
         status, body, _ = await get(f"{url}/trajectories/2")

@@ -838,35 +838,6 @@ async def test_a_record_of_a_sample_that_does_not_exist_is_refused(site, coordin
 
 
 @service("a")
-async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinator):
-    """B7: a rollout was done in silence, with records that nobody could read."""
-    rollouts = coordinator.rollouts
-    await rollouts.submit("r", (make_group("g", 3),))
-    assignments = (await rollouts.take(report(), 1.0)).start
-    for assignment in assignments[:2]:
-        await hand_in(rollouts, "w", record(assignment))
-    with sqlite3.connect(site.path / "trajectories.sqlite") as db:
-        db.execute("UPDATE trajectories SET crc = crc + 1 WHERE sample_index = 0")
-    page = await read_page(coordinator, "r", 0, 10, 0.0)
-    assert ([one.sample_index for one in page.trajectories], page.status.num_damaged) == ([1], 1)
-    with pytest.raises(Conflict, match="when it has ended"):
-        await rollouts.resubmit_damaged("r")
-    await hand_in(rollouts, "w", record(assignments[2]))
-    await site.stop()
-    rollouts = (coordinator := await site.start()).rollouts
-    await site.join("a")
-    assert (await read_page(coordinator, "r", 10, 10, 0.0)).status.num_damaged == 1
-    status = await rollouts.resubmit_damaged("r")
-    assert (status.num_queued, status.num_finished, status.num_damaged) == (1, 2, 0)
-    (again,) = (await rollouts.take(report(), 1.0)).start
-    assert again.assignment_id == "r/g/0"
-    await hand_in(rollouts, "w", record(again))
-    after = await read_page(coordinator, "r", page.cursor, 10, 0.0)
-    assert ([one.sample_index for one in after.trajectories], after.status.is_done) == ([2, 0], True)
-    assert await rollouts.resubmit_damaged("r") == after.status
-
-
-@service("a")
 async def test_workers_that_ask_a_store_that_does_not_answer_are_not_lost(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 2),))
     (running,) = (await coordinator.rollouts.take(report("w", 1), 1.0)).start

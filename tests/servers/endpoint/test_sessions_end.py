@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -261,7 +260,6 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
         source.backup(copy)
         source.close()
     copy.close()
-    shutil.copy(site.path / "sessions.open-calls", site.path / "after")
     site.talker.gate.set()
     await dying
     await site.stop()
@@ -283,27 +281,6 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
         await sessions.find("deleted", NOBODY)
     await site.clock.sleep(3.0)
     assert sorted(site.recorded) == [("finished", "completed", True), ("owed", "completed", True)]
-
-
-@virtually()
-async def test_damaged_rows_leave_a_session_incomplete(site: SessionSite, sessions: Sessions) -> None:
-    await talk(await sessions.create(NewSession("turns"), NOBODY), 3)
-    await talk(await sessions.create(NewSession("facts"), NOBODY), 1)
-    second = "SELECT seq FROM calls WHERE session_id = 'turns' ORDER BY seq LIMIT 1 OFFSET 1"
-    await site.in_store(lambda db: db.execute(f"UPDATE calls SET crc = crc + 1 WHERE seq = ({second})").rowcount)
-    await site.in_store(
-        lambda db: db.execute("UPDATE sessions SET crc = crc + 1 WHERE session_id = 'facts'").rowcount
-    )
-    sessions = await site.restart()
-    session = await sessions.find("turns", NOBODY)
-    assert (session.num_turns, session.is_complete) == (1, False)
-    with pytest.raises(Gone):
-        await sessions.find("facts", NOBODY)
-    await talk(session, 1)
-    await site.clock.sleep(2000.0)
-    sessions.check_health()
-    assert sessions.store.num_corrupt_rows > 0
-    assert site.recorded == [("turns", "deadline", False)]
 
 
 @virtually()

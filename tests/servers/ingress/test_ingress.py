@@ -350,7 +350,6 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/acknowledge",
         "/rollouts/{rollout_id}/annotate",
         "/rollouts/{rollout_id}/cancel",
-        "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/trajectories",
         "/trajectories/notable",

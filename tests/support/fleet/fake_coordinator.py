@@ -113,7 +113,6 @@ class FakeCoordinator:
         self.is_cancelled = False
         self.num_queue_groups = 1_000_000
         self.num_held = 0
-        self.damaged: dict[str, list[Trajectory]] = {}  # finished, and not to be read
         self.next_errors: list[Exception] = []
         self.update_error: AgentLoopError | None = None
         self._changed = asyncio.Event()
@@ -224,11 +223,6 @@ class FakeCoordinator:
 
     async def cancel(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
         self.is_cancelled = True
-        return self._status(rollout_id, user_names)
-
-    async def resubmit_damaged(self, rollout_id: str, user_names: tuple[str, ...] | None = None) -> RolloutStatus:
-        rollout_id = self._status(rollout_id, user_names).rollout_id
-        self.finished[rollout_id] += self.damaged.pop(rollout_id, [])
         return self._status(rollout_id, user_names)
 
     async def lease(self, session_id, num_tokens, process_id, needs=NO_NEEDS, prefixes=()) -> Lease:
@@ -454,11 +448,10 @@ class FakeCoordinator:
         else:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         rollout_id = name
-        num_damaged = len(self.damaged.get(rollout_id, ()))
-        num_finished = len(self.finished[rollout_id]) + num_damaged
+        num_finished = len(self.finished[rollout_id])
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
         counts = num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held
-        return RolloutStatus(rollout_id, *counts, terms.owner, terms.priority, num_damaged)
+        return RolloutStatus(rollout_id, *counts, terms.owner, terms.priority)
 
     def _wake(self) -> None:
         self._changed.set()

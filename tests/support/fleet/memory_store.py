@@ -53,9 +53,6 @@ class MemoryStore:
     async def check_owner(self) -> None:
         await self._turn()
 
-    def num_damaged(self, rollout_id: str) -> int:
-        return 0
-
     async def has_record(self, record: EncodedRecord) -> bool:
         await self.counts(record.rollout_id)
         name = assignment_id_of(record.rollout_id, record.group_id, record.sample_index)

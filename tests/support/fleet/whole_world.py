@@ -115,7 +115,6 @@ class Ledger:
     cancelling: set[str] = field(default_factory=set)  # from the first try on
     cancelled: set[str] = field(default_factory=set)  # the answer was heard
     acknowledging: set[str] = field(default_factory=set)
-    damaged: set[str] = field(default_factory=set)
     skipped: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # acknowledged, whether or not read
 
 
@@ -126,7 +125,6 @@ class Word(StrEnum):
     CANCEL = "cancel"
     ACKNOWLEDGE = "acknowledge"
     REPEAT = "repeat"
-    DAMAGE = "damage"  # no word of its own: what makes it say `resubmit_damaged`
 
 
 class WholeWorld(World):
@@ -380,7 +378,7 @@ class WholeWorld(World):
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
         num_expected = sum(group.num_samples for group in groups)
-        cursor = num_damaged = num_empty = 0
+        cursor = num_empty = 0
         word = self.say.choice(tuple(Word)) if self.has_words else Word.NONE
         self.ledger.cancelling |= {rollout_id} if word is Word.CANCEL else set()
         self.ledger.acknowledging |= {rollout_id} if word is Word.ACKNOWLEDGE else set()
@@ -389,17 +387,12 @@ class WholeWorld(World):
             await self._repeat_with_other_work(front, rollout_id, groups)
         skipped = self.ledger.skipped.setdefault(rollout_id, set())
         while len({*map(_key, delivered)} | skipped) < num_expected:
-            if word is Word.DAMAGE:
-                await self.clock.sleep(1.0)  # for records to come that it has not read
-                if self._damage(rollout_id, cursor):
-                    self.history.counts["damaged a record"] += 1
-                    self.ledger.damaged.add(rollout_id)
             try:
                 page = (await self.insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
             except Gone:  # all of it was acknowledged
                 break
             delivered += page.trajectories
-            cursor, num_damaged = page.cursor, max(num_damaged, page.status.num_damaged)
+            cursor = page.cursor
             num_empty = 0 if page.trajectories else num_empty + 1
             assert num_empty < MAX_TRIES, f"{rollout_id} has a lost record: {page.status}"
             if word is Word.ACKNOWLEDGE:
@@ -407,14 +400,7 @@ class WholeWorld(World):
             if not page.status.is_done or page.trajectories:
                 continue
             num_found = len({*map(_key, delivered)} | skipped)
-            if num_found == num_expected:
-                break
-            if not num_damaged or num_found + num_damaged != num_expected:
-                found = f"{num_found} of {num_expected} records were delivered, {num_damaged} are damaged"
-                raise AssertionError(f"{rollout_id} is done and a record is lost: {found}")
-            await self.insist(lambda: front.resubmit_damaged(rollout_id))
-            self.history.counts["ran damaged ones again"] += num_damaged
-            num_damaged, word = 0, Word.NONE
+            assert num_found == num_expected, f"{rollout_id} is done: {num_found} of {num_expected} were delivered"
         if cancelling is not None:
             await cancelling
 
@@ -479,14 +465,6 @@ class WholeWorld(World):
                 groups = self.ledger.accepted[rollout_id]
                 skipped = {(one.group_id, index) for one in groups for index in range(one.num_samples)}
         self.ledger.skipped[rollout_id] |= skipped
-
-    def _damage(self, rollout_id: str, cursor: int) -> bool:
-        """Flip a byte of a record that was not read yet, if there is one."""
-        if self.say.random() < 0.5:
-            return False
-        with closing(sqlite3.connect(self.store_path, isolation_level=None)) as db:
-            statement = "UPDATE trajectories SET crc = crc + 1 WHERE seq = (SELECT MIN(seq) FROM trajectories"
-            return db.execute(f"{statement} WHERE rollout_id = ? AND seq > ?)", (rollout_id, cursor)).rowcount > 0
 
     async def talk(self, session_id: str) -> None:
         """One agent in one session, which repeats what failed as an SDK does."""
