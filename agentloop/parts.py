@@ -31,6 +31,12 @@ COMMANDS = "commands"
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
+PARSERS = "parsers"
+"""The group of parsers by kind: called with a model folder and FAMILY for `chat.parser: KIND:FAMILY`."""
+
+RENDERERS = "renderers"
+"""The group of renderers by kind: called with a model folder, FAMILY and RenderSettings for `chat.renderer`."""
+
 SINKS = "sinks"
 """The group of receivers of ended trajectories and updates: `agentloop_servers.sinks.Sink` classes."""
 
@@ -57,6 +63,15 @@ class Part:
 
 
 PARTS = (
+    Part(
+        "agentloop_renderers",
+        "renderers",
+        "renderers and parsers of the package `renderers`",
+        {
+            PARSERS: {"renderers": "agentloop_renderers.parser:LibraryParser"},
+            RENDERERS: {"renderers": "agentloop_renderers.renderer:LibraryRenderer"},
+        },
+    ),
     Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),
     Part("agentloop_trainers", "trl", "adapters for TRL and verl, and training rows for other trainers"),
     Part(
@@ -99,6 +114,11 @@ def registered(group: str) -> dict[str, str]:
     ours = {name: path for part in PARTS if part.is_there for name, path in part.entries.get(group, {}).items()}
     found = importlib.metadata.entry_points(group=GROUP_PREFIX + group)
     return {point.name: point.value for point in found} | ours
+
+
+def is_known(group: str, name: str) -> bool:
+    """Return True for a name that is registered, or that one of our parts would register if it were installed."""
+    return name in registered(group) or any(name in part.entries.get(group, {}) for part in PARTS)
 
 
 def load(group: str, name: str, *, param: str) -> Any:

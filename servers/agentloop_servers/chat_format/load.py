@@ -6,30 +6,27 @@ service does with it. Nothing is given out that has not passed its self-test.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import structlog
 
+from agentloop import parts
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
 from agentloop.generation.self_test import DERIVED, SelfTest, derived_parser, self_test, without_calls
 from agentloop.parsers.base import Parser
 from agentloop.parsers.by_name import choose_parser, get_parser
 from agentloop.parsers.call_format import FormatParser
-from agentloop.plugins import install_hint, resolve
+from agentloop.plugins import resolve
 from agentloop.rendering.port import Renderer
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.types import JSON, Message, Thinking
 from agentloop_servers.config import ChatSettings, located
 
 AUTO = "auto"
-_LIBRARY = "renderers"
 _REMOVED_KIND = "vllm"
-_LIBRARY_RENDERER = "agentloop_servers.chat_format.library_renderer:LibraryRenderer"
-_LIBRARY_PARSER = "agentloop_servers.chat_format.library_parser:LibraryParser"
 NO_PARSER = "none"
 
 _log = structlog.stdlib.get_logger("chat_format")
@@ -78,14 +75,17 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
 
 
 def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
-    """Build the renderer that the settings name. Raises InvalidRequest and TemplateError."""
+    """Build the renderer that the settings name: ours, a registered one as KIND:FAMILY, or one by its import path.
+
+    Raises InvalidRequest and TemplateError.
+    """
     given = _render_settings(settings)
     name = settings.renderer
     if name == "template":
         return TemplateRenderer.from_directory(folder, given)
     kind, _, family = name.partition(":")
-    if kind == _LIBRARY:
-        return cast(Renderer, _of_library(_LIBRARY_RENDERER)(folder, family, given))
+    if parts.is_known(parts.RENDERERS, kind):
+        return cast(Renderer, parts.load(parts.RENDERERS, kind, param="renderer")(folder, family, given))
     make = resolve(name, param="renderer")
     if not callable(make):
         raise InvalidRequest(f"{name} is no function that makes a renderer", param="renderer")
@@ -175,8 +175,8 @@ class _WithoutTools:
 
 def _parser(name: str, folder: Path) -> Parser:
     kind, _, family = name.partition(":")
-    if kind == _LIBRARY:
-        return cast(Parser, _of_library(_LIBRARY_PARSER)(folder, family))
+    if parts.is_known(parts.PARSERS, kind):
+        return cast(Parser, parts.load(parts.PARSERS, kind, param="parser")(folder, family))
     if kind == _REMOVED_KIND:
         raise InvalidRequest(
             f"parser {name[:64]!r}: vLLM's parsers are not supported: use 'auto', which derives the format of"
@@ -184,17 +184,6 @@ def _parser(name: str, folder: Path) -> Parser:
             param="parser",
         )
     return get_parser(name)
-
-
-def _of_library(path: str) -> Callable[..., object]:
-    """Return a class of an adapter over the `renderers` package. Raises InvalidRequest naming the extra."""
-    if importlib.util.find_spec(_LIBRARY) is None:
-        raise InvalidRequest(
-            f"the package renderers is not installed: {install_hint(_LIBRARY)}; beside a lane of requirements/: "
-            "pip install --no-deps renderers prime-pydantic-config",
-            param="renderer",
-        )
-    return cast(Callable[..., object], resolve(path, param="renderer"))
 
 
 def _render_settings(settings: ChatSettings) -> RenderSettings:

@@ -17,7 +17,7 @@ from agentloop.parsers.grammar import loads
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import RenderSettings, model_text
 from agentloop.types import JSON, Constraint
-from agentloop_servers.chat_format.library_renderer import THINK_CLOSE, THINK_OPEN, Library, family_of
+from agentloop_renderers.renderer import THINK_CLOSE, THINK_OPEN, Library, family_of
 
 _READ = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})  # unknown tools are for the toolbox
 

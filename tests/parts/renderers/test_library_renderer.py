@@ -18,8 +18,8 @@ from agentloop.types import ImageRef, Message, Thinking, ToolCall, ToolCallStatu
 from tests.support.families.table import write_family
 
 pytest.importorskip("renderers", reason="needs renderers (requirements/dev.txt)")
-from agentloop_servers.chat_format.library_parser import LibraryParser
-from agentloop_servers.chat_format.library_renderer import LibraryRenderer
+from agentloop_renderers.parser import LibraryParser
+from agentloop_renderers.renderer import LibraryRenderer
 
 SYSTEM = Message("system", "You look words up. Soyez précis: 三.")
 TOOLS: tuple[Mapping[str, Any], ...] = (
