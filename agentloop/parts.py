@@ -40,6 +40,9 @@ RENDERERS = "renderers"
 SINKS = "sinks"
 """The group of receivers of ended trajectories and updates: `agentloop_servers.sinks.Sink` classes."""
 
+STORAGE = "storage"
+"""The group of databases by their URL's scheme: made as `PostgresRun`, with `Home`'s interface."""
+
 ROUTES = "routes"
 """The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
 
@@ -63,6 +66,17 @@ class Part:
 
 
 PARTS = (
+    Part(
+        "agentloop_postgres",
+        "postgres",
+        "a run's records, sessions and turn journals in PostgreSQL",
+        {
+            STORAGE: {
+                "postgres": "agentloop_postgres.home:PostgresRun",
+                "postgresql": "agentloop_postgres.home:PostgresRun",
+            }
+        },
+    ),
     Part(
         "agentloop_renderers",
         "renderers",

@@ -49,7 +49,7 @@ def postgres_server() -> Iterator[PostgresServer]:
 @pytest.fixture
 def postgres_run(postgres_server: PostgresServer, tmp_path: Path) -> Home:
     """The home of a run that no other test has."""
-    kind = resolve("agentloop.storage.postgres:PostgresRun", param="store")
+    kind = resolve("agentloop_postgres.home:PostgresRun", param="store")
     return kind(postgres_server.url, postgres_server.new_name(), tmp_path)
 
 

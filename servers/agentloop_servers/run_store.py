@@ -18,8 +18,8 @@ from typing import cast
 
 from pydantic import SecretStr
 
+from agentloop import parts
 from agentloop.errors import InvalidRequest
-from agentloop.plugins import resolve_extra
 from agentloop.storage.home import Home, shown_url
 from agentloop.storage.sqlite import check_file
 from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader, TrajectoryStore, check_home
@@ -42,7 +42,6 @@ _KEPT = (
     TOKENIZER_HASH_NAME,
     SECRET_NAME,
 )  # the secret last: with it a directory is the run's
-_POSTGRES = "agentloop.storage.postgres:PostgresRun"  # an optional part
 _MAX_NAME_BYTES = 63  # of a schema
 
 
@@ -131,12 +130,13 @@ def resumed_config(run_dir: Path) -> ServiceConfig | None:
 
 
 def _home(url: str, run_dir: Path, owner: str | None, keeps: Mapping[str, str] | None = None) -> Home:
-    if url.partition("://")[0] not in ("postgresql", "postgres"):
+    scheme = url.partition("://")[0]
+    if not parts.is_known(parts.STORAGE, scheme):
         raise InvalidRequest(
-            f"store {shown_url(url)}: it is none; postgresql://USER@HOST:PORT/DATABASE is, or left out SQLite",
+            f"store {shown_url(url)}: write postgresql://USER@HOST:PORT/DATABASE, or leave it out for SQLite",
             param="store",
         )
-    made = cast(Callable[..., Home], resolve_extra(_POSTGRES, "postgres"))
+    made = cast(Callable[..., Home], parts.load(parts.STORAGE, scheme, param="store"))
     name = run_dir.name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
     return made(url, name, run_dir, owner, keeps)
 

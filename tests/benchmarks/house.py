@@ -70,6 +70,7 @@ OPTIONAL = {
     "servers/agentloop_verify": "check of logprobs",
     "servers/agentloop_view": "viewer, reports, exports",
     "servers/agentloop_traces": "traces",
+    "servers/agentloop_postgres": "PostgreSQL",
     "servers/agentloop_renderers": "renderers",
     "servers/agentloop_servers/weight_store": "published versions",
     "servers/agentloop_servers/engines/sglang": "SGLang",

@@ -311,7 +311,7 @@ async def test_a_commit_whose_answer_was_lost_is_asked_for(
 async def test_a_server_that_accepts_and_never_answers_is_away(
     postgres_run: Home, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentloop.storage.postgres._STATEMENT_S", 0.3)
+    monkeypatch.setattr("agentloop_postgres.home._STATEMENT_S", 0.3)
     with relay(postgres_server) as way:
         url = postgres_server.url.replace(str(postgres_server.port), str(way.port))
         store = TrajectoryStore(dataclasses.replace(postgres_run, url=url))

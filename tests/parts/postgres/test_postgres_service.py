@@ -254,7 +254,7 @@ def test_a_store_that_cannot_be_is_told_in_one_line_before_anything_is_started(
     document = yaml.safe_load(SIMULATED.read_text())
     document["applications"][0]["args"]["port"] = 0
     for store, message in (
-        (f"mysql://me:{PASSWORD}@db/x", "error: store mysql://db/x: it is none; postgresql://"),
+        (f"mysql://me:{PASSWORD}@db/x", "error: store mysql://db/x: write postgresql://"),
         (f"postgresql://me:{PASSWORD}@127.0.0.1:9/x", "error: store postgresql://127.0.0.1:9/x: tried to connect"),
     ):
         document["applications"][0]["args"]["store"] = store
@@ -268,7 +268,7 @@ def test_a_store_that_cannot_be_is_told_in_one_line_before_anything_is_started(
 def test_without_the_driver_the_extra_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "psycopg"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "agentloop.storage.postgres", raising=False)
+    monkeypatch.delitem(sys.modules, "agentloop_postgres.home", raising=False)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     config = simulated_config(store=f"postgresql://me:{PASSWORD}@127.0.0.1/x")
     with pytest.raises(InvalidRequest, match=r"no module named .psycopg.: .*'\.\[postgres\]'"):

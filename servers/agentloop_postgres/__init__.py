@@ -1,0 +1,1 @@
+"""A run's records, sessions and turn journals in PostgreSQL."""
