@@ -43,6 +43,9 @@ SINKS = "sinks"
 STORAGE = "storage"
 """The group of databases by their URL's scheme: made as `PostgresRun`, with `Home`'s interface."""
 
+WEIGHT_SOURCES = "weight_sources"
+"""The group of sources of weights: `store` (the versions to serve), `store-pull` and `store-publisher`."""
+
 ROUTES = "routes"
 """The group of HTTP routes: functions that return a router for an `agentloop_servers.http.routes.RouteContext`."""
 
@@ -84,6 +87,18 @@ PARTS = (
         {
             PARSERS: {"renderers": "agentloop_renderers.parser:LibraryParser"},
             RENDERERS: {"renderers": "agentloop_renderers.renderer:LibraryRenderer"},
+        },
+    ),
+    Part(
+        "agentloop_store",
+        "store",
+        "weight versions published to a directory or object store",
+        {
+            WEIGHT_SOURCES: {
+                "store": "agentloop_store.serving:ServedVersions",
+                "store-publisher": "agentloop_store.publisher:VersionPublisher",
+                "store-pull": "agentloop_store.serving:pull_version",
+            }
         },
     ),
     Part("agentloop_tools", "cpu", "tools that run code, in sandboxes, and MCP servers as tools"),

@@ -18,7 +18,6 @@ from agentloop.parts import PARTS
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
     "servers/agentloop_servers/engines/sglang",
-    "servers/agentloop_servers/weight_store",
     *(f"{folder}/{part.package}" for part in PARTS for folder in ("servers", "tools")),
 )
 

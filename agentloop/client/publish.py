@@ -1,6 +1,6 @@
 """The port to the publisher of weight versions; a client that publishes none needs nothing of it.
 
-The publisher is `agentloop_servers/weight_store/publisher.py`, of the extra `store`.
+The publisher is `agentloop_store/publisher.py`, of the extra `store`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from agentloop import parts
 from agentloop.client.push import Weights
 from agentloop.errors import InvalidRequest
-from agentloop.plugins import resolve, resolve_extra
+from agentloop.plugins import resolve
 
-PUBLISHER = "agentloop_servers.weight_store.publisher:VersionPublisher"
+PUBLISHER = "store-publisher"  # as a weight source of `agentloop.parts`
 AS_BYTES = "agentloop_servers.weight_transfer.trainer:as_bytes"
 
 
@@ -66,7 +67,8 @@ class Publisher(Protocol):
 
 def open_publisher(options: PublishOptions) -> Publisher:
     """Make the publisher of this distribution. Raises InvalidRequest if the extra `store` is missing."""
-    return cast(Callable[[PublishOptions], Publisher], resolve_extra(PUBLISHER, "store"))(options)
+    make = cast(Callable[[PublishOptions], Publisher], parts.load(parts.WEIGHT_SOURCES, PUBLISHER, param="store"))
+    return make(options)
 
 
 def tensor_bytes(weights: Weights, dtype: str | None) -> Sequence[TensorBytes] | Path:

@@ -33,7 +33,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
-from agentloop import __version__
+from agentloop import __version__, parts
 from agentloop.aio import tune_interpreter
 from agentloop.api.coordinator import FrontPort
 from agentloop.api.owners import UserTable
@@ -48,7 +48,6 @@ from agentloop.generation.leases import LeaseReporter
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.images import IMAGES_FOLDER, Image, ImageFiles
 from agentloop.metrics import MetricSample, MetricsTally
-from agentloop.plugins import resolve_extra
 from agentloop.rollout.journal_homes import TURNS_FOLDER, JournalFolder, StoredJournals
 from agentloop.rollout.tool_loading import load_tools
 from agentloop.rollout.toolbox import Toolbox
@@ -142,7 +141,7 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 LEASE_RETRY_S = 0.5
-VERSIONS = "agentloop_servers.weight_store.serving:ServedVersions"
+VERSIONS = "store"  # as a weight source of `agentloop.parts`
 ENDS_TURNS_WITHIN_S = 70.0  # of a replica that there are fewer of: its server waits a minute for turns in flight
 LOOK_AT_WORK_S = 2.0  # for how many replicas there should be
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
@@ -612,7 +611,7 @@ def served_versions(config: ServiceConfig, run_dir: Path) -> Any:
     if (given := config.weights) is None:
         return None
     source, folder = PublishedSource(given.store, given.run), Path(given.cache or run_dir / "weights")
-    return cast(Callable[..., Any], resolve_extra(VERSIONS, "store"))(source, folder)
+    return parts.load(parts.WEIGHT_SOURCES, VERSIONS, param="store")(source, folder)
 
 
 @dataclass(frozen=True, slots=True)

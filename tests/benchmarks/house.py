@@ -72,7 +72,7 @@ OPTIONAL = {
     "servers/agentloop_traces": "traces",
     "servers/agentloop_postgres": "PostgreSQL",
     "servers/agentloop_renderers": "renderers",
-    "servers/agentloop_servers/weight_store": "published versions",
+    "servers/agentloop_store": "published versions",
     "servers/agentloop_servers/engines/sglang": "SGLang",
     "tools/agentloop_tools": "tools",
 }

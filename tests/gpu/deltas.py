@@ -29,7 +29,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes, open_publisher
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
-from agentloop_servers.weight_store.publisher import tensors_of
+from agentloop_store.publisher import tensors_of
 from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, random_prompts

@@ -26,6 +26,7 @@ import orjson
 import structlog
 from aiohttp import web
 
+from agentloop import parts
 from agentloop.api.coordinator import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.canary import UniformLogprobWatch
 from agentloop.capabilities import Feature
@@ -43,7 +44,6 @@ from agentloop.engine import (
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused, InvalidRequest
 from agentloop.images import Image
 from agentloop.metrics import MetricSample
-from agentloop.plugins import resolve_extra
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.host import software_of_process
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard
@@ -62,7 +62,7 @@ from agentloop_servers.replica.protocol import (
 
 LOAD_AGE_S = 0.05  # of the load in an answer
 
-PULL = "agentloop_servers.weight_store.serving:pull_version"
+PULL = "store-pull"  # as a weight source of `agentloop.parts`
 Located = Callable[[WeightUpdate], Awaitable[WeightUpdate]]
 """A function that makes an update's published version a directory of this host, and leaves others as they are."""
 
@@ -163,7 +163,8 @@ class DataPlaneServer(PrivateServer):
 
         async def follow_trainer(order: TrainerOrder) -> None:
             if isinstance(order, PullVersion):
-                await cast(Callable[[PullVersion], Awaitable[None]], resolve_extra(PULL, "store"))(order)
+                pull = parts.load(parts.WEIGHT_SOURCES, PULL, param="store")
+                await cast(Callable[[PullVersion], Awaitable[None]], pull)(order)
             else:
                 await engine.follow_trainer(order)
 

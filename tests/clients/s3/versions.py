@@ -19,9 +19,9 @@ from agentloop.errors import (
     VersionMissing,
     WrongRun,
 )
-from agentloop_servers.weight_store.local_versions import LocalVersions
-from agentloop_servers.weight_store.publisher import VersionPublisher
-from agentloop_servers.weight_store.store import VersionStore
+from agentloop_store.local_versions import LocalVersions
+from agentloop_store.publisher import VersionPublisher
+from agentloop_store.store import VersionStore
 from tests.support.versions import RUN, bytes_of, given, held, policy, train
 
 URL = "s3://bucket/policies"

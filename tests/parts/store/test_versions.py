@@ -37,12 +37,12 @@ from agentloop.errors import (
 )
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.weight_digest import folder_stamps, read_files
-from agentloop_servers.weight_store.format import stored_tensors
-from agentloop_servers.weight_store.local_versions import CONTENT, LocalVersions
-from agentloop_servers.weight_store.publisher import VersionPublisher
-from agentloop_servers.weight_store.serving import ServedVersions, pull_version
-from agentloop_servers.weight_store.store import VersionStore
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_store.format import stored_tensors
+from agentloop_store.local_versions import CONTENT, LocalVersions
+from agentloop_store.publisher import VersionPublisher
+from agentloop_store.serving import ServedVersions, pull_version
+from agentloop_store.store import VersionStore
 from tests.support.versions import HASHES, RUN, Tensors, bytes_of, given, held, policy, publish_plainly, train
 
 INDEX = "model.safetensors.index.json"
@@ -301,7 +301,7 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path: Path, monkeypatch:
     def fails(path: Path) -> None:
         raise OSError("no power")
 
-    monkeypatch.setattr("agentloop_servers.weight_store.store.sync_path", fails)
+    monkeypatch.setattr("agentloop_store.store.sync_path", fails)
     with pytest.raises(StoreUnreachable, match="no power"):
         published.publish(given(policy(1)), 2)
     assert store_in(tmp_path).latest() == 1
@@ -324,8 +324,8 @@ STEPS = """
 import sys
 from pathlib import Path
 import numpy as np
-from agentloop_servers.weight_store.local_versions import LocalVersions
-from tests.servers.weight_store.test_versions import publisher, store_in
+from agentloop_store.local_versions import LocalVersions
+from tests.parts.store.test_versions import publisher, store_in
 from tests.support.versions import given, policy, train
 folder, what, version = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if what == "publish":

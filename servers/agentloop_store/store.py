@@ -32,7 +32,7 @@ from agentloop.errors import (
     WrongRun,
     error_line,
 )
-from agentloop_servers.weight_store.format import INDEX_NAME, Index, digest, read_index
+from agentloop_store.format import INDEX_NAME, Index, digest, read_index
 
 POINTER = "latest"
 MAX_INDEX_BYTES = 64 << 20

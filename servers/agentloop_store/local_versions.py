@@ -37,7 +37,8 @@ from agentloop.errors import (
 )
 from agentloop.weight_digest import FileStamp, content_digest, folder_stamps
 from agentloop_servers.locks import take_lock
-from agentloop_servers.weight_store.format import (
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_store.format import (
     CHECKSUM,
     CHECKSUMS,
     Bytes,
@@ -50,8 +51,7 @@ from agentloop_servers.weight_store.format import (
     read_files,
     stored_tensors,
 )
-from agentloop_servers.weight_store.store import VersionStore, chain_of, folder_of, sync_path
-from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_store.store import VersionStore, chain_of, folder_of, sync_path
 
 MADE_OF = "made_of.json"
 CONTENT = "content.json"  # a `_Content`

@@ -18,10 +18,10 @@ pytest.importorskip("zstandard", reason="needs zstandard (the extra store)")
 
 from agentloop.client.client import RolloutClient
 from agentloop_servers.local import running_service
-from agentloop_servers.weight_store.store import VersionStore
+from agentloop_store.store import VersionStore
+from tests.parts.store.test_follow import following, is_at
+from tests.parts.store.test_versions import publisher
 from tests.servers.processes import deployed
-from tests.servers.weight_store.test_follow import following, is_at
-from tests.servers.weight_store.test_versions import publisher
 from tests.support.versions import RUN, Tensors, bytes_of, given, held, train
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
@@ -30,7 +30,7 @@ PUBLISH = """
 import sys
 from pathlib import Path
 import numpy as np
-from tests.servers.weight_store.test_versions import publisher
+from tests.parts.store.test_versions import publisher
 from tests.support.versions import given
 saved = np.load(sys.argv[2])
 print("begun", flush=True)

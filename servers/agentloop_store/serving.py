@@ -13,9 +13,9 @@ from pathlib import Path
 from agentloop.aio import in_daemon_thread
 from agentloop.engine import PublishedSource, PullVersion, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, InvalidRequest, VersionMissing
-from agentloop_servers.weight_store.format import Index, stored_tensors
-from agentloop_servers.weight_store.local_versions import LocalVersions
-from agentloop_servers.weight_store.store import VersionStore
+from agentloop_store.format import Index, stored_tensors
+from agentloop_store.local_versions import LocalVersions
+from agentloop_store.store import VersionStore
 
 
 class ServedVersions:

@@ -22,7 +22,8 @@ import structlog
 
 from agentloop.client.publish import PublishOptions, PublishReport, TensorBytes
 from agentloop.errors import InvalidRequest, LayoutMismatch
-from agentloop_servers.weight_store.format import (
+from agentloop_servers.weight_transfer.checkpoint import DTYPES, Entry, inspect_checkpoint
+from agentloop_store.format import (
     CHECKSUM,
     CHECKSUMS,
     Encoding,
@@ -34,9 +35,8 @@ from agentloop_servers.weight_store.format import (
     encode_delta,
     stored_tensors,
 )
-from agentloop_servers.weight_store.local_versions import CopyDamaged, LocalVersions, verified
-from agentloop_servers.weight_store.store import VersionStore, chain_of
-from agentloop_servers.weight_transfer.checkpoint import DTYPES, Entry, inspect_checkpoint
+from agentloop_store.local_versions import CopyDamaged, LocalVersions, verified
+from agentloop_store.store import VersionStore, chain_of
 
 _log = structlog.stdlib.get_logger(__name__)
 SHARD_BYTES = 4 << 30  # of a checkpoint, in one file of a version

@@ -1,0 +1,1 @@
+"""Weight versions in a published store: format, publisher, copies on a host."""
