@@ -68,7 +68,7 @@ CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 
 """
 _SCHEMA = Schema(
     kind="session store",
-    version=4,
+    version=3,
     tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )
