@@ -80,8 +80,8 @@ class Journal(Protocol):
     earlier ones, so a `close_call` with FAILED after one with COMMITTED takes the call's nodes away.
     """
 
-    async def open_call(self, session_id: str, call_record: CallRecord) -> None:
-        """Keep that a call is open, before its first token is sampled. Durable on return."""
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Keep that a call is open, before its first token is sampled. Takes microseconds: no disk is awaited."""
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep the end of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
@@ -103,5 +103,10 @@ async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: 
         if isinstance(error, TimeoutError) and scope.expired():
             late = f"the session's journal did not answer within {timeout_s:g} s"
             raise ServiceUnavailable(late) from error
-        _log.error("journal_failed", session=session_id, error=repr(error))
-        raise ServiceUnavailable(f"the session's journal failed: {error}") from error
+        raise write_failure(session_id, error) from error
+
+
+def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
+    """Log a journal's error that is not ours, and return it as one of ours."""
+    _log.error("journal_failed", session=session_id, error=repr(error))
+    return ServiceUnavailable(f"the session's journal failed: {error}")

@@ -47,7 +47,7 @@ from agentloop.generation.turn_reader import Reading
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn
 from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
-from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write
+from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import (
     PreparedCall,
     Prompt,
@@ -469,7 +469,7 @@ class Session:
             if prepared.overflow is not None:
                 await self._answer_overflow(live, prepared.prompt, prepared.overflow)
                 return
-            await run_to_end(self._open_call(live))
+            self._open_call(live)
             started = self._parts.clock.now()
             try:
                 replies = await self._sample(live, prepared, self._next_number(live.chat_call))
@@ -615,11 +615,15 @@ class Session:
         else:
             live.fail(failure)
 
-    async def _open_call(self, live: LiveCall) -> None:
-        """Write down that a call is open, then have it."""
+    def _open_call(self, live: LiveCall) -> None:
+        """Write down that a call is open, then have it. If this raises, nothing is kept."""
         call_record = record_of(live, ModelCallState.OPEN)
-        writing = self._journal.open_call(self.session_id, call_record)
-        await write(writing, self.session_id, self._parts.limits.journal_timeout_s)
+        try:
+            self._journal.open_call(self.session_id, call_record)
+        except AgentLoopError:
+            raise
+        except Exception as error:
+            raise write_failure(self.session_id, error) from error
         live.is_begun = True
         self._table.note(call_record)
 

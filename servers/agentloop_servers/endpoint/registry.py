@@ -196,11 +196,11 @@ class StoreJournal:
         self._cache = cache
         self._on_finished = on_finished
 
-    async def open_call(self, session_id: str, call_record: CallRecord) -> None:
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
         """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
         if self._cache.get(session_id) is None:
             raise _not_found(session_id)
-        await self._store.open_call(session_id, call_record)
+        self._store.open_call(session_id, call_record)
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep what became of a call; its session has a new size then."""

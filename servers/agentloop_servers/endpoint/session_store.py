@@ -1,15 +1,15 @@
 """The sessions of one endpoint process: records, calls and turns, in a SQLite file that it alone writes, or, of all
 processes, in the tables of the run's database, where the process that takes over finds a lost one's.
 
-Ownership: the file, through the one thread that touches it. In WAL mode with synchronous=NORMAL a commit survives a
-killed process, not a power cut: a machine's sessions in use are lost with it anyway, and a finished session is in
-the run's TrajectoryStore, which waits for the disk. In the database each row has its place
-(`ShardRouter.place_of`), and a process looks at its own places. Each commit renews the process's lease; a process
-that lost its lease commits nothing more.
+Ownership: the file, through the one thread that touches it, and the open-call log beside it. In WAL mode with
+synchronous=NORMAL a commit survives a killed process, not a power cut: a session that is being talked to dies with
+its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk. In the database
+each row has its place (`ShardRouter.place_of`), and a process looks at its own places. What it commits renews its
+lease, and one that was given up commits nothing more.
 
-Invariants: a call that began is in `open_calls` until its end is in `calls`. One count numbers beginnings and ends,
-also over restarts: a session's calls are loaded in the order in which they began, its turns in the order of their
-commits. What is deleted or expired stays as a tombstone, and no write of a late call brings it back.
+Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
+numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
+they were committed. What is deleted or expired stays as a tombstone, and no write of a late call brings it back.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from agentloop import codec
+from agentloop.aio import OwnedTasks
 from agentloop.api.coordinator import sessions_lease
 from agentloop.errors import (
+    InvalidRequest,
     ServiceUnavailable,
     SessionFinished,
     SessionNotFound,
@@ -39,6 +40,7 @@ from agentloop.storage.home import Database, Home, Ownership, Schema
 from agentloop.storage.sqlite import BatchWriter, Work, one_thread, open_database
 from agentloop.storage.trajectory_store import folder_of
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
+from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 from agentloop_servers.endpoint.shards import ShardRouter
 
 T = TypeVar("T")
@@ -59,12 +61,14 @@ CREATE TABLE IF NOT EXISTS sessions (
 CREATE TABLE IF NOT EXISTS calls (
     seq INTEGER {key}, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
     value BLOB NOT NULL, UNIQUE (session_id, call_id));
-CREATE TABLE IF NOT EXISTS open_calls (
-    session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
-    PRIMARY KEY (session_id, call_id)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
+"""
+_OPEN_CALLS = """
+CREATE TABLE IF NOT EXISTS open_calls (
+    session_id TEXT NOT NULL, call_id TEXT NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
+    PRIMARY KEY (session_id, call_id));
 """
 _SCHEMA = Schema(
     kind="session store",
@@ -72,12 +76,8 @@ _SCHEMA = Schema(
     tables=_SESSIONS.format(place="", key="PRIMARY KEY"),
     synchronous="NORMAL",
 )
-_PUT_CALL = """
-INSERT INTO calls VALUES
-    (?, COALESCE((SELECT number FROM open_calls WHERE session_id = ? AND call_id = ?), ?), ?, ?, ?)
-ON CONFLICT (session_id, call_id) DO UPDATE SET value = excluded.value
-"""
-_SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NULL", key="NOT NULL"))
+_FORGET_CALL = "DELETE FROM open_calls WHERE session_id = ? AND call_id = ?"
+_SHARED = replace(_SCHEMA, tables=_SESSIONS.format(place=", place INTEGER NOT NULL", key="NOT NULL") + _OPEN_CALLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,16 @@ class SessionStore:
         self._wall_s = wall_s
         self._executor = executor or one_thread("sessions")
         self._writer: BatchWriter | None = None
+        self._log = OpenCallsLog(self._log_path)
+        self._notes = OwnedTasks("open-calls")
         self._number = 0  # the last of a beginning or an end
 
+    @property
+    def _log_path(self) -> Path | None:
+        return self._where.with_suffix(".open-calls") if isinstance(self._where, Path) else None
+
     async def start(self) -> int:
-        """Open the store; calls that a dead process left open have failed. Returns how many sessions are open.
+        """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
 
         Raises InvalidRequest if the file is no session store, StorageFull when the disk is full or read-only, and
         ServiceUnavailable when it fails otherwise.
@@ -148,11 +154,18 @@ class SessionStore:
             )
             await self._run(self._take_lease)
             return await self.take_in(self._shards.places)
+        log_path = self._where.with_suffix(".open-calls")
+        try:
+            left = await loop.run_in_executor(self._executor, read_open_calls, log_path)
+        except OSError as error:
+            raise InvalidRequest(f"{log_path.name} cannot be read: {error}") from error
         file = await loop.run_in_executor(self._executor, open_database, self._where, _SCHEMA)
         self._writer = BatchWriter(file, _SCHEMA.kind, self._executor, max_batch=MAX_WRITE_BATCH)
-        num_open = await self._run(lambda db: _fail_open_calls(db, "1 = 1"))
-        self._number = await self._run(_last_number)
-        return num_open
+        self._number = max(await self._run(_last_number), *(opened.number for opened in left), 0)
+        numbers = self._next_numbers(len(left))
+        await self._run(lambda db: _fail_open_calls(db, left, numbers))
+        await loop.run_in_executor(self._executor, self._log.open)
+        return await self._run(lambda db: _num_open(db, ""))
 
     async def take_in(self, places: Collection[int]) -> int:
         """Make the sessions at these places this process's, in a database: calls that are open there have failed.
@@ -160,42 +173,55 @@ class SessionStore:
         Returns how many of the sessions are open.
         """
 
-        return await self._run(lambda db: _fail_open_calls(db, _at(places)))
+        def work(db: Database) -> int:
+            rows = db.execute(
+                "SELECT number, session_id, call_id, value FROM open_calls WHERE session_id IN"
+                f" (SELECT session_id FROM sessions WHERE {_at(places)}) ORDER BY number"
+            ).fetchall()
+            db.executemany(_FORGET_CALL, [row[1:3] for row in rows])
+            left = [
+                OpenCall(number, session_id, codec.decode(value, CallRecord))
+                for number, session_id, _, value in rows
+            ]
+            _fail_open_calls(db, left, [opened.number for opened in left])
+            return _num_open(db, f" AND {_at(places)}")
+
+        return await self._run(work)
 
     async def close(self) -> None:
         """Finish what waits, then let go of the files. Idempotent."""
         if self._writer is not None:
+            await self._notes.close()
             await self._writer.close()
+            self._log.close()
 
     # --- the journal of a session ---
 
-    async def open_call(self, session_id: str, call_record: CallRecord) -> None:
-        """Store an accepted call, before it is sampled. Raises SessionNotFound for a tombstone."""
-        self._number += 1
-        number = self._number
-
-        def work(db: Database) -> None:
-            _require(db, session_id, _LIVE)
+    def open_call(self, session_id: str, call_record: CallRecord) -> None:
+        """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
+        (number,) = self._next_numbers(1)
+        self._log.add(number, session_id, call_record)
+        if self._shards is not None:  # committed a moment later: a lost host may have begun one that is not there
             row = (session_id, call_record.call_id, number, codec.encode(call_record))
-            db.execute("INSERT INTO open_calls VALUES (?, ?, ?, ?)", row)
-
-        await self._run(work)
+            statement = "INSERT INTO open_calls VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            self._notes.start(self._run(lambda db: db.execute(statement, row).rowcount))
 
     async def close_call(self, session_id: str, call_record: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep a call with its turns, committed or failed, in place of an earlier record of it. Raises
         SessionNotFound for a tombstone."""
-        self._number += 1
-        number, call = self._number, (session_id, call_record.call_id)
+        opened, (number,) = self._log.of_call(session_id, call_record.call_id), self._next_numbers(1)
+        began = number if opened is None else opened.number
+        stored = StoredCall(call_record, tuple(nodes))
 
         def work(db: Database) -> None:
             _, good_until = _require(db, session_id, _LIVE)
-            value = codec.encode(StoredCall(call_record, tuple(nodes)))
-            db.execute(_PUT_CALL, (number, *call, number, *call, value))
-            db.execute("DELETE FROM open_calls WHERE session_id = ? AND call_id = ?", call)
+            _put_call(db, session_id, stored, number, began)
+            if self._shards is not None:
+                db.execute(_FORGET_CALL, (session_id, call_record.call_id))
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
-        await self._run(work)
+        await self._run(work, lambda: self._log.remove(session_id, call_record.call_id))
 
     async def save(self, record: SessionRecord) -> bool:
         """Replace a session's record. Returns true if this has finished it.
@@ -234,7 +260,8 @@ class SessionStore:
 
     async def load(self, session_id: str) -> StoredSession | None:
         """Load a session with everything it has, or its tombstone; None for an id that was never used."""
-        stored, last_number = await self._run(lambda db: _loaded(db, session_id))
+        open_calls = self._log.of_session(session_id)
+        stored, last_number = await self._run(lambda db: self._load(db, session_id, open_calls))
         self._number = max(self._number, last_number)  # another process may have counted further
         return stored
 
@@ -258,7 +285,7 @@ class SessionStore:
 
         def work(db: Database) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
-            for table in ("calls", "open_calls"):
+            for table in ("calls",) if self._shards is None else ("calls", "open_calls"):
                 db.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
@@ -267,7 +294,7 @@ class SessionStore:
                 db.execute(statement, (state, b"", session_id))
             return was_open
 
-        return await self._run(work)
+        return await self._run(work, lambda: self._log.remove_all(session_id))
 
     async def last_use(self, places: Collection[int] = ()) -> float:
         """Return about the latest use of a live session, in seconds since 1970; 0 without one. `places`, in a
@@ -364,6 +391,10 @@ class SessionStore:
         """Return the condition, after others, for the sessions of this process, or at these places."""
         return "" if self._shards is None else f" AND {_at(places or self._shards.places)}"
 
+    def _next_numbers(self, num: int) -> Sequence[int]:
+        first, self._number = self._number + 1, self._number + num
+        return range(first, first + num)
+
     def _extend(self, db: Database, session_id: str) -> None:
         """Move the expiry: never too early, and at most the slack too late."""
         now = self._wall_s()
@@ -371,6 +402,30 @@ class SessionStore:
             "UPDATE sessions SET expires_at = ? + ttl_s * ? WHERE session_id = ? AND expires_at < ? + ttl_s",
             (now, 1 + _EXPIRY_SLACK, session_id, now),
         )
+
+    def _load(
+        self, db: Database, session_id: str, open_calls: Sequence[OpenCall]
+    ) -> tuple[StoredSession | None, int]:
+        """Return a session, and the last number that a call of it has."""
+        columns = "state, owner, is_recorded, expires_at, value"
+        row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        if row is None:
+            return None, 0
+        state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
+        if state not in _LIVE:
+            return StoredSession(state, owner, is_recorded, expires_at), 0
+        record = codec.decode(row[4], SessionRecord)
+        statement = "SELECT began, value, seq FROM calls WHERE session_id = ? ORDER BY seq"
+        rows = db.execute(statement, (session_id,)).fetchall()
+        calls = [codec.decode(value, StoredCall) for _, value, _ in rows]
+        ended_or_open = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
+        for (began, *_), call in zip(rows, calls, strict=True):
+            ended_or_open[call.record.call_id] = began, call.record  # may have ended since `open_calls` was taken
+        in_order = sorted(ended_or_open.values(), key=lambda numbered: numbered[0])
+        nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
+        in_order_calls = tuple(call for _, call in in_order)
+        stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order_calls, nodes)
+        return stored, rows[-1][2] if rows else 0
 
 
 # --- in the thread, inside its transaction: what raises does so before it writes ---
@@ -397,27 +452,14 @@ def _require(db: Database, session_id: str, allowed: frozenset[SessionState]) ->
     return state, row[1]
 
 
-def _loaded(db: Database, session_id: str) -> tuple[StoredSession | None, int]:
-    """Return a session, and the last number that a call of it has."""
-    columns = "state, owner, is_recorded, expires_at, value"
-    row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
-    if row is None:
-        return None, 0
-    state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
-    if state not in _LIVE:
-        return StoredSession(state, owner, is_recorded, expires_at), 0
-    record = codec.decode(row[4], SessionRecord)
-    rows = db.execute(
-        "SELECT seq, began, value FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
-    ).fetchall()
-    ended = [(began, codec.decode(value, StoredCall)) for _, began, value in rows]
-    open_calls = db.execute("SELECT number, value FROM open_calls WHERE session_id = ?", (session_id,))
-    calls = [(number, codec.decode(value, CallRecord)) for number, value in open_calls]
-    calls = sorted([*calls, *((began, call.record) for began, call in ended)], key=itemgetter(0))
-    nodes = tuple(itertools.chain.from_iterable(call.nodes for _, call in ended))
-    in_order = tuple(call for _, call in calls)
-    stored = StoredSession(state, owner, is_recorded, expires_at, record, in_order, nodes)
-    return stored, rows[-1][0] if rows else 0
+def _put_call(db: Database, session_id: str, call: StoredCall, number: int, began: int) -> None:
+    """Write a call down that ended as `number`, in its old place if it has one."""
+    row = (number, began, session_id, call.record.call_id, codec.encode(call))
+    db.execute(
+        "INSERT INTO calls VALUES (?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
+        " SET value = excluded.value",
+        row,
+    )
 
 
 def _last_number(db: Database) -> int:
@@ -425,18 +467,20 @@ def _last_number(db: Database) -> int:
     return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
 
 
-def _fail_open_calls(db: Database, condition: str) -> int:
-    """Write down that these sessions' open calls failed with their process. Returns how many sessions are open."""
-    sessions = f"SELECT session_id FROM sessions WHERE {condition}"
-    rows = db.execute(
-        f"SELECT number, session_id, value FROM open_calls WHERE session_id IN ({sessions})"
-    ).fetchall()
-    for number, session_id, value in rows:
-        record = replace(codec.decode(value, CallRecord), state=ModelCallState.FAILED, error=_PROCESS_ENDED)
-        row = (number, number, session_id, record.call_id, codec.encode(StoredCall(record)))
-        db.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?)", row)
-    db.execute(f"DELETE FROM open_calls WHERE session_id IN ({sessions})")
-    return int(db.execute(f"SELECT COUNT(*) FROM ({sessions} AND state = 'open') live").fetchone()[0])
+def _fail_open_calls(db: Database, left: Sequence[OpenCall], numbers: Sequence[int]) -> None:
+    """Write down that these calls failed with their process."""
+    for number, opened in zip(numbers, left, strict=True):
+        record = replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
+        ids = opened.session_id, record.call_id
+        db.execute(
+            "INSERT INTO calls SELECT ?, ?, ?, ?, ? FROM sessions"
+            " WHERE session_id = ? AND state IN ('open', 'finished') ON CONFLICT DO NOTHING",
+            (number, opened.number, *ids, codec.encode(StoredCall(record)), opened.session_id),
+        )
+
+
+def _num_open(db: Database, condition: str) -> int:
+    return int(db.execute(f"SELECT COUNT(*) FROM sessions WHERE state = 'open'{condition}").fetchone()[0])
 
 
 def _at(places: Collection[int]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 import signal
 import sqlite3
@@ -24,6 +26,7 @@ from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
 from agentloop.storage.home import Home
 from agentloop.trajectory.node import CallRecord, ModelCallState
+from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
 from agentloop_servers.endpoint.shards import ShardRouter
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -77,7 +80,7 @@ async def loaded(store: SessionStore, session_id: str = "s") -> StoredSession:
 async def make_turns(store: SessionStore, num_turns: int, session_id: str = "s") -> None:
     for index in range(num_turns):
         parent = f"n{index - 1}" if index else None
-        await store.open_call(session_id, make_call(f"c{index}"))
+        store.open_call(session_id, make_call(f"c{index}"))
         await store.close_call(
             session_id,
             make_call(f"c{index}", ModelCallState.COMMITTED),
@@ -91,16 +94,12 @@ def change(path: Path, statement: str, *arguments: object) -> None:
     db.close()
 
 
-async def open_rows(store: SessionStore) -> list[tuple[str, str]]:
-    return await in_store(store, lambda db: db.execute("SELECT session_id, call_id FROM open_calls").fetchall())
-
-
 async def test_a_session_comes_back_as_it_was(place: AnyHome) -> None:
     async with opened(place) as store:
         assert await store.create(make_record(owner="o"))
         await make_turns(store, 3)
-        await store.open_call("s", make_call("open"))
-        await store.open_call("s", make_call("lost"))
+        store.open_call("s", make_call("open"))
+        store.open_call("s", make_call("lost"))
         await store.close_call("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.is_recorded) == (SessionState.OPEN, "o", False)
@@ -117,7 +116,7 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(place: AnyHome) ->
     async with opened(place) as store:
         await store.create(make_record())
         await make_turns(store, 1)
-        await store.open_call("s", make_call("c1"))
+        store.open_call("s", make_call("c1"))
         nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
         await store.close_call("s", make_call("c1", ModelCallState.COMMITTED), nodes)
         await store.close_call("s", make_call("c1", ModelCallState.COMMITTED), nodes)
@@ -133,7 +132,7 @@ async def test_after_a_restart_open_calls_have_failed(place: AnyHome) -> None:
         for session_id in ("a", "b", "c"):
             await store.create(make_record(session_id))
         await make_turns(store, 1, "a")
-        await store.open_call("a", make_call("open"))
+        store.open_call("a", make_call("open"))
         await store.save(replace(make_record("b"), state=SessionState.FINISHED))
         await store.delete("c", SessionState.DELETED)
     store = store_at(place)
@@ -171,7 +170,7 @@ async def test_nothing_brings_a_tombstone_back(place: AnyHome, state: SessionSta
         record = make_record(owner="o")
         await store.create(record)
         await make_turns(store, 2)
-        await store.open_call("s", make_call("late"))
+        store.open_call("s", make_call("late"))
         assert await store.delete("s", state)
         assert not await store.delete("s", state)
         for write in (
@@ -185,7 +184,10 @@ async def test_nothing_brings_a_tombstone_back(place: AnyHome, state: SessionSta
         assert (stored.state, stored.owner, stored.record, stored.calls) == (state, "o", None, ())
     async with opened(place) as store:
         assert await in_store(store, lambda db: db.execute("SELECT COUNT(*) FROM calls").fetchone()) == (0,)
-        assert await open_rows(store) == []
+        if not isinstance(place, Path):
+            assert await in_store(store, lambda db: db.execute("SELECT * FROM open_calls").fetchall()) == []
+    if isinstance(place, Path):
+        assert read_open_calls(place.with_suffix(".open-calls")) == []
 
 
 async def test_what_nobody_named_leaves_no_tombstone(place: AnyHome) -> None:
@@ -224,7 +226,7 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
         (num_pages,) = await in_store(store, lambda db: db.execute("PRAGMA page_count").fetchone())
         await in_store(store, lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
         big = make_call("big", ModelCallState.FAILED, error="x" * 400_000)
-        await store.open_call("s", make_call("big"))
+        store.open_call("s", make_call("big"))
         outcomes = await asyncio.gather(
             store.close_call("s", make_call("small", ModelCallState.FAILED), []),
             store.close_call("s", big, []),
@@ -309,11 +311,15 @@ def as_killed(path: AnyHome, name: str) -> AnyHome:
     return folder / path.name
 
 
+def log_of(path: Path) -> Path:
+    return path.with_suffix(".open-calls")
+
+
 async def states_after(path: Path) -> list[tuple[str, ModelCallState]]:
     """The calls of session "s" as the next process finds them, which takes care of all open calls."""
     async with opened(path) as store:
         states = [(call.call_id, call.state) for call in (await loaded(store)).calls]
-        assert await open_rows(store) == []
+        assert read_open_calls(log_of(path)) == []
         return states
 
 
@@ -321,15 +327,18 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
     async with opened(path) as store:
         await store.create(make_record())
         before = as_killed(path, "before")
-        await store.open_call("s", make_call("c"))
+        store.open_call("s", make_call("c"))
         begun = as_killed(path, "begun")
         await store.close_call("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
-        assert await open_rows(store) == []
         ended = as_killed(path, "ended")
+        # Killed after the commit, with the line of its end not written.
+        unmarked = as_killed(path, "unmarked")
+        shutil.copy(log_of(begun), log_of(unmarked))
     assert await states_after(before) == []
     assert await states_after(begun) == [("c", ModelCallState.FAILED)]
     assert await states_after(ended) == [("c", ModelCallState.COMMITTED)]
-    async with opened(ended) as store:
+    assert await states_after(unmarked) == [("c", ModelCallState.COMMITTED)]
+    async with opened(unmarked) as store:
         assert [node.node_id for node in (await loaded(store)).nodes] == ["n"]
     async with opened(begun) as store:
         (call,) = (await loaded(store)).calls
@@ -341,15 +350,15 @@ async def test_open_calls_of_sessions_that_are_no_more_are_dropped(path: Path) -
     async with opened(path) as store:
         for session_id in ("s", "finished", "deleted", "one-off"):
             await store.create(make_record(session_id))
-        for session_id in ("s", "finished", "deleted", "one-off"):
-            await store.open_call(session_id, make_call("c"))
+        for session_id in ("s", "finished", "deleted", "one-off", "unknown"):
+            store.open_call(session_id, make_call("c"))
         await store.save(replace(make_record("finished"), state=SessionState.FINISHED))
+        killed = as_killed(path, "killed")
         await store.delete("deleted", SessionState.DELETED)
         await store.delete("one-off", None)
-        for session_id in ("deleted", "one-off", "unknown"):
-            with pytest.raises(SessionNotFound):
-                await store.open_call(session_id, make_call("c"))
         later = as_killed(path, "later")
+    assert [opened.session_id for opened in read_open_calls(log_of(later))] == ["s", "finished", "unknown"]
+    shutil.copy(log_of(killed), log_of(later))
     assert await states_after(later) == [("c", ModelCallState.FAILED)]
     async with opened(later) as store:
         assert [call.state for call in (await loaded(store, "finished")).calls] == [ModelCallState.FAILED]
@@ -364,22 +373,22 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
 
     async with opened(place) as store:
         await store.create(make_record())
-        await store.open_call("s", same("a"))
-        await store.open_call("s", same("b"))
-        await store.open_call("s", same("c"))
+        store.open_call("s", same("a"))
+        store.open_call("s", same("b"))
+        store.open_call("s", same("c"))
         await store.close_call("s", same("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         await store.close_call("s", same("a", ModelCallState.COMMITTED), [make_node("m", "a")])
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
         killed = as_killed(place, "killed")
     async with opened(killed) as store:
         await loaded(store)  # as a session's first call of a process does
-        await store.open_call("s", same("d"))
-        await store.open_call("s", same("e"))
+        store.open_call("s", same("d"))
+        store.open_call("s", same("e"))
         await store.close_call("s", same("e", ModelCallState.FAILED), [])
         killed = as_killed(killed, "again")
     async with opened(killed) as store:
         await loaded(store)  # as a session's first call of a process does
-        await store.open_call("s", same("f"))
+        store.open_call("s", same("f"))
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
         failed = [call.call_id for call in stored.calls if call.state is ModelCallState.FAILED]
@@ -388,26 +397,42 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         for _ in range(5):  # numbers that no row has
             with pytest.raises(SessionNotFound):
                 await store.close_call("unknown", same("x"), [])
-        await store.open_call("s", same("g"))
+        store.open_call("s", same("g"))
         killed = as_killed(killed, "once more")
     async with opened(killed) as store:
         await loaded(store)  # as a session's first call of a process does
-        await store.open_call("s", same("h"))
+        store.open_call("s", same("h"))
         assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
 
 
-async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path) -> None:
+async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     async with opened(path) as store:
         await store.create(make_record())
-        await in_store(store, lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())  # no more than now
-        opening = [store.open_call("s", make_call(f"c{index}")) for index in range(1000)]
-        errors = await asyncio.gather(*opening, return_exceptions=True)
-        begun = errors.count(None)
-        assert [type(error) for error in errors[begun:]] == [StorageFull] * (1000 - begun)
-        assert len((await loaded(store)).calls) == len(await open_rows(store)) == begun < 1000
-        await in_store(store, lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
-        await store.open_call("s", make_call("late"))
-    assert len(await states_after(path)) == begun + 1
+        for index in range(5):
+            store.open_call("s", make_call(f"c{index}"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            for _ in range(3):
+                with pytest.raises(StorageFull, match="No space left"):
+                    store.open_call("s", make_call("late"))
+            assert len((await loaded(store)).calls) == 5
+            await store.close_call(
+                "s", make_call("c0", ModelCallState.FAILED), []
+            )  # the log does not say so: the store does
+        store.open_call("s", make_call("late"))
+        store.open_call("s", make_call("later"))
+        calls = (await loaded(store)).calls
+        assert [call.call_id for call in calls] == [*(f"c{i}" for i in range(5)), "late", "later"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        store = SessionStore(path, Wall())
+        with pytest.raises(StorageFull, match="No space left"):
+            await store.start()
+        await store.close()
+    assert len(await states_after(path)) == 5 + 2
 
 
 @pytest.mark.long
@@ -417,7 +442,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_record())
         for call_id in ids:
-            await store.open_call("s", make_call(call_id))
+            store.open_call("s", make_call(call_id))
         assert [call.call_id for call in (await loaded(store)).calls] == ids
 
         async def end(call_id: str) -> None:
@@ -425,6 +450,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
             await store.close_call(
                 "s", make_call(call_id, ModelCallState.COMMITTED), [make_node(f"of {call_id}", call_id)]
             )
+            assert call_id not in {opened.call.call_id for opened in read_open_calls(log_of(path))}
 
         leaving = [asyncio.create_task(end(call_id)) for call_id in ids[::10]]
         rest = [asyncio.create_task(end(call_id)) for index, call_id in enumerate(ids) if index % 10]
@@ -437,7 +463,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
         assert [call.call_id for call in stored.calls] == ids
         still_open = {call.call_id for call in stored.calls if call.state is ModelCallState.OPEN}
         assert still_open < set(ids[::10])
-        assert {call_id for _, call_id in await open_rows(store)} == still_open
+        assert {opened.call.call_id for opened in read_open_calls(log_of(path))} == still_open
         assert len(stored.nodes) == 1000 - len(still_open)
 
 
@@ -453,7 +479,7 @@ async def main():
     await store.create(make_record(ttl_s=1e6))
     for index in range(100_000):
         parent = f"n{index - 1}" if index else None
-        await store.open_call("s", make_call(f"c{index}"))
+        store.open_call("s", make_call(f"c{index}"))
         call = make_call(f"c{index}", ModelCallState.COMMITTED)
         await store.close_call("s", call, [make_node(f"n{index}", f"c{index}", parent)])
         print(index, flush=True)

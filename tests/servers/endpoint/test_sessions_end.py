@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -260,6 +261,7 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
         source.backup(copy)
         source.close()
     copy.close()
+    shutil.copy(site.path / "sessions.open-calls", site.path / "after")
     site.talker.gate.set()
     await dying
     await site.stop()

@@ -69,10 +69,10 @@ async def test_what_a_lost_process_had_is_gone_on_with_and_it_commits_nothing_mo
         await b.store.create(make_record(OF_B))
         await a.store.create(make_record(OF_A))
         for number in range(3):
-            await a.store.open_call(OF_A, make_call(f"c{number}"))
+            a.store.open_call(OF_A, make_call(f"c{number}"))
             node = make_node(f"n{number}", f"c{number}", f"n{number - 1}" if number else None)
             await a.store.close_call(OF_A, make_call(f"c{number}", ModelCallState.COMMITTED), [node])
-        await a.store.open_call(OF_A, make_call("open"))
+        a.store.open_call(OF_A, make_call("open"))
         await a.store.load(OF_A)  # what was begun before is committed
         await revoke(postgres_run, 0)
         late = a.store.close_call(
@@ -88,7 +88,7 @@ async def test_what_a_lost_process_had_is_gone_on_with_and_it_commits_nothing_mo
         assert stored is not None
         assert [node.node_id for node in stored.nodes] == ["n0", "n1", "n2"]
         assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED] * 3 + [ModelCallState.FAILED]
-        await b.store.open_call(OF_A, make_call("next"))
+        b.store.open_call(OF_A, make_call("next"))
         await b.store.close_call(OF_A, make_call("next", ModelCallState.COMMITTED), [make_node("n3", "next", "n2")])
         stored = await b.store.load(OF_A)
         assert stored is not None

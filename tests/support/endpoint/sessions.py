@@ -47,7 +47,7 @@ class MemoryJournal:
         self.loses_answers = False  # what is raised from now on is raised after the write was done
         self.gate: asyncio.Event | None = None  # every write but a call's beginning waits for it
 
-    async def open_call(self, session_id: str, call: CallRecord) -> None:
+    def open_call(self, session_id: str, call: CallRecord) -> None:
         self._write_now("begin", lambda: self._put(call))
 
     async def close_call(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
