@@ -258,6 +258,7 @@ class CommitReport:
     num_verified: int = 0  # tensors or layers compared with what was staged
     num_unverified: int = 0
     transfer_ms: float = 0.0  # one phase only
+    canary_ms: float = 0.0  # of the canary check, if the commit resumed the engine
 
 
 class MemoryTag(StrEnum):
@@ -403,11 +404,12 @@ class EngineControl(TrainerFollower, AdapterServer, Protocol):
         Conflict (the served ones are asleep); the engine then serves on. A cancelled stage leaves nothing running.
         """
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         """Swap in the staged weights, verify them, and set `version`. The engine must be paused.
 
-        Raises Conflict (not paused, asleep, or another version staged) or WeightUpdateFailed, after which the
-        engine is not usable until a later commit succeeds.
+        With `resumes` this is also the `resume` that follows, without a round trip between the two. Raises Conflict
+        (not paused, asleep, or another version staged) or WeightUpdateFailed, after which the engine is not usable
+        until a later commit succeeds; with `resumes` what `resume` raises too.
         """
 
     async def offer(self) -> PushSource | None:

@@ -29,7 +29,7 @@ class EnginePhase(StrEnum):
     NEW = "new"
     SERVING = "serving"
     DRAINING = "draining"  # admits nothing; what began runs to its end
-    FREEZING = "freezing"  # was asked to freeze, and has not said that it did
+    FREEZING = "freezing"  # was asked to freeze, or to resume, and has not reported that it did
     PAUSED = "paused"
     CLOSED = "closed"
 
@@ -39,7 +39,7 @@ _MOVES = {
     EnginePhase.SERVING: {EnginePhase.DRAINING, EnginePhase.FREEZING, EnginePhase.PAUSED, EnginePhase.CLOSED},
     EnginePhase.DRAINING: {EnginePhase.SERVING, EnginePhase.FREEZING, EnginePhase.PAUSED, EnginePhase.CLOSED},
     EnginePhase.FREEZING: {EnginePhase.SERVING, EnginePhase.PAUSED, EnginePhase.CLOSED},
-    EnginePhase.PAUSED: {EnginePhase.SERVING, EnginePhase.CLOSED},
+    EnginePhase.PAUSED: {EnginePhase.FREEZING, EnginePhase.SERVING, EnginePhase.CLOSED},
     EnginePhase.CLOSED: set(),
 }
 
@@ -75,6 +75,7 @@ class EngineLifecycle:
         self._end_reason = ""
         self._min_kv_version: int | None = None
         self._ends_older_kv = False
+        self._incoming: int | None = None  # the version of the commit under way
         self._needs_canary = False  # the committed weights have not passed the canary check
         self._output_release: asyncio.Future[None] | None = (
             None  # set when the canary check ends; an error: discarded
@@ -160,7 +161,7 @@ class EngineLifecycle:
             self._drain_over.set()
 
     def begin_freeze(self) -> None:
-        """Enter FREEZING, in engines that take time to freeze; `paused` follows."""
+        """Enter FREEZING, in engines that take time to freeze or to resume; `paused` or `resumed` follows."""
         if self.phase is not EnginePhase.FREEZING:
             self._move(EnginePhase.FREEZING)
 
@@ -211,12 +212,15 @@ class EngineLifecycle:
 
         The new weights need a canary check unless the update `is_forced`.
         """
+        self._incoming = version
         try:
             yield
             self.require_alive()
         except BaseException:
             self.refuse()
             raise
+        finally:
+            self._incoming = None
         self.version = version
         self._needs_canary = not is_forced
         if self._ends_older_kv:
@@ -252,8 +256,9 @@ class EngineLifecycle:
         return [request_id for request_id, demand in self._pinned.items() if not demand.accepts(version)]
 
     def refuses(self, demand: VersionDemand | None) -> bool:
-        """Tell if a known version is served that is not accepted."""
-        return demand is not None and self.version is not None and not demand.accepts(self.version)
+        """Return True if the served version, or that of the commit under way, is known and not accepted."""
+        version = self.version if self._incoming is None else self._incoming
+        return demand is not None and version is not None and not demand.accepts(version)
 
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         """Wait as `EngineControl.drain_pinned` does."""
@@ -271,11 +276,16 @@ class EngineLifecycle:
     def begin_canary(self) -> bool:
         """Hold all sampled tokens and return True if the weights still need the canary check; else return False.
         Call before anything can be sampled under new weights."""
-        if not self._needs_canary:
+        if self._needs_canary:
+            self.hold_output()
+        else:
             self.release_output()
-        elif self._output_release is None or self._output_release.done():
-            self._output_release = asyncio.get_running_loop().create_future()
         return self._needs_canary
+
+    def hold_output(self) -> None:
+        """Hold all sampled tokens until the next canary check ends."""
+        if self._output_release is None or self._output_release.done():
+            self._output_release = asyncio.get_running_loop().create_future()
 
     def release_output(self) -> None:
         """End a canary check that found no fault: held tokens are released."""

@@ -127,10 +127,23 @@ class ReplicaSteps:
         """Freeze requests where they are, for the commit that follows."""
         await within(self.config.pause_timeout_s, self._engine(replica).pause(PauseMode.KEEP, kv_policy))
 
-    async def commit(self, replica: ReplicaRecord, version: int) -> CommitReport:
-        """Swap in the staged weights. Until this has ended, the replica's weights are unknown."""
+    async def commit(self, replica: ReplicaRecord, version: int, *, resumes: bool = False) -> CommitReport:
+        """Swap in the staged weights, and with `resumes` end the pause. Until this has ended, the replica's weights
+        are unknown."""
+        engine, timeout_s = self._engine(replica), self.config.commit_timeout_s
         self._fleet.forget_version(replica)
-        report = await within(self.config.commit_timeout_s, self._engine(replica).commit(version))
+        if resumes:
+            timeout_s += self.config.resume_timeout_s
+        try:
+            report = await within(timeout_s, engine.commit(version, resumes=resumes))
+        except (EngineLost, ConnectionError):
+            if not resumes:
+                raise
+            # Perhaps only the answer is lost, and the replica samples under the version: freeze it, and look.
+            await self.pause_for_commit(replica, KVPolicy.KEEP)
+            if engine.weight_version != version:
+                raise
+            report = CommitReport(canary_ms=1e3 * await within(self.config.resume_timeout_s, engine.resume()))
         self._fleet.committed(replica, version)
         return report
 

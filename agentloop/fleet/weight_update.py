@@ -7,6 +7,8 @@
                                                         sleeping fleet
     if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds; refused: quarantine
 
+In a fleet that neither sleeps nor is paused the commit and the resume are one call. If that fails: quarantine.
+
 In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
 itself, and one that hangs freezes no other. One replica switches first: the others serve the old version until its
 look has ended, and keep it if the weights are refused. From then on a replica takes new traffic only once it holds
@@ -225,8 +227,13 @@ class FleetUpdate:
         await self._admit(one)
 
     async def _switch_one(self, one: ReplicaProgress) -> None:
-        for step in (self._begin_update, self._pause, self._commit, self._wake_and_resume):
-            await step(one)
+        await self._begin_update(one)
+        await self._pause(one)
+        if _may_sleep(one, self._orders.asleep) or self._orders.is_paused:
+            await self._commit(one)
+            await self._wake_and_resume(one)
+        else:
+            await self._commit(one, resumes=True)
 
     async def _drain(self, one: ReplicaProgress) -> None:
         one.verb = _WAIT
@@ -242,9 +249,11 @@ class FleetUpdate:
         one.paused_after_s = one.paused_at - self._began_at
         await self._steps.pause_for_commit(one.replica, self.source.kv_policy)
 
-    async def _commit(self, one: ReplicaProgress) -> None:
+    async def _commit(self, one: ReplicaProgress, *, resumes: bool = False) -> None:
         one.verb = "commit"
-        one.committed = await self._steps.commit(one.replica, self.source.version)
+        one.committed = await self._steps.commit(one.replica, self.source.version, resumes=resumes)
+        if resumes:
+            self._resumed(one, one.committed.canary_ms / 1e3)
 
     async def _wake_and_resume(self, one: ReplicaProgress) -> None:
         if _may_sleep(one, self._orders.asleep):
@@ -252,8 +261,11 @@ class FleetUpdate:
             await self._steps.wake(one.replica, self._tags)
         one.verb = "resume"
         if not (self._stays_asleep or self._orders.is_paused):
-            one.look_s = await self._steps.resume(one.replica)
-            one.end_stall(self._clock.now() - one.look_s)
+            self._resumed(one, await self._steps.resume(one.replica))
+
+    def _resumed(self, one: ReplicaProgress, canary_s: float) -> None:
+        one.look_s = canary_s
+        one.end_stall(self._clock.now() - canary_s)
 
     async def _admit(self, one: ReplicaProgress) -> None:
         await asyncio.shield(self._publish_once())

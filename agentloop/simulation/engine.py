@@ -258,17 +258,20 @@ class SimulatedEngine:
             self._refresh()
 
     async def resume(self) -> float:
+        async with self._lifecycle.control:
+            return await self._resume()
+
+    async def _resume(self) -> float:
         lifecycle, began_at = self._lifecycle, self._clock.now()
-        async with lifecycle.control:
-            lifecycle.check_resume()
-            needs_canary = lifecycle.begin_canary()
-            version = lifecycle.require_usable() if needs_canary else None
-            lifecycle.resumed()
-            self._pin_adapters()
-            self._refresh()
-            if version is not None:
-                await self._run_canary(version)
-            return 0.0 if version is None else self._clock.now() - began_at
+        lifecycle.check_resume()
+        needs_canary = lifecycle.begin_canary()
+        version = lifecycle.require_usable() if needs_canary else None
+        lifecycle.resumed()
+        self._pin_adapters()
+        self._refresh()
+        if version is not None:
+            await self._run_canary(version)
+        return 0.0 if version is None else self._clock.now() - began_at
 
     async def _run_canary(self, version: int) -> None:
         """Run the canary check, whose result the injected faults decide. Raises WeightsRefused."""
@@ -310,9 +313,11 @@ class SimulatedEngine:
         self._lifecycle.require_alive()
         return report
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         async with self._lifecycle.control:
             self._lifecycle.check_commit(version, self._weights.staged_version)
+            if resumes:
+                self._lifecycle.check_resume()
             if self._lifecycle.is_output_held:
                 self._refuse()
             try:
@@ -323,7 +328,7 @@ class SimulatedEngine:
                 raise
             for request_id in self._lifecycle.refusing(version):
                 await self.abort(request_id)
-            return report
+            return replace(report, canary_ms=1e3 * await self._resume()) if resumes else report
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         self._lifecycle.check_stage()

@@ -79,10 +79,11 @@ class Flight:
         self._tasks = [asyncio.create_task(self._read(stream)) for stream in self.streams]
 
     async def until(self, is_reached: Callable[[Stream], bool], timeout_s: float) -> None:
-        """Wait for every request. Raises TimeoutError."""
+        """Wait for every request. Raises TimeoutError, or RuntimeError if one has ended."""
         async with asyncio.timeout(timeout_s):
             while not all(map(is_reached, self.streams)):
                 self.check()
+                self.check_alive()
                 await asyncio.sleep(0.002)
 
     def check(self) -> None:
@@ -91,10 +92,13 @@ class Flight:
             if task.done():
                 task.result()
 
-    @property
-    def num_over(self) -> int:
-        """Requests that have ended: nobody asked for it, so they are lost (or their budget was too small)."""
-        return sum(request.is_over for request in (*self.streams, *self.others))
+    def check_alive(self) -> None:
+        """Raise RuntimeError if a request has ended that nobody has aborted."""
+        if num_over := sum(request.is_over for request in (*self.streams, *self.others)):
+            raise RuntimeError(
+                f"{num_over} of the requests have reached the end of their context: raise --context, or ask for "
+                "fewer updates"
+            )
 
     async def end(self, abort: Callable[[str], object], timeout_s: float = 60.0) -> None:
         """Abort them all, and wait for their last answers. Raises what any of them raised."""

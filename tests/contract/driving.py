@@ -77,12 +77,13 @@ class Reading:
 
 
 async def commit_next(case: EngineCase, kv_policy: KVPolicy) -> WeightUpdate:
-    """One whole weight update."""
+    """One whole weight update, whose commit resumes the engine."""
     update = case.next_update()
     await case.engine.stage(update)
     await case.engine.pause(PauseMode.KEEP, kv_policy)
-    await case.engine.commit(update.version)
-    await case.engine.resume()
+    report = await case.engine.commit(update.version, resumes=True)
+    assert not case.engine.is_paused
+    assert report.canary_ms >= 0.0
     return update
 
 

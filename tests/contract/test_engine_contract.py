@@ -459,7 +459,10 @@ async def test_a_commit_in_the_middle_opens_a_second_span(case: EngineCase, kv_p
         assert merged(streamed) == both.weight_versions
 
 
-async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(case: EngineCase) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(
+    case: EngineCase, resumes: bool
+) -> None:
     """A drain waits for such a request, and for no other; what is refused at the door never runs."""
     update, served = case.next_update(), case.engine.weight_version
     assert served is not None
@@ -475,8 +478,8 @@ async def test_a_commit_ends_what_does_not_accept_its_version_and_nothing_else(c
     await pinned.middle()
     await case.engine.drain_pinned(update.version, 0.0)
     await case.engine.pause(PauseMode.KEEP)
-    await case.engine.commit(update.version)
-    cut = await pinned.end()  # before the resume
+    await case.engine.commit(update.version, resumes=resumes)
+    cut = await pinned.end()  # before a resume of its own
     assert (cut.finish_reason, 0 < len(cut.token_ids) < long) == (FinishReason.REPLACED, True)
     assert [span.version for span in cut.weight_versions] == [served]
     await case.engine.resume()
@@ -634,7 +637,8 @@ async def test_an_offer_disturbs_nothing(case: EngineCase) -> None:
     assert (await commit_next(case, KVPolicy.KEEP)).version == case.engine.weight_version
 
 
-async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase, resumes: bool) -> None:
     if case.failing_checkpoint is None:
         pytest.skip("this engine has no checkpoint that passes stage and fails commit")
     reading = Reading(case, case.request(case.prompt(), case.long_tokens))
@@ -645,8 +649,8 @@ async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase)
         case.spoil(update.directory)
     await case.engine.pause(PauseMode.KEEP)
     with pytest.raises(WeightUpdateFailed):
-        await case.engine.commit(update.version)
-    assert not case.engine.is_usable
+        await case.engine.commit(update.version, resumes=resumes)
+    assert (case.engine.is_usable, case.engine.is_paused) == (False, True)
     with pytest.raises(EngineUnusable):
         await case.engine.generate(case.request(case.prompt(), 4))
     good = await commit_next(case, KVPolicy.RECOMPUTE)

@@ -83,7 +83,7 @@ def test_the_first_refuses_noise_and_the_fleet_stays_where_it_was(tmp_path):
         await clock.sleep(LOOK_S / 2)
         assert (site.fleet.weight_version, site.placeable()) == (1, ["b", "c"])  # while one is asked
         assert [engine.weight_version for engine in site.engines.values()] == [NOISE, 1, 1]
-        with pytest.raises(WeightsRefused, match=r"a: resume: injected: version 2 is noise; b: wait: another"):
+        with pytest.raises(WeightsRefused, match=r"a: commit: injected: version 2 is noise; b: wait: another"):
             await updating
         with pytest.raises(EngineUnusable):
             await sampling["a"]
@@ -224,7 +224,7 @@ async def test_a_look_without_an_answer_is_no_refusal(clock):
     site.engines["a"].fail("resume")
     site.engines["a"].failures["resume"] = WeightUpdateFailed("no answer")
     report = await site.update(1)
-    assert [one.error for one in report.replicas] == ["resume: no answer", None]
+    assert [one.error for one in report.replicas] == ["commit: no answer", None]
     assert site.state("a") is ReplicaState.QUARANTINED
     assert site.fleet.get("a").weight_version is None
     assert site.placeable() == ["b"]
@@ -236,7 +236,7 @@ async def test_where_no_look_is_answered_the_fleet_stays_where_it_was(clock):
     for engine in site.engines.values():
         engine.fail("resume", times=1)
         engine.failures["resume"] = WeightUpdateFailed("no answer")
-    with pytest.raises(WeightUpdateFailed, match="a: resume: no answer; b: resume: no answer"):
+    with pytest.raises(WeightUpdateFailed, match="a: commit: no answer; b: commit: no answer"):
         await site.update(1)
     assert site.fleet.weight_version == 0
     assert {site.state(name) for name in "ab"} == {ReplicaState.QUARANTINED}

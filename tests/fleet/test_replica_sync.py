@@ -347,7 +347,7 @@ async def test_sleep_and_update_exclude_each_other(clock):
     with pytest.raises(Conflict, match="a sleep"):
         await site.update(2)
     await sleeping
-    assert site.calls("a") == ["stage", "pause:keep:keep", "commit", "resume", "sleep:1"]
+    assert site.calls("a") == ["stage", "pause:keep:keep", "commit:resumes", "resume", "sleep:1"]
 
 
 @virtual

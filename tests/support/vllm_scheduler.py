@@ -34,6 +34,8 @@ class SchedulerAlone:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(config.block_size, sha256)
         self._num_added = 0
+        self.num_tokens: list[int] = []  # of each step
+        self.reported_ended: set[str] = set()  # to the workers
 
     @property
     def num_free_blocks(self) -> int:
@@ -47,6 +49,16 @@ class SchedulerAlone:
     def names(self) -> set[str]:
         return set(self.scheduler.requests)
 
+    def limit_step(self, num_tokens: int) -> None:
+        """Let a step compute so many tokens at most."""
+        self.scheduler.max_num_scheduled_tokens = num_tokens
+        self.config.scheduler_config.max_num_batched_tokens = num_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """True if the engine would take a step."""
+        return bool(self.scheduler.has_requests())
+
     def add(self, name: str, num_tokens: int, *, max_tokens: int = 100) -> None:
         """Add a request whose prompt shares no prefix with another."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -58,6 +70,8 @@ class SchedulerAlone:
         """Run a step. Returns the names of its requests."""
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
+        self.num_tokens.append(output.total_num_scheduled_tokens)
+        self.reported_ended |= output.finished_req_ids
         sampled = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, [[7] for _ in names])
         self.scheduler.update_from_output(output, sampled)
         return names

@@ -171,8 +171,8 @@ class RemoteEngine:
     async def stage(self, update: WeightUpdate) -> StageReport:
         return await self._order("/stage", ControlAnswer[StageReport], update)
 
-    async def commit(self, version: int) -> CommitReport:
-        return await self._order("/commit", ControlAnswer[CommitReport], version)
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
+        return await self._order("/commit", ControlAnswer[CommitReport], (version, resumes))
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         return await self._order("/load_adapter", ControlAnswer[StageReport], adapter)

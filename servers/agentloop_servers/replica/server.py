@@ -33,6 +33,7 @@ from agentloop.capabilities import Feature
 from agentloop.codec import decode
 from agentloop.engine import (
     Adapter,
+    CommitReport,
     Engine,
     MemoryTag,
     Progress,
@@ -156,6 +157,10 @@ class DataPlaneServer(PrivateServer):
         async def pause(order: PauseOrder) -> None:
             await engine.pause(order.mode, order.kv_policy)
 
+        async def commit(order: tuple[int, bool]) -> CommitReport:
+            version, resumes = order
+            return await engine.commit(version, resumes=resumes)
+
         async def stage(update: WeightUpdate) -> StageReport:
             if update.published is None or self._located is None:
                 return await engine.stage(update)
@@ -185,7 +190,7 @@ class DataPlaneServer(PrivateServer):
             "/unload_adapter": _ControlCall(engine.unload_adapter, str, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),
-            "/commit": _ControlCall(engine.commit, int, CommandKind.FREEZE),
+            "/commit": _ControlCall(commit, tuple[int, bool], CommandKind.FREEZE),
             "/sleep": _ControlCall(engine.sleep, int, CommandKind.FREEZE),
             "/wake": _ControlCall(engine.wake, frozenset[MemoryTag], CommandKind.FREEZE),
         }

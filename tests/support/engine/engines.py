@@ -103,13 +103,15 @@ class FakeEngine:
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         """No request of this engine demands a version."""
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         if not self.is_paused or self.staged != version or MemoryTag.WEIGHTS in self.asleep:
             raise Conflict("not paused, asleep, or another version staged")
         self.is_usable, self.weight_version = False, None
-        await self._called("commit")
+        await self._called("commit", "resumes" if resumes else "")
         self.is_usable, self.weight_version, self.staged = True, version, None
         self.on_commit()
+        if resumes:
+            await self.resume()
         is_one_phase = self.held_in is HeldIn.NOWHERE
         return CommitReport(5.0, 2.0, num_verified=7, transfer_ms=40.0 if is_one_phase else 0.0)
 

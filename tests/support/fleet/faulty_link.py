@@ -248,9 +248,9 @@ class Caller:
     async def drain_pinned(self, version: int, grace_s: float) -> None:
         await self._ask(lambda: self._engine.drain_pinned(version, grace_s))
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
         async def commit() -> CommitReport:
-            report = await self._engine.commit(version)
+            report = await self._engine.commit(version, resumes=resumes)
             self._link.commits.append(version)
             return report
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -56,7 +57,7 @@ from agentloop_servers.engines.common.calls import Call, Calls
 from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
-from agentloop_servers.engines.common.weights import EngineWeights
+from agentloop_servers.engines.common.weights import EngineWeights, Staged
 
 ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
 ProcessT = TypeVar("ProcessT", bound=EngineProcess)
@@ -278,11 +279,11 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
             try:
                 async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
                     async for output in outputs:
+                        if call.is_recalled:
+                            break
                         await self._lifecycle.until_output_released()
                         if call.verdict is not None:
                             raise call.verdict
-                        if call.is_recalled:
-                            break
                         yield output
                     else:
                         return
@@ -320,22 +321,28 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
 
     async def resume(self) -> float:
         async with self._lifecycle.control:
-            self._lifecycle.check_resume()
-            if self._lifecycle.begin_canary():
-                return await self._run_canary(self._lifecycle.require_usable())
-            await self._unfreeze()
-            return 0.0
+            return await self._resume()
+
+    async def _resume(self) -> float:
+        self._lifecycle.check_resume()
+        if self._lifecycle.begin_canary():
+            return await self._run_canary(self._lifecycle.require_usable(), self._unfreeze)
+        await self._unfreeze()
+        return 0.0
 
     async def _unfreeze(self) -> None:
         if self._lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
             await self._process.resume()
+        self._resumed()
+
+    def _resumed(self) -> None:
         self._lifecycle.resumed()
         self._calls.wake_all()
 
     # Canary check
 
-    async def _run_canary(self, version: int) -> float:
-        """Resume with the canary check as the first request. Returns the seconds that it took.
+    async def _run_canary(self, version: int, resume: Callable[[], Awaitable[None]]) -> float:
+        """Call `resume` with the canary check as the first request. Returns the seconds that the check took.
 
         Raises WeightsRefused if the weights are broken, WeightUpdateFailed if the deadline passes.
         """
@@ -344,7 +351,7 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         answering = asyncio.create_task(self._answer_canary(request), name="canary check")
         try:
             await asyncio.sleep(0)  # the process gets the request before it resumes
-            await self._unfreeze()
+            await resume()
             started_at = loop.time()
             try:
                 async with asyncio.timeout(deadline_s):
@@ -406,25 +413,50 @@ class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
         self._lifecycle.check_stage()
         return await self._served_weights.stage(update)
 
-    async def commit(self, version: int) -> CommitReport:
-        async with self._lifecycle.control:
-            self._lifecycle.check_commit(version, self._served_weights.staged_version)
-            if self._lifecycle.is_output_held:  # no canary check of the last weights has passed
+    async def commit(self, version: int, *, resumes: bool = False) -> CommitReport:
+        lifecycle = self._lifecycle
+        async with lifecycle.control:
+            lifecycle.check_commit(version, self._served_weights.staged_version)
+            if resumes:
+                lifecycle.check_resume()
+            if lifecycle.is_output_held:  # no canary check of the last weights has passed
                 await self._refuse()
             staged = self._served_weights.take_staged()
-            try:
-                with self._lifecycle.committing(version, is_forced=staged[1].is_forced):
-                    await self._calls.recall(has_all=self._lifecycle.ends_older_kv)
-                    report = await self._served_weights.commit(staged)
-                    self.committed(version)
-                for request_id in self._lifecycle.refusing(version):
+            # A canary request that the process gets before the commit needs a served version.
+            if resumes and lifecycle.version is not None and not staged[1].is_forced:
+                return await self._commit_and_resume(version, staged)
+            report = await self._commit(version, staged)
+            return replace(report, canary_ms=1e3 * await self._resume()) if resumes else report
+
+    async def _commit_and_resume(self, version: int, staged: Staged) -> CommitReport:
+        """Commit and resume in one call of the process, which has the canary request by then."""
+        report = CommitReport()
+
+        async def commit() -> None:
+            nonlocal report
+            self._lifecycle.begin_freeze()  # until the call returns, the process may have resumed
+            report = await self._commit(version, staged, resumes=True)
+            self._resumed()
+
+        self._lifecycle.hold_output()
+        canary_s = await self._run_canary(version, commit)
+        return replace(report, canary_ms=1e3 * canary_s)
+
+    async def _commit(self, version: int, staged: Staged, *, resumes: bool = False) -> CommitReport:
+        lifecycle = self._lifecycle
+        try:
+            with lifecycle.committing(version, is_forced=staged[1].is_forced):
+                await self._calls.recall(has_all=lifecycle.ends_older_kv)
+                for request_id in lifecycle.refusing(version):
                     await self.abort(request_id)
-                return report
-            except BaseException as error:  # cancelled too: the weights are of unknown state
-                await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
-                if isinstance(error, Exception):
-                    raise WeightUpdateFailed(f"version {version}: {one_line(error)}") from error
-                raise
+                report = await self._served_weights.commit(staged, resumes=resumes)
+                self.committed(version)
+            return report
+        except BaseException as error:  # cancelled too: the weights are of unknown state
+            await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+            if isinstance(error, Exception):
+                raise WeightUpdateFailed(f"version {version}: {one_line(error)}") from error
+            raise
 
     async def load_adapter(self, adapter: Adapter) -> StageReport:
         self._lifecycle.check_stage()

@@ -72,6 +72,15 @@ class Workers(Protocol):
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a `WorkerMethod` in every worker, between two steps; results in the order of their ranks."""
 
+    async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
+        """Commit stage `number` in all workers of the paused engine, and label its version.
+
+        With `resumes` also end the pause, unless a worker has failed. Returns the workers' reports.
+        """
+
+    async def resume(self) -> None:
+        """End a pause."""
+
     async def clear_cache(self) -> None:
         """Drop all KV of the paused engine; frozen requests are prefilled again."""
 
@@ -212,17 +221,26 @@ class EngineWeights:
         staged, self._staged = self._staged, None
         return staged
 
-    async def commit(self, staged: Staged) -> CommitReport:
-        """Swap in a staged update, and label its version; the engine must be paused. After an error the weights are
-        of unknown state."""
+    async def commit(self, staged: Staged, *, resumes: bool = False) -> CommitReport:
+        """Swap in a staged update, and label its version; the engine must be paused, and with `resumes` is resumed.
+
+        After an error the weights are of unknown state, and the engine may be resumed.
+        """
         number, update, stamps = staged
         version, self.digest = update.version, ""
         async with asyncio.timeout(self._config.commit_timeout_s):
-            # Side by side: the label counts from the next token on, and there is none before the resume.
-            report, _ = await asyncio.gather(self._swap(number, update, stamps), self._label(version))
             if self._committed is not None and version <= self._committed:
                 # KV under this version's salt, or that of a version in between, may be of other weights.
                 await self._workers.clear_cache()
+            if update.adapter is not None and self._adapter is not None:
+                report = await self._adapter.commit(update.adapter)
+                check_unchanged(update.adapter, stamps)
+                await self._label(version)
+                if resumes:
+                    await self._workers.resume()
+            else:
+                answers = await self._workers.commit(number, version, resumes=resumes)
+                report = merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])
         self._committed, self.digest = version, update.digest
         self._served_form().confirm()
         return report
@@ -369,14 +387,6 @@ class EngineWeights:
                 await self._workers.on_workers(WorkerMethod.DROP, number)
         except TimeoutError:
             _log.error("stage_not_dropped", number=number, waited_s=self._config.control_timeout_s)
-
-    async def _swap(self, number: int, update: WeightUpdate, stamps: tuple[FileStamp, ...]) -> CommitReport:
-        if update.adapter is not None and self._adapter is not None:
-            report = await self._adapter.commit(update.adapter)
-            check_unchanged(update.adapter, stamps)
-            return report
-        answers = await self._workers.on_workers(WorkerMethod.COMMIT, number)
-        return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])
 
 
 def _is_held(stage: StageProgress) -> bool:

@@ -247,6 +247,13 @@ class SglangProcess:
             async with sglang_call("pause", self._config.control_timeout_s):
                 await self.on_workers(WorkerMethod.END_REQUESTS, codec.encode(ended))
 
+    async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
+        """As the protocol says. SGLang has no labels."""
+        answers = await self.on_workers(WorkerMethod.COMMIT, number)
+        if resumes:
+            await self.resume()
+        return answers
+
     async def clear_cache(self) -> None:
         await self._pause(is_cache_cleared=True)
 

@@ -24,6 +24,7 @@ from agentloop_servers.engines.common.process import EngineStats, engine_call, o
 from agentloop_servers.engines.common.versions import require_driven
 from agentloop_servers.engines.vllm.config import HostShare, VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import is_unbegun, translate
+from agentloop_servers.engines.vllm.scheduler import COMMIT_AND_RESUME
 from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod, answers_of
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
@@ -174,6 +175,22 @@ class VllmProcess:
     def is_up(self) -> bool:
         """True from the end of `start` until `close`."""
         return self.llm is not None
+
+    async def commit(self, number: int, version: int, *, resumes: bool) -> list[bytes]:
+        """Commit stage `number` in all workers of the paused engine, and label its version.
+
+        With `resumes` also end the pause, unless a worker has failed. Returns the workers' reports.
+        """
+        if resumes and self._config.data_parallel_size == 1:
+            async with vllm_call("commit"):
+                results = await self.llm.engine_core.call_utility_async(COMMIT_AND_RESUME, number, str(version))
+            return answers_of([answer for answer, _ in results], [error for _, error in results])
+        # Of several engine processes none may resume before all have committed.
+        answers = await self.on_workers(WorkerMethod.COMMIT, number)
+        await self.label(version)
+        if resumes:
+            await self.resume()
+        return answers
 
     async def label(self, version: int) -> None:
         """Label every token that is sampled from now on with this weight version."""

@@ -1,31 +1,52 @@
-"""vLLM's scheduler (0.32 and 0.33) with a reserved sequence slot and reserved KV blocks for the canary check.
+"""The half of the adapter that runs in vLLM's engine process (0.32 and 0.33).
 
 `make_scheduler` is vLLM's `scheduler_cls`. It runs in the engine's process, before the first request, so it also
-makes that process end with its parent.
+makes that process end with its parent, and adds the call `COMMIT_AND_RESUME` to it. The scheduler has a reserved
+sequence slot and reserved KV blocks for the canary check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from agentloop.canary import CANARY_PREFIX
+from agentloop_servers.weight_transfer.worker_calls import CALL, WorkerMethod
 
 SCHEDULER = f"{__name__}.make_scheduler"
+COMMIT_AND_RESUME = "agentloop_commit_and_resume"
+"""The engine core's method `commit_and_resume`."""
 
 
 def make_scheduler(**arguments: Any) -> Any:
     """Construct vLLM's scheduler for this configuration, with `CanaryFirst` in front of it."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
 
     end_with_parent()
+    setattr(EngineCore, COMMIT_AND_RESUME, commit_and_resume)
     is_async = arguments["vllm_config"].scheduler_config.async_scheduling
     return type("CanaryScheduler", (CanaryFirst, AsyncScheduler if is_async else Scheduler), {})(**arguments)
+
+
+def commit_and_resume(core: Any, number: int, version: str) -> list[tuple[Any, str]]:
+    """Commit a staged update in all workers of the paused engine. If all succeed, label its version and resume.
+
+    One call, because a front end with hundreds of requests takes tens of milliseconds to answer and send the next.
+    """
+    answers: list[tuple[Any, str]] = core.collective_rpc(CALL, None, (WorkerMethod.COMMIT, number))
+    if not any(error for _, error in answers):
+        core.set_weight_version(version)
+        core.resume_scheduler()
+    return answers
 
 
 def end_with_parent() -> None:
@@ -42,10 +63,12 @@ def end_with_parent() -> None:
 
 
 class CanaryFirst:
-    """A mixin for vLLM's `Scheduler`: a canary request runs alone in the first step after a resume.
+    """A mixin for vLLM's `Scheduler`: a canary request runs in the first step after a resume.
 
     Neither a full batch, a full KV cache, the requests that must recompute their KV nor the scheduling policy can
-    delay it. The slot is the one that `max_num_seqs` has beyond `max_num_active_seqs`.
+    delay it. It is scheduled alone, and the step's other requests after it, with the rest of the step's tokens: a
+    step of its own would also take all other requests out of the workers' batch, and put them back one by one. The
+    slot is the one that `max_num_seqs` has beyond `max_num_active_seqs`.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -66,19 +89,41 @@ class CanaryFirst:
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:
         schedule = super().schedule  # type: ignore[misc]
-        if self._canary is None:  # almost every step
+        if self._canary is None or self._is_paused:  # almost every step
             return schedule(*arguments, **options)
-        from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.core.sched.request_queue import create_request_queue
-
         scheduler: Any = self
-        if scheduler._pause_state != PauseState.UNPAUSED:
-            return schedule(*arguments, **options)
         canary, self._canary = self._canary, None
         if canary.request_id not in scheduler.requests:  # aborted
             return schedule(*arguments, **options)
-        # Hide all other requests for this step: vLLM schedules running requests and those that hold KV first, and
-        # no waiting request in a step that preempts one.
+        before = set(scheduler.prev_step_scheduled_req_ids)
+        first = self._schedule_alone(canary, lambda: schedule(*arguments, **options))
+        scheduler.prev_step_scheduled_req_ids = before
+        with self._fewer_tokens(first.total_num_scheduled_tokens):
+            others = schedule(*arguments, **options)
+        running = scheduler.running
+        # In front: under KV pressure vLLM preempts from the end, or by priority.
+        canary.priority = min([canary.priority, *(request.priority - 1 for request in running)])
+        scheduler.running = [canary, *running]
+        return _one_step(first, others)
+
+    def has_finished_requests(self) -> bool:
+        # A paused engine would take an empty step to tell the workers, which then put all requests back one by one.
+        return not self._is_paused and super().has_finished_requests()  # type: ignore[misc]
+
+    @property
+    def _is_paused(self) -> bool:
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler: Any = self
+        return bool(scheduler._pause_state != PauseState.UNPAUSED)
+
+    def _schedule_alone(self, canary: Any, schedule: Callable[[], Any]) -> Any:
+        """Schedule the canary, which is not among the running requests afterwards."""
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        # Hide all other requests: vLLM schedules running requests and those that hold KV first, and no waiting
+        # request in a step that preempts one.
+        scheduler: Any = self
         waiting, holding, running = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
         waiting.remove_request(canary)
         scheduler.waiting, scheduler.kv_holding_waiting = (create_request_queue(scheduler.policy) for _ in range(2))
@@ -88,12 +133,23 @@ class CanaryFirst:
         self._pool.free_blocks(self._reserved)
         self._scheduled = canary
         try:
-            return schedule(*arguments, **options)
+            return schedule()
         finally:
-            scheduler.waiting, scheduler.kv_holding_waiting = waiting, holding
-            # In front: under KV pressure vLLM preempts from the end, or by priority.
-            canary.priority = min([canary.priority, *(request.priority - 1 for request in running)])
-            scheduler.running = [canary, *running]
+            scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running = waiting, holding, running
+
+    @contextlib.contextmanager
+    def _fewer_tokens(self, num_tokens: int) -> Iterator[None]:
+        """Leave `num_tokens` of a step's tokens out, and those of the drafts of one request."""
+        scheduler: Any = self
+        config, speculative = scheduler.scheduler_config, scheduler.vllm_config.speculative_config
+        num_drafts = 0 if speculative is None else speculative.max_num_new_slots_for_drafting
+        scheduled, batched = scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens
+        scheduler.max_num_scheduled_tokens = scheduled - num_tokens
+        config.max_num_batched_tokens = batched - num_tokens - num_drafts
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens = scheduled, batched
 
     def _free_blocks(self, request: Any) -> None:
         super()._free_blocks(request)  # type: ignore[misc]
@@ -106,3 +162,21 @@ class CanaryFirst:
         # The pool counts as smaller by the reserved blocks: its use and its reset count them as absent.
         self._reserved = self._pool.get_new_blocks(self._num_reserved)
         self._pool.num_gpu_blocks -= self._num_reserved
+
+
+def _one_step(first: Any, others: Any) -> Any:
+    """Make one of vLLM's SchedulerOutputs out of two: `first` has new requests only."""
+
+    def joined(name: str) -> list[Any] | None:
+        return [*(getattr(first, name) or ()), *(getattr(others, name) or ())] or None
+
+    return replace(
+        others,
+        scheduled_new_reqs=first.scheduled_new_reqs + others.scheduled_new_reqs,
+        num_scheduled_tokens=first.num_scheduled_tokens | others.num_scheduled_tokens,
+        total_num_scheduled_tokens=first.total_num_scheduled_tokens + others.total_num_scheduled_tokens,
+        finished_req_ids=first.finished_req_ids | others.finished_req_ids,
+        free_encoder_mm_hashes=first.free_encoder_mm_hashes + others.free_encoder_mm_hashes,
+        new_block_ids_to_zero=joined("new_block_ids_to_zero"),
+        kv_cache_block_copies=joined("kv_cache_block_copies"),
+    )

@@ -12,7 +12,7 @@ import pytest
 
 from agentloop.canary import CANARY_PREFIX
 from agentloop.engine import CommitReport, Delta, Progress, WeightUpdate
-from agentloop.errors import EngineUnusable, WeightsRefused, WeightUpdateFailed
+from agentloop.errors import EngineError, EngineUnusable, WeightsRefused, WeightUpdateFailed
 from agentloop.request_watch import ReportPace, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
@@ -27,26 +27,38 @@ UNIFORM = -math.log(512)
 
 
 class Weights:
-    """Takes any version that was staged, at once."""
+    """Takes any version that was staged, at once, and resumes the engine where the commit does."""
 
     staged_version: int | None = None
+
+    def __init__(self, engine: Checking) -> None:
+        self._engine = engine
 
     def take_staged(self) -> tuple[int, WeightUpdate]:
         assert self.staged_version is not None
         return 1, WeightUpdate(self.staged_version, directory="any")
 
-    async def commit(self, staged: tuple[int, WeightUpdate]) -> CommitReport:
+    async def commit(self, staged: tuple[int, WeightUpdate], *, resumes: bool = False) -> CommitReport:
+        if self._engine.commit_error is not None:
+            raise self._engine.commit_error
+        if resumes:
+            assert self._engine.has_canary, "the canary request comes first"
+            await self._engine.go_on()
         return CommitReport()
 
 
 class Checking(Stepping):
     """Freezes and commits version `NEW`. `answer` is the logprob of the canary check's likeliest token."""
 
+    is_one_call = False
+    commit_error: Exception | None = None
+    has_canary = False
+
     def __init__(self, answer: float) -> None:
         super().__init__()
         self._config.pace = ReportPace(interval_s=STEP_S)  # type: ignore[misc]
         self.answer, self.num_old = answer, 1 << 30
-        self._served_weights = self.weights = Weights()  # type: ignore[assignment]
+        self._served_weights = self.weights = Weights(self)  # type: ignore[assignment]
         process: Any = self.process
         process.pause, process.resume, process.unbegun = self.freeze, self.go_on, self.unbegun
         process.clear_cache = self.clear_cache
@@ -68,17 +80,24 @@ class Checking(Stepping):
         return []
 
     async def take(self, version: int = NEW) -> None:
-        """Pause and commit, between two tokens of the one request in flight."""
+        """Stage and pause, between two tokens of the one request in flight."""
         await self.pause(PauseMode.KEEP, KVPolicy.KEEP)
         self.num_old = max(self.process.num_sampled.values(), default=0)
         self.weights.staged_version = version
+
+    async def switch(self, version: int = NEW) -> float:
+        """Commit and resume, in one call or in two. Returns the seconds of the canary check."""
+        if self.is_one_call:
+            return (await self.commit(version, resumes=True)).canary_ms / 1e3
         await self.commit(version)
+        return await self.resume()
 
     async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         if not call.request.request_id.startswith(CANARY_PREFIX):
             async for output in super().admitted(call, prepared, is_streamed=is_streamed):
                 yield output
             return
+        self.has_canary = True
         await self.runs.wait()
         await self.may_answer.wait()
         yield 1
@@ -109,6 +128,11 @@ def versions(heard: list[Delta | Generation]) -> set[int]:
     return {span.version for piece in heard for span in piece.weight_versions}
 
 
+@pytest.fixture(params=["two calls", "one call"], autouse=True)
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checking, "is_one_call", request.param == "one call")
+
+
 @pytest.fixture(params=["each token", "polled"])
 def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "each token":
@@ -122,7 +146,7 @@ async def begun(engine: Checking) -> tuple[list[Delta | Generation], asyncio.Tas
     while not heard:
         await asyncio.sleep(STEP_S)
     await engine.take()
-    resuming = asyncio.create_task(engine.resume())
+    resuming = asyncio.create_task(engine.switch())
     await sampled_more(engine, resuming)
     assert versions(heard) == {OLD}
     return heard, streaming, resuming
@@ -171,7 +195,7 @@ async def test_progress_reports_are_held_too() -> None:
     while not any(one.tokens.token_ids for one in told):
         await asyncio.sleep(STEP_S)
     await engine.take()
-    resuming = asyncio.create_task(engine.resume())
+    resuming = asyncio.create_task(engine.switch())
     await sampled_more(engine, resuming)
     engine.may_answer.set()
     ended = await asyncio.gather(resuming, asking, return_exceptions=True)
@@ -189,6 +213,27 @@ async def test_a_check_without_an_answer_releases_no_token(monkeypatch: pytest.M
     with pytest.raises(EngineUnusable):
         await streaming
     assert versions(heard) == {OLD}
+
+
+async def test_after_a_commit_that_fails_no_token_leaves_and_the_engine_is_frozen() -> None:
+    engine = Checking(-0.5)
+    heard = list[Delta | Generation]()
+    streaming = asyncio.create_task(gather_stream(engine, heard))
+    while not heard:
+        await asyncio.sleep(STEP_S)
+    await engine.take()
+    engine.commit_error = EngineError("checksums differ")
+    with pytest.raises(WeightUpdateFailed, match="version 4: checksums differ"):
+        await engine.switch()
+    with pytest.raises(EngineUnusable):
+        await streaming
+    assert (engine.is_paused, engine.is_usable, engine.runs.is_set()) == (True, False, False)
+    assert versions(heard) == {OLD}
+    engine.commit_error = None
+    await engine.take(NEW + 1)
+    engine.may_answer.set()
+    await engine.switch(NEW + 1)
+    assert (engine.weight_version, engine.is_paused) == (NEW + 1, False)
 
 
 async def cut_short() -> tuple[Checking, list[Delta | Generation], asyncio.Task[None]]:
@@ -212,7 +257,7 @@ async def test_a_commit_discards_tokens_that_were_never_checked() -> None:
     engine, heard, streaming = await cut_short()
     engine.may_answer.set()
     await engine.take(NEW + 1)
-    await engine.resume()
+    await engine.switch(NEW + 1)
     with pytest.raises(EngineUnusable):
         await streaming
     assert versions(heard) == {OLD}

@@ -22,6 +22,7 @@ NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE = 4, 10, 32
 POLICIES = ["fcfs", "priority"]
 CANARY_ID, NEXT_ID = f"{CANARY_PREFIX}1", f"{CANARY_PREFIX}2"
 NUM_IN_FLIGHT = 256
+NUM_STEP_TOKENS = 64
 
 
 def start_scheduler(policy: str) -> Any:
@@ -44,10 +45,36 @@ def test_the_check_runs_first_with_every_slot_and_every_block_taken(policy: str,
     scheduler.add(CANARY_ID, 4, max_tokens=1)
     assert scheduler.step() == []
     scheduler.resume()
-    assert scheduler.step() == [CANARY_ID]
+    assert scheduler.step() == [CANARY_ID, *names[:NUM_SLOTS]]  # no step of its own
     assert scheduler.names == set(names)
     assert scheduler.step() == names[:NUM_SLOTS]
     assert (scheduler.num_free_blocks, scheduler.kv_use) == (0, 1.0)
+
+
+def test_the_step_of_the_check_has_no_more_tokens_than_others() -> None:
+    scheduler = start_scheduler("fcfs")
+    scheduler.limit_step(NUM_STEP_TOKENS)
+    scheduler.add("short", NUM_STEP_TOKENS - 4)
+    scheduler.add("whole", NUM_STEP_TOKENS)
+    scheduler.add(CANARY_ID, 4, max_tokens=1)
+    assert [scheduler.step() for _ in range(3)] == [[CANARY_ID, "short"], ["short"], ["short"]]
+    scheduler.abort("short")
+    assert [scheduler.step() for _ in range(2)] == [["whole"], ["whole"]]
+    assert scheduler.num_tokens == [NUM_STEP_TOKENS, 1, 1, NUM_STEP_TOKENS, 1]
+
+
+def test_requests_that_end_in_a_pause_cost_no_empty_step() -> None:
+    scheduler = start_scheduler("fcfs")
+    scheduler.add("stays", 4)
+    scheduler.add("ends", 4)
+    scheduler.step()
+    scheduler.pause(is_cache_cleared=False)
+    scheduler.abort("ends")
+    assert not scheduler.has_work
+    scheduler.resume()
+    assert scheduler.has_work
+    assert scheduler.step() == ["stays"]
+    assert scheduler.reported_ended == {"ends"}
 
 
 def test_an_aborted_check_leaves_its_blocks_reserved() -> None:
@@ -70,6 +97,14 @@ class SlowEngine(VllmEngine):
         install = "tests.support.transfer.slow_steps:install"
         await self._process.on_workers(WorkerMethod.EXTEND_RUNNER, install, str(seconds))
 
+    def forbid_resumes(self) -> None:
+        """Let only a commit resume the engine's process."""
+
+        async def resume() -> None:
+            raise AssertionError("the commit has resumed the engine")
+
+        self._process.resume = resume  # type: ignore[method-assign]
+
 
 async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
     engine = SlowEngine(vllm_config(POLICY / "v0", max_num_seqs=NUM_IN_FLIGHT, max_model_len=512))
@@ -84,14 +119,14 @@ async def test_a_push_with_every_slot_taken_and_slow_steps_succeeds() -> None:
         while engine.load().num_running < NUM_IN_FLIGHT or engine.load().num_sampled_tokens < NUM_IN_FLIGHT:
             await asyncio.sleep(0.05)
         await engine.slow_steps(1.0)
+        engine.forbid_resumes()
         for version, policy in enumerate((KVPolicy.KEEP, KVPolicy.RECOMPUTE), start=1):
             await engine.stage(WeightUpdate(version, directory=str(POLICY / f"v{version % 2}")))
             await engine.pause(PauseMode.KEEP, policy)
-            await engine.commit(version)
             assert not any(task.done() for task in asked)
-            canary_s = await engine.resume()
-            assert engine.weight_version == version
-            assert canary_s > 1.0
+            report = await engine.commit(version, resumes=True)
+            assert (engine.weight_version, engine.is_paused) == (version, False)
+            assert report.canary_ms > 1000.0
         await engine.slow_steps(0.0)
         answers: list[Generation] = await asyncio.gather(*asked)
         assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
