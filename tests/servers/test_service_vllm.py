@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,14 +102,6 @@ def replicas_of(record: Trajectory) -> set[str]:
     return {turn.replica_id for path in record.paths for turn in path.turns}
 
 
-def by_group(records: list[Trajectory]) -> list[Counter[str]]:
-    """Count for each group the samples that each replica has turns of."""
-    groups: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for record in records:
-        groups[record.group_id].update(replicas_of(record))
-    return list(groups.values())
-
-
 def assert_complete(run: Watched, num_groups: int, num_samples: int) -> None:
     names = {(one.task_id, one.sample_index) for one in run.records}
     assert len(run.records) == len(names) == num_groups * num_samples
@@ -164,20 +156,9 @@ async def test_more_begin_than_were_expected_to_fit_and_find_their_kv(client):
         most |= Counter({one.replica_id: one.num_leases for one in status.replicas})
     assert len(most) == 2
     assert min(most.values()) >= 25, most
-    groups = by_group(run.records)
-    share = sum(max(group.values()) for group in groups) / sum(group.total() for group in groups)
-    assert share >= 0.75, groups  # a group is parted where its replica is full
     rates = [one.kv_hit_rate for one in run.statuses[-1].replicas]
-    print(f"\nmost at a time {most}, on their group's replica {share:.3f}, hit rates {rates}")
+    print(f"\nmost at a time {most}, hit rates {rates}")
     assert all(rate is not None and rate >= 0.9 for rate in rates)
-
-
-async def test_while_there_is_room_a_group_has_one_replica(client):
-    run = await watched(client, await client.submit(tasks(6, "g"), num_samples=4))
-    assert_complete(run, 6, 4)
-    groups = by_group(run.records)
-    assert [len(group) for group in groups] == [1] * 6, groups
-    assert len({name for group in groups for name in group}) == 2
 
 
 async def test_a_demanded_version_is_the_one_that_samples(client: RolloutClient) -> None:
