@@ -43,6 +43,9 @@ SINKS = "sinks"
 STORAGE = "storage"
 """The group of databases by their URL's scheme: made as `PostgresRun`, with `Home`'s interface."""
 
+TRAJECTORY_RUNNERS = "trajectory_runners"
+"""The group of ways to run a worker's trajectories, for `workers.isolation`: made as `IsolatedRuns.of_worker`."""
+
 WEIGHT_SOURCES = "weight_sources"
 """The group of sources of weights: `store` (the versions to serve), `store-pull` and `store-publisher`."""
 
@@ -69,6 +72,12 @@ class Part:
 
 
 PARTS = (
+    Part(
+        "agentloop_isolation",
+        "serve",
+        "a process for each trajectory",
+        {TRAJECTORY_RUNNERS: {"process": "agentloop_isolation.processes:IsolatedRuns.of_worker"}},
+    ),
     Part(
         "agentloop_postgres",
         "postgres",

@@ -151,13 +151,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.config",
         "agentloop_servers.engines.vllm",
     },
-    "agentloop_servers.isolation": {
-        "agentloop.api",
-        "agentloop.generation",
-        "agentloop.rollout",
-        "agentloop_servers.chat_format",
-        "agentloop_servers.config",
-    },
     "agentloop_servers.coordinator": {
         "agentloop.api",
         "agentloop.fleet",

@@ -119,8 +119,6 @@ from agentloop_servers.http.guard import HttpLimits, error_response, route_of
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import MODELS_PATH, create_app
 from agentloop_servers.ingress.records import TokenLabels
-from agentloop_servers.isolation.frames import Setup
-from agentloop_servers.isolation.processes import IsolatedRuns
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.metrics import engine_text
 from agentloop_servers.model_calls import ModelCalls
@@ -362,16 +360,18 @@ class AgentLoopWorkerDeployment:
         worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
         models = ModelCalls({other.name: await self._calls_of(config, other, worker_id) for other in others})
         shared: dict[str, Any] = {"tally": self._closing.tally, "parser_name": chat.name, "models": models}
+        shared |= {"journal": journal, "takes_images": takes_images(config)}
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
-        if settings.isolation == "process":
-            images = takes_images(config)
-            setup = Setup.of(config, run_dir, limits, takes_images=images, stores_turns=stores_turns)
-            isolated = IsolatedRuns(
-                setup,
+        if settings.isolation != "none":
+            of_worker = parts.load(parts.TRAJECTORY_RUNNERS, settings.isolation, param="workers.isolation")
+            isolated = of_worker(
+                config,
+                run_dir,
+                limits,
                 client.workers,
                 clients.connect,
                 reporter,
-                journal=journal,
+                stores_turns=stores_turns,
                 own_s=toolbox.own_s,
                 **shared,
             )
@@ -386,8 +386,6 @@ class AgentLoopWorkerDeployment:
             limits,
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
-            takes_images=takes_images(config),
-            journal=journal,
             begin=None if isolated is None else isolated.begin,
             reporter=reporter,
             host=node_address(config),
@@ -875,7 +873,10 @@ def store_elsewhere(config: ServiceConfig, run_dir: Path) -> ServiceConfig:
 def begun_run(config: ServiceConfig, run_dir: Path) -> Trust:
     """Begin a run in its directory, or go on with it; returns what its processes trust. Raises InvalidRequest."""
     check_store(config, run_dir)
-    configured(config)  # a missing or misconfigured sink is refused before anything starts
+    # A missing or misconfigured part is refused before anything starts.
+    configured(config)
+    if config.workers.isolation != "none":
+        parts.load(parts.TRAJECTORY_RUNNERS, config.workers.isolation, param="workers.isolation")
     followed_store(config, run_dir)
     trust = run_trust(config, run_dir)
     keep_config(config, run_dir)

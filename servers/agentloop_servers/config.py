@@ -136,8 +136,9 @@ class WorkerSettings(_Strict):
     """The time of one turn."""
     max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0
     """The time that a trajectory may stand without a replica, or frozen."""
-    isolation: Literal["none", "process"] = "none"
-    """`process`: each trajectory has a process, and user code harms its own trajectory only."""
+    isolation: str = "none"
+    """`process`: each trajectory has a process, and user code harms its own trajectory only. Packages may register
+    others."""
     max_processes: Annotated[int, Field(ge=1)] = 32
     """With isolation: the trajectories that a worker runs at once."""
     tools: dict[str, str] = {}

@@ -21,7 +21,7 @@ from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.life import ending
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files
-from tests.support.fleet.worker import isolated_worker, running_worker, task
+from tests.support.fleet.worker import running_worker, task
 
 PATH = f"{__name__}:Kitchen"
 made: list[Kitchen] = []
@@ -250,18 +250,6 @@ async def test_an_episode_that_had_ended_when_its_worker_died_ends_the_same_way(
     record = feeder.records["t/0"]
     assert (record.num_resumed_turns, engine.num_turns) == (2, 0)
     assert (*ending(record), record.end_reason) == (StopReason.COMPLETED, None, 1.0, "served soup")
-
-
-async def test_it_lives_in_a_trajectorys_process():
-    feeder, engine = FakeCoordinator([kitchen_task()]), scripted_engine(call("put", pot="soup"), call("serve"))
-    async with isolated_worker(feeder, engine, tools={}, capacity=1):
-        await feeder.is_done.wait()
-    assert (*ending(feeder.records["t/0"]), feeder.records["t/0"].end_reason) == (
-        StopReason.COMPLETED,
-        None,
-        1.0,
-        "served soup",
-    )
 
 
 @pytest.mark.parametrize("odd", [(1, 2), {1: 2}, float("nan"), object(), {"a", "b"}])

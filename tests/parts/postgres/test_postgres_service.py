@@ -20,10 +20,10 @@ from agentloop.errors import Conflict, InvalidRequest
 from agentloop.rollout.turn_journal import FinishedTurn, read_entries
 from agentloop.storage.home import Home
 from agentloop.types import Message, RolloutTask, StopReason
+from agentloop_isolation.frames import Setup
 from agentloop_servers.app import begun_run
 from agentloop_servers.cli.commands import app
 from agentloop_servers.config import SECRET_NAME, ServiceConfig, saved_config
-from agentloop_servers.isolation.frames import Setup
 from agentloop_servers.run_store import restore_run, resumed_config
 from tests.support.engine.scripted import call
 from tests.support.fleet.lost_worker import HangingEngine

@@ -15,7 +15,7 @@ import yaml
 from agentloop_servers.config import KeysConfig
 
 ROOT = Path(__file__).parents[3]
-HERE = "tests.servers.isolation.looks_for_keys"
+HERE = "tests.parts.isolation.looks_for_keys"
 
 
 @pytest.mark.ray

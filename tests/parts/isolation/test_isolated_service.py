@@ -13,7 +13,7 @@ from agentloop_servers.local import running_service
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 CONFIG = Path(__file__).parents[3] / "servers" / "simulated.yaml"
-HERE = "tests.servers.isolation.poison"
+HERE = "tests.parts.isolation.poison"
 
 
 def task(name: str, **fields: object) -> RolloutTask:

@@ -9,18 +9,20 @@ from agentloop.api.coordinator import TurnEnded
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.trace_context import turn_context
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
+from agentloop_isolation.processes import IsolationConfig
 from agentloop_servers.config import KeysConfig
-from agentloop_servers.isolation.processes import IsolationConfig
+from tests.parts.isolation.isolated_worker import TRACES, isolated_worker
+from tests.rollout.test_environment import ending, kitchen_task
 from tests.support.engine.recording import RecordingEngine
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files
-from tests.support.fleet.worker import TRACES, isolated_worker, running_worker, task
+from tests.support.fleet.worker import running_worker, task
 from tests.support.records.samples import counted
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
-HERE = "tests.servers.isolation.poison"
+HERE = "tests.parts.isolation.poison"
 poisoned_worker = partial(isolated_worker, tools={"dies": f"{HERE}:dies"})
 
 
@@ -90,9 +92,9 @@ async def test_a_death_is_one_trajectorys_and_names_its_signal_or_status():
     feeder = FakeCoordinator([*bad, *(task(f"good{n}", tools=()) for n in range(8)), poisoned])
     async with poisoned_worker(feeder, scripted_engine(call("dies"), ANSWER)):
         await feeder.is_done.wait()
-    for name, ending in deaths.items():
+    for name, death in deaths.items():
         assert feeder.records[f"{name}/0"].stop_reason is StopReason.LOOP_FAILED
-        assert feeder.records[f"{name}/0"].error == f"its process ended: {ending}"
+        assert feeder.records[f"{name}/0"].error == f"its process ended: {death}"
     assert feeder.records["tool/0"].error == "its process ended: exit status 9"
     assert all(feeder.records[f"good{n}/0"].is_complete for n in range(8))
 
@@ -201,3 +203,15 @@ async def test_an_update_and_a_shutdown_reach_processes():
         while engine.load().num_running == 0:
             await asyncio.sleep(0.01)
     assert feeder.records == {}
+
+
+async def test_an_environment_lives_in_its_trajectorys_process():
+    feeder, engine = FakeCoordinator([kitchen_task()]), scripted_engine(call("put", pot="soup"), call("serve"))
+    async with isolated_worker(feeder, engine, tools={}, capacity=1):
+        await feeder.is_done.wait()
+    assert (*ending(feeder.records["t/0"]), feeder.records["t/0"].end_reason) == (
+        StopReason.COMPLETED,
+        None,
+        1.0,
+        "served soup",
+    )

@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import orjson
 import structlog
@@ -44,10 +46,10 @@ from agentloop.images import Image
 from agentloop.metrics import MetricsTally, count_record
 from agentloop.rollout.environment import MAX_LIFE_S
 from agentloop.rollout.models import ModelCall, ModelsPort, NoModels
-from agentloop.rollout.trajectory_run import unmade_record
+from agentloop.rollout.trajectory_run import WorkerConfig, unmade_record
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
-from agentloop_servers.isolation.frames import (
+from agentloop_isolation.frames import (
     Answered,
     Ask,
     Begin,
@@ -63,8 +65,9 @@ from agentloop_servers.isolation.frames import (
     next_frame,
     packed,
 )
+from agentloop_servers.config import ServiceConfig
 
-CHILD_MODULE = "agentloop_servers.isolation.child"
+CHILD_MODULE = "agentloop_isolation.child"
 MAX_CALLS_AT_ONCE = 64  # of one trajectory at once; more is no loop of ours
 
 _log = structlog.stdlib.get_logger("isolation")
@@ -130,6 +133,24 @@ def _blank(lease: Lease) -> Lease:
 
 class IsolatedRuns:
     """The processes of one worker. Give `begin` to the worker, and close it after the worker."""
+
+    @classmethod
+    def of_worker(
+        cls,
+        config: ServiceConfig,
+        run_dir: Path,
+        limits: WorkerConfig,
+        coordinator: WorkerPort,
+        connect: Connect,
+        reporter: LeaseReporter,
+        *,
+        takes_images: bool,
+        stores_turns: bool,
+        **more: Any,
+    ) -> IsolatedRuns:
+        """Return the processes of a worker of a service. `more` are further arguments of the constructor."""
+        setup = Setup.of(config, run_dir, limits, takes_images=takes_images, stores_turns=stores_turns)
+        return cls(setup, coordinator, connect, reporter, **more)
 
     def __init__(
         self,

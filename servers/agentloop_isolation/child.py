@@ -1,4 +1,4 @@
-"""A process that runs one trajectory at a time for a worker: `python -m agentloop_servers.isolation.child FD PID`.
+"""A process that runs one trajectory at a time for a worker: `python -m agentloop_isolation.child FD PID`.
 
 It knows no key and no address: engines and the coordinator are behind its one connection. It dies with its worker.
 """
@@ -40,9 +40,7 @@ from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop_servers.chat_format.load import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.isolation.frames import (
+from agentloop_isolation.frames import (
     Answered,
     Ask,
     Begin,
@@ -58,6 +56,8 @@ from agentloop_servers.isolation.frames import (
     next_frame,
     packed,
 )
+from agentloop_servers.chat_format.load import load_chat_format
+from agentloop_servers.config import ServiceConfig, model_sizes
 
 T = TypeVar("T")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from agentloop.types import StopReason
+from tests.parts.isolation.isolated_worker import isolated_worker
 from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.life import ending
-from tests.support.fleet.worker import isolated_worker, task
+from tests.support.fleet.worker import task
 
 GARDEN = "tests.support.fleet.life:Garden"
 REWARD = "tests.support.fleet.life:number_of_words"
