@@ -23,8 +23,10 @@ NEEDS = ("needs ", "could not import ")
 
 def lanes() -> dict[str, list[str]]:
     """Return the arguments of pytest for each lane."""
+    quick = ["-n4", "--dist=loadfile", f"-m not engine and not ray and not hosts and {ELSEWHERE}"]
     return {
-        "fast": ["-n4", "--dist=loadfile", f"-m not engine and not ray and not hosts and {ELSEWHERE}"],
+        "fast": [*quick, "--ignore=tests/parts"],
+        "parts": [*quick, "tests/parts"],
         "engine": [
             *("-n2", "--dist=loadgroup", f"-m engine and not ray and not hosts and {ELSEWHERE}"),
             *("tests/contract", *files_with("engine")),

@@ -58,9 +58,9 @@ _ENVIRONMENT_TESTS = ("tests/rollout/test_environment.py",)
 _DIGEST_TESTS = ("tests/fleet/test_weight_digest.py",)
 _CANARY_TESTS = ("tests/servers/engines/common/test_canary.py", "tests/test_canary.py")
 _SCHEMA_TESTS = ("tests/parsers/test_json_schema.py",)
-_MCP_TESTS = ("tests/tools/test_mcp.py",)
+_MCP_TESTS = ("tests/parts/tools/test_mcp.py",)
 _TURNS_TESTS = ("tests/servers/coordinator/test_model_turns.py",)
-_GRADE_TESTS = ("tests/tools/test_shell.py",)
+_GRADE_TESTS = ("tests/parts/tools/test_shell.py",)
 
 
 @dataclass(frozen=True, slots=True)
