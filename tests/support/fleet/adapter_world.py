@@ -134,7 +134,7 @@ class AdapterWorld(WholeWorld):
     def _missing(self) -> list[NamedAdapter]:
         """Return the served adapters that a replica in service does not have, as it could not read them."""
         replicas = self.coordinator.replicas
-        lacks = {name for one in replicas.fleet.replicas for name in one.lacks}
+        lacks = {name for one in replicas.fleet.placeable() for name in one.lacks}
         return [one for one in replicas.sync.adapters.served if one.name in lacks]
 
     async def push_until_done(self) -> None:
