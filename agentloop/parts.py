@@ -28,6 +28,9 @@ GROUP_PREFIX = "agentloop_rollouts."
 COMMANDS = "commands"
 """The group of command line commands. An object is a typer application with a command of the registered name."""
 
+ENGINES = "engines"
+"""The group of kinds of engines, with `check(settings)`, which raises ValueError, and `build(settings, fields)`."""
+
 EXPORTERS = "exporters"
 """The group of formats of `agentloop export`: an `agentloop.storage.exports.Exporter` by each format's name."""
 
@@ -97,6 +100,12 @@ PARTS = (
             PARSERS: {"renderers": "agentloop_renderers.parser:LibraryParser"},
             RENDERERS: {"renderers": "agentloop_renderers.renderer:LibraryRenderer"},
         },
+    ),
+    Part(
+        "agentloop_sglang",
+        "sglang",
+        "SGLang engines",
+        {ENGINES: {"sglang": "agentloop_sglang.kind:Sglang"}},
     ),
     Part(
         "agentloop_store",

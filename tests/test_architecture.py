@@ -27,7 +27,6 @@ FORBIDDEN = {
     "agentloop_servers": {"examples", "tests", *PART_SOURCES},
 }
 MAY_IMPORT_ENGINES = {
-    "agentloop_servers.engines.sglang",
     "agentloop_servers.engines.vllm",
     "agentloop_servers.weight_transfer",
 }
@@ -136,11 +135,6 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.engines.vllm": {
         "agentloop.parsers",
-        "agentloop_servers.engines.common",
-        "agentloop_servers.weight_transfer",
-    },
-    "agentloop_servers.engines.sglang": {
-        "agentloop_servers.engine_config",
         "agentloop_servers.engines.common",
         "agentloop_servers.weight_transfer",
     },
@@ -386,7 +380,7 @@ OWNERS: dict[str, set[str]] = {
         "agentloop.types",
         "agentloop.simulation.policy",  # malformed on purpose
         "agentloop.testing.stand_in",  # of a policy that has one version
-        "agentloop_servers.engines.sglang.convert",  # from the counts at each commit
+        "agentloop_sglang.convert",  # from the counts at each commit
         "agentloop_servers.engines.vllm.convert",  # from vLLM's labels
     },
     r"\bAsyncRetrying\(": {

@@ -1,4 +1,4 @@
-"""The core without its optional parts (`agentloop.parts`), SGLang's adapter and the export.
+"""The core without its optional parts (`agentloop.parts`).
 
 The files of the optional parts are deleted from a copy; one process then imports all that is left, and runs a
 service that rolls out a task with its own tool, answers a chat call and takes pushed weights.
@@ -16,10 +16,7 @@ import pytest
 from agentloop.parts import PARTS
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = (
-    "servers/agentloop_servers/engines/sglang",
-    *(f"{folder}/{part.package}" for part in PARTS for folder in ("servers", "tools")),
-)
+OPTIONAL = tuple(f"{folder}/{part.package}" for part in PARTS for folder in ("servers", "tools"))
 
 PROGRAM = '''
 import asyncio, importlib, sys

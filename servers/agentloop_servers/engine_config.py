@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from agentloop import parts
 from agentloop.capabilities import Feature
-from agentloop.errors import CheckpointUnreadable
+from agentloop.errors import CheckpointUnreadable, InvalidRequest
 
 
 class _EngineModel(BaseModel):
@@ -26,7 +27,8 @@ Staging = Literal["auto", "device", "host", "none"]
 Quantization = Literal["fp8", "fp8_per_channel", "fp8_per_block"]
 """The scales of FP8 weights: one for a layer, one for each output channel, one for each block of 128 x 128."""
 
-EngineKind = Literal["vllm", "sglang", "simulated"]
+OWN_KINDS = ("vllm", "simulated")
+"""The kinds of engines that the core has; optional parts register others."""
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
@@ -44,7 +46,7 @@ class SpeculativeSettings(_EngineModel):
 class EngineConfig(_EngineModel):
     """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
-    kind: EngineKind = "vllm"
+    kind: str = "vllm"
     """`vllm`, `sglang` or `simulated`."""
     device: Literal["cpu", "cuda"] = "cuda"
     """`cuda` or `cpu`."""
@@ -138,21 +140,24 @@ class EngineConfig(_EngineModel):
             raise ValueError(
                 "max_step_tokens and max_graph_tokens are vLLM's: SGLang decodes in steps of their own"
             )
-        if self.kind != "sglang" and self.attention_backend:
+        if self.kind in OWN_KINDS and self.attention_backend:
             raise ValueError("attention_backend is SGLang's")
-        if self.kind == "sglang" and self.device == "cuda" and self.dtype == "float32":
-            raise ValueError("dtype on cuda: SGLang's kernels take bfloat16 or float16, no float32")
-        if self.kind == "sglang" and self.lora_rank is not None:
-            raise ValueError("lora_rank: adapters are served by vLLM only")
+        if self.kind not in OWN_KINDS:
+            self._check_registered()
         if self.max_loras is not None:
             self._check_max_loras()
-        if self.kind == "sglang" and self.data_parallel_size > 1:
-            raise ValueError("SGLang takes no data_parallel_size: more replicas serve as well")
         if self.hosts > 1:
             self._check_hosts()
         if self.speculative is not None:
             self._check_speculative(self.speculative)
         return self
+
+    def _check_registered(self) -> None:
+        try:
+            engine = parts.load(parts.ENGINES, self.kind, param="kind")
+        except InvalidRequest as error:
+            raise ValueError(f"kind: {error.message}") from error
+        engine.check(self)
 
     def _check_quantization(self) -> None:
         if self.kind != "vllm":
@@ -165,8 +170,6 @@ class EngineConfig(_EngineModel):
             raise ValueError(f"quantization {self.quantization} has no kernel on device cpu: fp8_per_channel has")
 
     def _check_max_loras(self) -> None:
-        if self.kind == "sglang":
-            raise ValueError("max_loras: adapters by name are served by vLLM only")
         if self.lora_rank is None:
             raise ValueError("max_loras needs a lora_rank, the largest of the adapters")
         if self.load_format == "dummy":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+from agentloop import parts
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.plugins import resolve
 from agentloop.request_watch import ReportPace
@@ -39,8 +40,9 @@ def build_engine(
     entry = config.entries[0] if entry is None else entry
     if entry.kind == "vllm":
         return VllmEngine(vllm_config(config, entry), other_hosts)
-    if entry.kind == "sglang":
-        return cast(Engine, _of_sglang("engine:SglangEngine")(sglang_config(config, entry)))
+    if entry.kind != "simulated":
+        registered = parts.load(parts.ENGINES, entry.kind, param="kind")
+        return cast(Engine, registered.build(entry, process_fields(config, entry)))
     max_context_tokens, model = config.max_context_tokens(entry), config.model_path()
     has_weights = any(model.glob("*.safetensors"))
     return SimulatedEngine(
@@ -91,7 +93,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
     """Return the configuration of a vLLM replica of this service."""
     entry = config.entries[0] if entry is None else entry
     return VllmConfig(
-        **_common_fields(config, entry),
+        **process_fields(config, entry),
         data_parallel_size=entry.data_parallel_size,
         max_loras=entry.max_loras,
         num_threads=entry.num_threads or 1,
@@ -102,19 +104,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
     )
 
 
-def sglang_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Any:
-    """Return the `SglangConfig` of a SGLang replica of this service."""
-    entry = config.entries[0] if entry is None else entry
-    make = _of_sglang("config:SglangConfig")
-    return make(**_common_fields(config, entry), attention_backend=entry.attention_backend)
-
-
-def _of_sglang(name: str) -> Callable[..., Any]:
-    """Return a class of SGLang's adapter, an optional part that nothing else imports. Raises InvalidRequest."""
-    return cast(Callable[..., Any], resolve(f"agentloop_servers.engines.sglang.{name}", param="kind"))
-
-
-def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
+def process_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
     """Return the fields of `EngineConfig`."""
     return {
         "model": str(config.model_path()),

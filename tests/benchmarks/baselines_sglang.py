@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
-from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
 from agentloop_servers.local import free_port
+from agentloop_sglang.config import SglangConfig, prepare_environment, server_arguments
 from tests.benchmarks.baselines import NATIVE_TIMEOUT_S, PlainEngine
 from tests.benchmarks.streams import Piece
 from tests.benchmarks.trainer import Call, NativeConnect, NativeSend, TrainerProcess

@@ -26,9 +26,10 @@ from agentloop.aio import tune_interpreter
 from agentloop.types import SamplingParams
 from agentloop_servers import engine_parts
 from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.engines.sglang import config as sglang
 from agentloop_servers.engines.vllm import config as vllm
 from agentloop_servers.engines.vllm.convert import sampling_params
+from agentloop_sglang import config as sglang
+from agentloop_sglang.kind import config_of
 from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import PromptSizes, Turn, Workload
 
@@ -94,7 +95,9 @@ class BareSglang(BareEngine):
     """SGLang's own Engine."""
 
     def load(self) -> None:
-        self._config = engine_parts.sglang_config(self.config)
+        self._config = config_of(
+            self.config.entries[0], engine_parts.process_fields(self.config, self.config.entries[0])
+        )
         sglang.prepare_environment(self._config)
         self._make = importlib.import_module("sglang").Engine
 

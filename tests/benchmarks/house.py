@@ -73,7 +73,7 @@ OPTIONAL = {
     "servers/agentloop_postgres": "PostgreSQL",
     "servers/agentloop_renderers": "renderers",
     "servers/agentloop_store": "published versions",
-    "servers/agentloop_servers/engines/sglang": "SGLang",
+    "servers/agentloop_sglang": "SGLang",
     "tools/agentloop_tools": "tools",
 }
 WAY_GOALS = {"rollout": (62, 560), "chat call": (62, 560), "update": (50, 390), "idle": (30, None)}

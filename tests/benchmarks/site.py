@@ -21,11 +21,11 @@ from agentloop.engine import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.engine import SglangEngine
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import SchedulerStats
+from agentloop_sglang.config import SglangConfig
+from agentloop_sglang.engine import SglangEngine
 from tests.benchmarks.streams import Flight, Piece
 from tests.benchmarks.trainer import MeasureMemory, Offer, Send, SetVersion, TrainerProcess
 

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from agentloop.types import KVPolicy
-from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_sglang.config import SglangConfig
 from tests.benchmarks.baselines import PlainEngine, PlainUpdate, PlainVllm, agreement, delivered
 from tests.benchmarks.baselines_sglang import PlainSglang
 from tests.benchmarks.gpu_throughput import wait_for

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.engine import SglangEngine
+from agentloop_sglang.config import SglangConfig
+from agentloop_sglang.engine import SglangEngine
 from tests.contract.cases import EngineCase
 from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of, write_poisoned
 

@@ -21,8 +21,8 @@ from typing import Any
 from agentloop.engine import Delta, WeightUpdate
 from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.engine import SglangEngine
+from agentloop_sglang.config import SglangConfig
+from agentloop_sglang.engine import SglangEngine
 from tests.benchmarks.report import finish, table
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"

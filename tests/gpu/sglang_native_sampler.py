@@ -2,7 +2,7 @@
 
     python -m tests.gpu.sglang_native_sampler [--out FOLDER/native.json]
 
-`engines/sglang/sampler.py` is needed as long as a row of the table is wrong: a stock `sglang.Engine` is asked under
+`agentloop_sglang/sampler.py` is needed as long as a row of the table is wrong: a stock `sglang.Engine` runs with
 each parameter, and every sampled token is looked up in the distribution that `tests/contract/reference.py` computes
 from transformers' logits. Counted are tokens that this distribution excludes; the difference is the mean absolute
 one of the others' logprobs, in nats (about 0.01 is bfloat16's).

@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from agentloop import codec
 from agentloop.engine import CommitReport
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
-from agentloop_servers.weight_transfer.sglang_worker import run_scheduler
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,
     CheckedFolder,
@@ -40,6 +39,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     from_text,
     to_text,
 )
+from agentloop_sglang.worker import run_scheduler
 from tests.benchmarks.report import finish, say, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
 from tests.gpu.policy import write_policy

@@ -13,8 +13,9 @@ from agentloop.capabilities import Feature
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application
 from agentloop_servers.config import ServiceConfig, model_sizes
-from agentloop_servers.engine_parts import build_engine, engine_actor_options, sglang_config, vllm_config
+from agentloop_servers.engine_parts import build_engine, engine_actor_options, process_fields, vllm_config
 from agentloop_servers.settings import replica_config, sized, weight_config
+from agentloop_sglang.kind import config_of
 
 MODEL = "examples/tiny_policy/v0"
 TWO = [{"kind": "simulated"}, {"kind": "simulated", "name": "short", "max_context_tokens": 256, "replicas": 2}]
@@ -74,7 +75,8 @@ def test_each_kind_gets_its_own_configuration():
         },
         mode="hybrid",
     )
-    vllm, sglang = vllm_config(config, config.entries[0]), sglang_config(config, config.entries[1])
+    vllm, entry = vllm_config(config, config.entries[0]), config.entries[1]
+    sglang = config_of(entry, process_fields(config, entry))
     assert (vllm.weight_staging, vllm.block_size) == ("host", 32)
     assert (sglang.weight_staging, sglang.block_size) == ("none", 16)
     assert (vllm.scheduling_policy, sglang.scheduling_policy) == ("fcfs", "priority")

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment
 from agentloop_servers.weight_transfer.protocol import TransportBroken
 from agentloop_servers.weight_transfer.transports.nccl import SHARED_SETTINGS, check_settings, settings
+from agentloop_sglang.config import SglangConfig, prepare_environment
 from tests.support.transfer.adapters import POLICY
 
 

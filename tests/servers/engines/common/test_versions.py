@@ -11,10 +11,10 @@ import pytest
 
 from agentloop.errors import EngineError
 from agentloop_servers.engines.common.versions import DRIVEN, objection
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.process import SglangProcess
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
+from agentloop_sglang.config import SglangConfig
+from agentloop_sglang.process import SglangProcess
 
 
 @pytest.mark.parametrize(

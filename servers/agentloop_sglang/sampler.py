@@ -29,7 +29,7 @@ import torch
 
 from agentloop.errors import InvariantBroken
 from agentloop.sampling import LogprobsMode, SamplingParams
-from agentloop_servers.engines.sglang.requests import RAW_TOKEN_ID
+from agentloop_sglang.requests import RAW_TOKEN_ID
 
 Constrain = Callable[[torch.Tensor], None]
 """A function that writes minus infinity, in place, where a batch's constraints exclude an id."""

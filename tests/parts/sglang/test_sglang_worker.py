@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from agentloop import codec
 from agentloop.engine import CommitReport, TensorInfo
-from agentloop_servers.weight_transfer.sglang_worker import SchedulerExtension
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,
@@ -37,6 +36,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     from_text,
     to_text,
 )
+from agentloop_sglang.worker import SchedulerExtension
 
 HIDDEN, VOCAB = 8, 12
 RANKS = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=1, dp_size=1)

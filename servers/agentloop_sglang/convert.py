@@ -20,7 +20,7 @@ from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load, TopLogprobs, WeightVersionSpan
 from agentloop_servers.engines.common.process import one_line
-from agentloop_servers.engines.sglang.requests import (
+from agentloop_sglang.requests import (
     PARAMETER,
     RAW_TOKEN_ID,
     constraint_to_text,

@@ -7,7 +7,7 @@ that reads outputs. Here a thread starts the schedulers and lives as long as the
 that started them), a task reads outputs, another one watches the schedulers, and what is waiting when one dies
 raises EngineLost.
 
-Calls go to our code in the schedulers (`weight_transfer/sglang_worker.py`), one at a time, and are answered by
+Calls go to our code in the schedulers (`worker.py`), one at a time, and are answered by
 every rank, between two steps. So an answer to a pause proves that the schedulers stand. They are sent on the
 socket of requests: so the schedulers have all earlier requests when they answer. Answers come on the socket of
 SGLang's remote calls. SGLang's own pause is not used: it returns before anything has stopped, and would hold
@@ -37,10 +37,6 @@ from agentloop.errors import AgentLoopError, EngineError, EngineLost
 from agentloop.plugins import resolve
 from agentloop_servers.engines.common.process import EngineStats, engine_call, one_line
 from agentloop_servers.engines.common.versions import require_driven
-from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
-from agentloop_servers.engines.sglang.convert import translate
-from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
-from agentloop_servers.weight_transfer.sglang_versions import is_abort_sent
 from agentloop_servers.weight_transfer.worker_calls import (
     CALL,
     RequestCounts,
@@ -51,9 +47,13 @@ from agentloop_servers.weight_transfer.worker_calls import (
     from_text,
     to_text,
 )
+from agentloop_sglang.config import SglangConfig, prepare_environment, server_arguments
+from agentloop_sglang.convert import translate
+from agentloop_sglang.internals import is_abort_sent
+from agentloop_sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
 
-RUN_SCHEDULER = "agentloop_servers.weight_transfer.sglang_worker:run_scheduler"
-INSTALL = "agentloop_servers.engines.sglang.scheduler:install"
+RUN_SCHEDULER = "agentloop_sglang.worker:run_scheduler"
+INSTALL = "agentloop_sglang.scheduler:install"
 
 WATCH_INTERVAL_S = 0.5
 EXIT_TIMEOUT_S = 15.0  # then a scheduler is killed

@@ -1,6 +1,6 @@
 """The part of the adapter that runs inside SGLang's scheduler processes: `install` puts it into one.
 
-`weight_transfer/sglang_worker.py` calls it through `scheduler_extend`, before the first request. What it changes
+`worker.py` calls it through `scheduler_extend`, before the first request. What it changes
 (SGLang 0.5.17 and 0.5.23):
 
 - Tokens are sampled by `sampler.py`. SGLang calls `model_runner.sample` once a batch, on the stream of the forward
@@ -25,15 +25,15 @@ import torch
 
 from agentloop.canary import CANARY_PREFIX
 from agentloop_servers.engines.common.process import slow_step_s
-from agentloop_servers.engines.sglang.requests import (
+from agentloop_sglang.internals import ranks
+from agentloop_sglang.requests import (
     PARAMETER,
     FactsFile,
     SchedulerFacts,
     SchedulerSetup,
     sampling_from_text,
 )
-from agentloop_servers.engines.sglang.sampler import BatchSampler, Row, SampledBatch
-from agentloop_servers.weight_transfer.sglang_versions import ranks
+from agentloop_sglang.sampler import BatchSampler, Row, SampledBatch
 
 _PREFILL_INTERVAL_S = 0.05  # between two counts of queued prompts, which walk the queue
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from agentloop.sampling import LogprobsMode, SamplingParams, turn_sampling
-from agentloop_servers.engines.sglang.requests import RAW_TOKEN_ID
-from agentloop_servers.engines.sglang.sampler import BatchSampler, Row, SampledBatch
+from agentloop_sglang.requests import RAW_TOKEN_ID
+from agentloop_sglang.sampler import BatchSampler, Row, SampledBatch
 from tests.contract.reference import log_softmax, sampled_logprobs
 
 SIZE = 97

@@ -10,7 +10,7 @@ def ranks(scheduler: Any) -> Any:
     """Return a scheduler's `tp_rank`, `tp_size`, `pp_size` and `dp_size`."""
     if hasattr(scheduler, "ps"):
         return scheduler.ps
-    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
 
@@ -22,7 +22,7 @@ def holds_kv(req: Any) -> bool:
 
 def release_kv(req: Any, tree_cache: Any) -> None:
     """Give the KV of a finished request back, and leave it in the prefix cache."""
-    from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415
+    from sglang.srt.mem_cache.common import release_kv_cache
 
     is_new = "checkpoint" in inspect.signature(release_kv_cache).parameters
     release_kv_cache(req, tree_cache, **({"checkpoint": True} if is_new else {}))

@@ -39,7 +39,6 @@ from agentloop import codec
 from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS, QuantisedLayer
-from agentloop_servers.weight_transfer.sglang_versions import holds_kv, ranks, release_kv
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import StagingCalls, WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
@@ -53,6 +52,7 @@ from agentloop_servers.weight_transfer.worker_calls import (
     from_text,
     to_text,
 )
+from agentloop_sglang.internals import holds_kv, ranks, release_kv
 
 SWITCH_INTERVAL_S = 0.0005
 """The longest wait of a stage's thread for the interpreter, which the scheduler's loop never gives up by itself."""
@@ -81,8 +81,8 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
     A scheduler that fails, or that its watchdog finds hung, exits with `FAILED_EXIT_CODE`.
     """
-    from sglang.srt.managers import scheduler  # noqa: PLC0415
-    from sglang.srt.utils import watchdog  # noqa: PLC0415
+    from sglang.srt.managers import scheduler
+    from sglang.srt.utils import watchdog
 
     # They look up their parent by `psutil.Process().parent()`, and for nothing else.
     scheduler.psutil = watchdog.psutil = SimpleNamespace(Process=_Parent)
@@ -114,7 +114,7 @@ class SchedulerExtension(StagingCalls):
         """Answer our calls, and pass SGLang's own on."""
         if recv_req.method != CALL:
             return super().handle_rpc_request(recv_req)  # type: ignore[misc]
-        from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import RpcReqOutput
 
         try:
             call = from_text(recv_req.parameters["call"], SchedulerCall)
@@ -157,7 +157,7 @@ class SchedulerExtension(StagingCalls):
         `is_cache_cleared`: all KV is dropped too, and requests in flight are prefilled again after the pause. In a
         paused scheduler, only that is done.
         """
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         if not self._engine_paused:
             self.pause_generation(PauseGenerationReqInput(mode="in_place"))  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ class SchedulerExtension(StagingCalls):
 
     def requests_resume(self) -> None:
         """End a pause. No-op in a scheduler that is not paused."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if self._engine_paused:
             # What torch has cached is used again at once; giving it back would cost time in the pause.
@@ -204,7 +204,7 @@ class SchedulerExtension(StagingCalls):
         self._tell_end(req)
 
     def _end_queued(self, req: Any) -> None:
-        from sglang.srt.managers.io_struct import AbortReq  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import AbortReq
 
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
@@ -219,7 +219,7 @@ class SchedulerExtension(StagingCalls):
             self.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)  # type: ignore[attr-defined]
 
     def _finish(self, req: Any) -> None:
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         req.to_finish = FINISH_ABORT()
         req.update_finish_state()
@@ -265,7 +265,7 @@ class SchedulerExtension(StagingCalls):
 
     def memory_release(self, tags: str) -> None:
         """Give the device memory of these tags back ("kv_cache,weights"). Paused, and the cache is cleared."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         with self._queues_put_away():
             self.weight_updater.release_memory_occupation(  # type: ignore[attr-defined]
@@ -274,7 +274,7 @@ class SchedulerExtension(StagingCalls):
 
     def memory_resume(self, tags: str) -> None:
         """Take the memory of these tags back, with the weights if they were kept in host memory."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput  # noqa: PLC0415
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self.weight_updater.resume_memory_occupation(  # type: ignore[attr-defined]
             ResumeMemoryOccupationReqInput(tags=tags.split(","))
@@ -326,8 +326,8 @@ class SglangModel:
         return ()
 
     def reload(self, tensors: Tensors) -> None:
-        from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: PLC0415
-        from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: PLC0415
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+        from sglang.srt.model_loader.utils import set_default_torch_dtype
 
         self._check_reloadable()
         try:

@@ -29,9 +29,9 @@ from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.engines.common.calls import Call
 from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.common.weights import EngineWeights
-from agentloop_servers.engines.sglang import convert as values
-from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.process import SglangProcess, sglang_call
+from agentloop_sglang import convert as values
+from agentloop_sglang.config import SglangConfig
+from agentloop_sglang.process import SglangProcess, sglang_call
 
 WARM_UP_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 4  # of the prompt and sampled: together less than any block, so that no KV of it stays

@@ -18,9 +18,9 @@ from agentloop.errors import (
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop.types import FinishReason, GenerateRequest, Load, WeightVersionSpan
-from agentloop_servers.engines.sglang import convert as values
-from agentloop_servers.engines.sglang.config import SglangConfig, server_arguments
-from agentloop_servers.engines.sglang.requests import (
+from agentloop_sglang import convert as values
+from agentloop_sglang.config import SglangConfig, server_arguments
+from agentloop_sglang.requests import (
     RAW_TOKEN_ID,
     FactsFile,
     SchedulerFacts,
