@@ -158,9 +158,11 @@ PARTS = (
 @cache
 def registered(group: str) -> dict[str, str]:
     """Return the import paths of a group by name: those of our parts that are there, and of other packages."""
-    ours = {name: path for part in PARTS if part.is_there for name, path in part.entries.get(group, {}).items()}
-    found = importlib.metadata.entry_points(group=GROUP_PREFIX + group)
-    return {point.name: point.value for point in found} | ours
+    ours = {path for part in PARTS for path in part.entries.get(group, {}).values()}
+    there = {name: path for part in PARTS if part.is_there for name, path in part.entries.get(group, {}).items()}
+    # The metadata of an installed checkout lists our parts too, also those whose files were deleted.
+    points = importlib.metadata.entry_points(group=GROUP_PREFIX + group)
+    return {point.name: point.value for point in points if point.value not in ours} | there
 
 
 def is_known(group: str, name: str) -> bool:

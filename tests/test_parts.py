@@ -107,3 +107,15 @@ def test_a_sink_of_another_package_gets_its_settings_and_what_ends(monkeypatch):
     assert given == [("p/r", "a record"), ("p/r", "closed")]
     with pytest.raises(InvalidRequest, match="settings of a sink"):
         configured(simulated_config(sinks={"kept": {"suffix": "p"}}))
+
+
+def test_an_entry_of_ours_in_installed_metadata_is_absent_with_its_files(monkeypatch, site):
+    path = "agentloop_absent:app"
+    (site / "acme-1.0.dist-info" / "entry_points.txt").write_text(f"[{GROUP_PREFIX}{COMMANDS}]\nreplay = {path}\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(parts, "PARTS", (Part("agentloop_absent", "absent", "", {COMMANDS: {"replay": path}}),))
+    parts.registered.cache_clear()
+    try:
+        assert "replay" not in parts.registered(COMMANDS)
+    finally:
+        parts.registered.cache_clear()
