@@ -28,7 +28,7 @@ _TOOLBOX = "rollout/test_toolbox.py::test_"
 _USER_CODE = "rollout/test_user_code.py::test_"
 _JOURNAL = "rollout/test_turn_journal.py::test_"
 _WORKER = "rollout/test_worker.py::test_"
-_PYTHON = "tools/test_python.py::test_"
+_PYTHON = "parts/tools/test_python.py::test_"
 _HERMES = "parsers/test_hermes.py::test_"
 
 
@@ -451,8 +451,8 @@ ROWS: tuple[Row, ...] = (
         (
             f"{_PYTHON}nothing_of_the_host_is_reachable",
             f"{_PYTHON}sixteen_trajectories_share_two_workers_past_hostile_ones",
-            "tools/test_escapes.py::test_an_escape_fails",
-            "tools/test_sandboxes.py::test_a_killed_worker_leaves_nothing",
+            "parts/tools/test_escapes.py::test_an_escape_fails",
+            "parts/tools/test_sandboxes.py::test_a_killed_worker_leaves_nothing",
         ),
     ),
     Row(

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,19 @@ def test_the_update_reaches_trajectories_in_flight(run):
 
 
 def test_the_later_checkpoint_solves_clearly_more(run):
-    rewards: dict[frozenset[int], list[float]] = defaultdict(list)
+    """By the share of a record's tokens: how many records have both versions depends on the machine's speed."""
+    first, later = [], []
     for row in run.rows:
-        rewards[frozenset(span["version"] for span in row["weight_versions"])].append(row["reward"])
-    first, later, mixed = (rewards[frozenset(versions)] for versions in ({0}, {1}, {0, 1}))
-    assert len(first) >= 30
-    # How many begin after the update is a matter of time: where a commit stood still, all had begun.
-    assert np.mean(later + mixed) >= np.mean(first) + 0.2
-    if len(later) >= 30:
-        assert np.mean(later) >= 0.85
+        tokens: Counter[int] = Counter()
+        for span in row["weight_versions"]:
+            tokens[span["version"]] += span["end"] - span["start"]
+        if not tokens[1]:
+            first.append(row["reward"])
+        elif tokens[1] > tokens[0]:
+            later.append(row["reward"])
+    assert min(len(first), len(later)) >= 30
+    assert np.mean(later) >= np.mean(first) + 0.2
+    assert np.mean(later) >= 0.8
 
 
 def test_a_trajectory_recovered_from_a_tool_error(run):
